@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
@@ -42,21 +41,19 @@ def make_source(
     step: int,
     policy_version: int,
     reward: bool,
-    world: World = ALONE,
     connect: Connect | None = None,
     serve: Serve | None = None,
 ) -> Source:
     """Make the source of a run's answers.
 
     Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
-    reward role scores, and each rank of `world` draws a share. `connect` serves async_mode 'ray'.
-    `serve` is given where a server draws.
+    reward role scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
 
     Raises:
         ConfigError: 'ray' without `connect`.
     """
     if not config.is_async:
-        return OwnPolicy(rollouts, prompts, world)
+        return OwnPolicy(rollouts, prompts)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError(
             "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray.connect, got none"
@@ -77,9 +74,9 @@ def make_source(
     if config.async_mode in ("off", "replay"):
         if serve is not None:
             served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
-            return PastPolicies(served, store, tracker, prompts, rule, world, hold=hold, end=served.close)
+            return PastPolicies(served, store, tracker, prompts, rule, hold=hold, end=served.close)
         worker = Worker(model, store, options, score=score)
-        return PastPolicies(worker, store, tracker, prompts, rule, world, hold=hold, threads=threads)
+        return PastPolicies(worker, store, tracker, prompts, rule, hold=hold, threads=threads)
 
     def start() -> Transport:
         if config.async_mode == "ray" and connect is not None:

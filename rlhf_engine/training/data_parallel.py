@@ -42,6 +42,11 @@ _PATHS = (
 
 def require_served(config: TrainConfig, world: World) -> None:
     """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
+    if len(config.vllm_servers) > world.size:
+        raise ConfigError(
+            f"vllm_server_base_url: expected at most {world.size} addresses, one for each process, got "
+            f"{len(config.vllm_servers)}"
+        )
     if world.size == 1:
         if config.shard_base:
             raise ConfigError("shard_base: expected several processes to share the base, got one")
@@ -61,10 +66,11 @@ def require_served(config: TrainConfig, world: World) -> None:
             f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
             f"{config.method!r}"
         )
-    if config.rollout_backend != "local":
-        raise ConfigError(f"rollout_backend: expected 'local' {where}, got {config.rollout_backend!r}")
-    if config.async_mode in ("overlap", "ray"):
-        raise ConfigError(f"async: expected 'off' or 'replay' {where}, got {config.async_mode!r}")
+    if config.shard_base and config.async_mode == "overlap" and config.rollout_backend == "local":
+        raise ConfigError(
+            "shard_base: expected it unset with async 'overlap', whose generators draw from the whole base beside the "
+            "updates, got True; with async 'ray' or rollout_backend 'vllm' other processes draw"
+        )
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")
     if config.prompts_per_step < world.size:

@@ -86,7 +86,7 @@ class RlTrainer(Run[TrainerState]):
 
     def _load(self, base: HydraModel | None) -> HydraModel:
         """Load the data, and the model as it is before any step."""
-        self._inputs = load_inputs(self.config)
+        self._inputs = load_inputs(self.config, rank=self.world.rank)
         self.total_steps = self._inputs.total_steps
         self.config = replace(self.config, max_steps=self.total_steps)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
@@ -102,10 +102,15 @@ class RlTrainer(Run[TrainerState]):
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
-        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts())
+        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts(), rank=self.world.rank)
         self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(
-            config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
+            config,
+            self.train_set,
+            self._sampling(config.seed),
+            step=self.state.step,
+            samples=self.state.samples,
+            world=self.world,
         )
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
         self.source = self._make_source(inputs.resume)
@@ -221,7 +226,7 @@ class RlTrainer(Run[TrainerState]):
         Returns:
             Those that this rank draws answers to, one per answer.
         """
-        return self._share(self._prompts.prompts(self.state.step))
+        return self._prompts.own(self.state.step)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -240,8 +245,7 @@ class RlTrainer(Run[TrainerState]):
         """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
-        prompts = self._prompts.prompts(state.step)
-        own = self._share(prompts)
+        prompts, own = self._prompts.prompts(state.step), self._prompts.own(state.step)
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
@@ -283,9 +287,6 @@ class RlTrainer(Run[TrainerState]):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _share(self, prompts: PromptBatch) -> PromptBatch:
-        return self._prompts.shares(prompts, self.world.size)[self.world.rank]
-
     def _write_model(self, folder: Path) -> None:
         save_pretrained(self.model, folder)
         self.tokenizer.save_pretrained(folder)
@@ -311,7 +312,15 @@ class RlTrainer(Run[TrainerState]):
         """Backend by which a server draws for past policies."""
         server = self._inputs.server
         assert server is not None
-        return serve(self.config, self.model, server, self._inputs.all_prompts(), role=BEHAVIOUR, stopped=stopped)
+        return serve(
+            self.config,
+            self.model,
+            server,
+            self._inputs.all_prompts(),
+            role=BEHAVIOUR,
+            rank=self.world.rank,
+            stopped=stopped,
+        )
 
     def _make_source(self, resume: Path | None) -> Source:
         state = self.state
@@ -329,7 +338,6 @@ class RlTrainer(Run[TrainerState]):
             step=state.step,
             policy_version=state.policy_version,
             reward=self.scorer.uses_reward_model,
-            world=self.world,
             connect=self._connect,
             serve=self._serve if self.config.rollout_backend != "local" else None,
         )

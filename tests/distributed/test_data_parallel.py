@@ -26,6 +26,7 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.generators.ray.connect import generators_on_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
@@ -92,9 +93,9 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
     return train_config(model, folder / name / "run", **options).to_dict()
 
 
-def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT) -> subprocess.Popen:
-    """What starts two processes and ends with them. timeout: seconds that a process waits for the other."""
-    (folder / "plan.json").write_text(json.dumps({"timeout": timeout, "jobs": jobs}))
+def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT, *, processes: int = 2) -> subprocess.Popen:
+    """What starts processes and ends with them. timeout: seconds that a process waits for the others."""
+    (folder / "plan.json").write_text(json.dumps({"processes": processes, "timeout": timeout, "jobs": jobs}))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
         cwd=ROOT,
@@ -111,15 +112,15 @@ def end(launcher: subprocess.Popen) -> None:
     launcher.communicate()
 
 
-def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300) -> list[int]:
-    """Exit statuses of the two."""
+def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300, *, processes: int = 2) -> list[int]:
+    """Exit statuses of the processes."""
     try:
         errors = launcher.communicate(timeout=timeout)[1]
     finally:
         end(launcher)
     print(errors[-6000:])  # shown where a test fails
     assert launcher.returncode == 0
-    return [int((folder / f"ended-{rank}").read_text()) for rank in range(2)]
+    return [int((folder / f"ended-{rank}").read_text()) for rank in range(processes)]
 
 
 def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -163,7 +164,9 @@ def both(model, tmp_path_factory) -> Path:
     ]
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
-    for suffix, options in {"": run, "-replay": replay, "-sharded": {**run, "shard_base": True}}.items():
+    overlap = {**replay, "async_mode": "overlap"}
+    sharded = {**run, "shard_base": True}
+    for suffix, options in {"": run, "-replay": replay, "-overlap": overlap, "-sharded": sharded}.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
         jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
@@ -218,7 +221,7 @@ def test_a_sharded_base_changes_no_bit(name, both):
         assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
 
 
-@pytest.mark.parametrize("suffix", ["", "-replay", "-sharded"])
+@pytest.mark.parametrize("suffix", ["", "-replay", "-overlap", "-sharded"])
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
     other = load_file(both / f"whole{suffix}-1.safetensors")
@@ -230,7 +233,13 @@ def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     ]
     assert rows[0] == rows[1]
     assert [row["step"] for row in rows[0]] == [1, 2, 3]
-    assert suffix == "-replay" or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+    assert suffix in ("-replay", "-overlap") or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+
+
+def test_generators_beside_both_processes_draw_what_each_draws_by_itself(both):
+    for rank in range(2):
+        overlap, replay = (load_file(both / f"whole-{mode}-{rank}.safetensors") for mode in ("overlap", "replay"))
+        assert all(torch.equal(overlap[key], replay[key]) for key in replay)
 
 
 def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_path):
@@ -313,15 +322,10 @@ class TwoRanks(World):
     ("options", "message"),
     [
         ({"method": "full_ppo"}, "method: expected one with a frozen backbone in a run of 2 processes"),
-        ({"async_mode": "overlap"}, "async: expected 'off' or 'replay' in a run of 2 processes, .*got 'overlap'"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
         (
             {"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1},
             "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4",
-        ),
-        (
-            {"rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
-            "rollout_backend: expected 'local' in a run of 2 processes, got 'vllm'",
         ),
     ],
 )
@@ -337,6 +341,29 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         require_served(train_config(model, tmp_path / "run", shard_base=True), ALONE)
     with pytest.raises(ConfigError, match="load_in_4bit: expected false with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, load_in_4bit=True)
+    beside = train_config(model, tmp_path / "run", shard_base=True, async_mode="overlap")
+    with pytest.raises(ConfigError, match="shard_base: expected it unset with async 'overlap', whose generators draw"):
+        require_served(beside, TwoRanks(size=2))
+
+
+def test_each_process_has_a_server(model, tmp_path):
+    servers = "http://a:1, http://b:1"
+    config = train_config(model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=servers)
+    require_served(config, TwoRanks(size=2))
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected at most 1 addresses, one for each process"):
+        require_served(config, ALONE)
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected addresses separated by single commas"):
+        dataclasses.replace(config, vllm_server_base_url="http://a:1,")
+
+
+def test_generators_of_several_processes_are_on_a_running_cluster(model, tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    config = train_config(model, tmp_path / "run", async_mode="ray")
+    with (
+        pytest.raises(ConfigError, match=r"ray_address: expected that of a running cluster \(ray start --head\)"),
+        generators_on_ray(config, TwoRanks(size=2)),
+    ):
+        pass
 
 
 def test_shares():
