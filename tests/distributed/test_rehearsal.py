@@ -1,8 +1,8 @@
 """Rehearsal of runs on several GPUs: four processes on a CPU, data parallel × sharded base × where answers are drawn.
 
-Each run takes the steps of one process up to rounding, and goes on to the bit where it was stopped. With a thread
-beside it, generators on Ray or a server, a run ends on all processes where one is killed, and goes on from its checkpoint.
-The server is the protocol stand-in, which is not vLLM.
+Each run takes the steps of one process up to rounding, and goes on to the bit where it was stopped. With a
+thread beside it, generators on Ray or a server, a run ends on all processes where one is killed, and goes on from its
+checkpoint. The server is the protocol stand-in, which is not vLLM.
 """
 
 from __future__ import annotations
