@@ -20,6 +20,7 @@ from torch import nn
 
 from rlhf_engine.algorithms.base import Measured
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.launch import versions
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.training.update import Schedule, StepPlan
@@ -52,8 +53,8 @@ def require_served(config: TrainConfig, world: World) -> None:
             raise ConfigError("shard_base: expected several processes to share the base, got one")
         return
     options = {name: value for name, value in config.to_dict().items() if name not in _PATHS}
-    everyone = world.gather(options)
-    for name in options:
+    everyone = world.gather({**versions(), **options})
+    for name in everyone[0]:
         values = [other.get(name) for other in everyone]
         for rank, value in enumerate(values):
             if value != values[0]:

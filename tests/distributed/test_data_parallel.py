@@ -346,6 +346,18 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         require_served(beside, TwoRanks(size=2))
 
 
+def test_processes_of_other_versions_are_refused(model, tmp_path):
+    class Older(World):
+        """Says that the other rank has another torch."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, "torch": "1.0"}]
+
+    found = torch.__version__.partition("+")[0]
+    with pytest.raises(ConfigError, match=f"torch: expected the same on every rank, got '{found}' on rank 0 and '1.0'"):
+        require_served(train_config(model, tmp_path / "run"), Older(size=2))
+
+
 def test_each_process_has_a_server(model, tmp_path):
     servers = "http://a:1, http://b:1"
     config = train_config(model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=servers)

@@ -29,7 +29,7 @@ from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.build import Connect
 from rlhf_engine.generators.ray.transport import RayTransport, Room
-from rlhf_engine.generators.serialize import frozen_digests
+from rlhf_engine.generators.serialize import fixed_parts
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR
 
@@ -75,7 +75,7 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
             return RayTransport(
                 ray,
                 replace(_for_generators(config, device), exact=registry.is_exact()).to_dict(),
-                frozen_digests(model),
+                fixed_parts(model),
                 generators=config.ray_generators,
                 room=room,
                 restarts=config.ray_restarts,
