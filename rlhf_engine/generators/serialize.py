@@ -118,8 +118,8 @@ def require_same_parts(ours: Mapping[str, str], learners: Mapping[str, str]) -> 
             expected = learners.get(part, "none")
             if part.startswith(_PACKAGE):
                 raise ConfigError(
-                    f"ray_address: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the generator's "
-                    f"machine, got {found}"
+                    f"ray_address: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
+                    f"generator's machine, got {found}"
                 )
             raise ConfigError(
                 f"model_name_or_path: expected weights on the generator's machine that are the learner's, got a {part} "
