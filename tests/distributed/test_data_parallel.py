@@ -231,6 +231,8 @@ def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
         [without_timings(row) for row in read_metrics(both / f"{name}{suffix}" / "run" / "metrics.jsonl")]
         for name in ("whole", "resumed")
     ]
+    # how busy generators were is a matter of time
+    rows = [[{k: v for k, v in row.items() if not k.startswith("async/")} for row in found] for found in rows]
     assert rows[0] == rows[1]
     assert [row["step"] for row in rows[0]] == [1, 2, 3]
     assert suffix in ("-replay", "-overlap") or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
