@@ -64,16 +64,19 @@ def make_source(
 
     score = FrozenRoles(model, config, past=None if in_flight else BEHAVIOUR, reward=reward)
 
-    def hold(policy: Snapshot) -> None:
+    stop = threading.Event()
+    served = None if serve is None else ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+
+    def hold(policy: Snapshot) -> dict[str, float]:
         put(policy, model.role_backbone(PAST).slot(PAST))
+        return {} if served is None else served.check(policy.version)
 
     options = EngineOptions.of(config)
     device = model.role_backbone(BEHAVIOUR).device
     threads = _generator_threads(config, device)
-    hurry, stop = threading.Event(), threading.Event()
+    hurry = threading.Event()
     if config.async_mode in ("off", "replay"):
-        if serve is not None:
-            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+        if served is not None:
             return PastPolicies(served, store, tracker, prompts, rule, hold=hold, end=served.close)
         worker = Worker(model, store, options, score=score)
         return PastPolicies(worker, store, tracker, prompts, rule, hold=hold, threads=threads)
@@ -81,8 +84,7 @@ def make_source(
     def start() -> Transport:
         if config.async_mode == "ray" and connect is not None:
             return connect(model)
-        if serve is not None:  # the learner scores: nothing of this process waits for the server
-            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+        if served is not None:  # the learner scores: no pass of the model is made beside it
             return GeneratorThread(served, store, stop=stop, device=device, beat=lambda: served.beat, end=served.close)
         # who asks the frozen lanes must not show in their bits
         alike = threads is None or torch.get_num_threads() in (1, 2 * threads)

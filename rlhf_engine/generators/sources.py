@@ -39,8 +39,8 @@ class PastState:
 
 Lap = Callable[[str], None]
 """Called with the name of a phase at its end."""
-Hold = Callable[[Snapshot], None]
-"""Puts a policy where the learner scores answers by it."""
+Hold = Callable[[Snapshot], dict[str, float]]
+"""Puts a policy where the learner scores answers by it, and checks that a server draws by it; metrics by name."""
 
 
 class Source(Protocol):
@@ -215,19 +215,18 @@ class PastPolicies:
             lap: called with the name of a phase at its end.
 
         Returns:
-            The answers of this rank, and no metrics.
+            The answers of this rank, and metrics of a server's check.
 
         Raises:
             EngineError: a policy that is not held any more.
+            MismatchError: a server that draws by something else.
         """
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         (item,) = self._prompts.items(step, policy.version)
         with self._generator_threads():
             rollout = self._worker(item)
         lap("generate")
-        if rollout.frozen is None:
-            self._hold(policy)
-        return rollout, {}
+        return rollout, self._hold(policy) if rollout.frozen is None else {}
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for. See `Source.learned`.
@@ -320,6 +319,7 @@ class Concurrent:
 
         Raises:
             GeneratorError: no generator is left.
+            MismatchError: a server that draws by something else.
         """
         if self._scheduler is None:
             self._scheduler = self._begin()
@@ -341,7 +341,7 @@ class Concurrent:
             "async/speedup": (drawing + learning) / max(wall, longer),
         }
         if not self._mixed and rollout.frozen is None:
-            self._hold(self._store.get(rollout.policy_version))
+            metrics |= self._hold(self._store.get(rollout.policy_version))
         scores = [] if rollout.frozen is None else [x for _, x in rollout.frozen.items()]
         supports = [] if rollout.batch.supports is None else [rollout.batch.supports.words]
         for tensor in (rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *supports, *scores):

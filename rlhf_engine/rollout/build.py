@@ -68,12 +68,14 @@ def serve(
     prompts: Sequence[Sequence[int]],
     *,
     role: str = "actor",
+    compared: str | None = None,
     rank: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> VllmRollouts:
     """Backend by which a server draws the answers of one role. Roles and ranks have adapters of their own there.
 
-    role: `actor`, or `behaviour` of a run whose answers past policies draw. stopped: see `VllmRollouts`.
+    role: `actor`, or `behaviour` of a run whose answers past policies draw. compared: the role whose log-probs the
+    server's have to be; None: the same. stopped: see `VllmRollouts`.
     """
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
@@ -84,7 +86,7 @@ def serve(
         max_tokens=config.max_completion_length,
         bound=config.vllm_canary_bound,
         seed=config.seed,
-        role=role,
+        role=compared or role,
     )
     output = Path(config.output_dir).resolve()
     # folders of the same name are different runs

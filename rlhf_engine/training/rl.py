@@ -19,7 +19,7 @@ from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import BEHAVIOUR, build_policy_model, shard_base
+from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model, shard_base
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
@@ -318,6 +318,7 @@ class RlTrainer(Run[TrainerState]):
             server,
             self._inputs.all_prompts(),
             role=BEHAVIOUR,
+            compared=PAST,
             rank=self.world.rank,
             stopped=stopped,
         )

@@ -44,7 +44,7 @@ from rlhf_engine.rollout.request import (
     check_prompts,
     row_seed,
 )
-from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.canary import Asked, Canary
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256
@@ -133,8 +133,9 @@ class VllmRollouts:
         """Make a backend of one run.
 
         `run` names its adapters, which are written into `folder`. `server_folder` is the same folder as the server sees
-        it; None stands for the same path. `role` is the policy that is served. `stopped` is asked while answers are
-        waited for; where it is true, the requests under way are ended.
+        it; None stands for the same path. `role` is the policy that is served. Where that is not the actor, the canary
+        is not compared by `sync` but by `check`. `stopped` is asked while answers are waited for; where it is true, the
+        requests under way are ended.
 
         Raises:
             ConfigError: an actor that vLLM cannot serve.
@@ -148,13 +149,14 @@ class VllmRollouts:
         self.policy_version: int | None = None
         self.name = ""
         """Adapter that is drawn from."""
+        self._unchecked: dict[int, Asked] = {}
         self._stuck: set[str] = set()
         self._metrics: dict[str, float] = {}
 
     # ---- the adapter goes there ------------------------------------------------------------------------------------
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Serve the actor's present weights as this version.
+        """Serve the role's present weights as this version.
 
         Raises RolloutServerError where the server fails, MismatchError where it then serves something else, ConfigError
         where the folder cannot be written to. Until all is well, the version before stays loaded and on disk.
@@ -165,14 +167,26 @@ class VllmRollouts:
         served = {model.name for model in self.client.models()}
         if name not in served:  # a run that was killed may have left the very same weights there
             self.client.load_adapter(name, f"{self.server_folder}/{name}")
-        measured = self.canary.check(name, functools.partial(self._complete, prompt_logprobs=True))
+        asked = self.canary.ask(name, functools.partial(self._complete, prompt_logprobs=True))
+        measured = self.canary.check(asked) if self.role == "actor" else {}
         self._forget_others(name, served, self.client)
         self.policy_version, self.name = policy_version, name
+        if self.role != "actor":
+            self._unchecked[policy_version] = asked
         self._metrics = {
             **measured,
             "vllm/adapters_left": float(len(self._stuck)),
         }
         return self._metrics
+
+    def check(self, policy_version: int) -> dict[str, float]:
+        """Compare what the server has answered by a version, once, with that policy in the canary's role.
+
+        Kept apart from `sync`, which may run beside a learner whose base is in shares. Raises MismatchError where the
+        server has drawn by something else; nothing has been learned from it then.
+        """
+        asked = self._unchecked.pop(policy_version, None)
+        return {} if asked is None else self.canary.check(asked)
 
     def forget(self) -> None:
         """Take nothing for served any more: a server that has started again holds no adapters."""
