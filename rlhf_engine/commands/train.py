@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
             check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
             if config.async_mode == "ray" and launched() > 1:  # before every rank starts generators of its own
                 raise ConfigError(f"async: expected 'off' or 'replay' in a run of {launched()} processes, got 'ray'")
-            if asked_to_shard():
+            if asked_to_shard() and not config.shard_base:
                 config = dataclasses.replace(config, shard_base=True)
         world = stack.enter_context(
             contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout))
