@@ -330,8 +330,8 @@ class Backbone(nn.Module):
 
 
 _OF_BASE = (
-    *("model", "frozen", "quantized", "sharded", "in_turn", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
+    *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
+    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 
