@@ -120,7 +120,7 @@ def test_a_token_attends_to_all_tokens_before_it_or_to_its_window():
     plan = setting("gemma2", prompt_length=40, completion_length=16)
     c = plan.config
     assert c.sliding_window < 48
-    work = DurationPlanner("hydra_ppo", plan, gpu("h100"))._token_work()
+    work = DurationPlanner("hydra_ppo", plan, gpu("h100"))._token_work(plan.batch)
     one_position = 2 * plan.batch * c.num_key_value_heads * c.head_dim * 4
     expected = one_position * c.num_hidden_layers / 2 * (c.sliding_window + 64)
     assert total(work, "bytes", part=ATTENTION) == expected
