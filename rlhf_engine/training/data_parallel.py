@@ -61,8 +61,11 @@ def require_served(config: TrainConfig, world: World) -> None:
             f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
             f"{config.method!r}"
         )
-    if config.rollout_backend != "local":
-        raise ConfigError(f"rollout_backend: expected 'local' {where}, got {config.rollout_backend!r}")
+    if config.rollout_backend != "local" and config.is_async:
+        raise ConfigError(
+            f"rollout_backend: expected 'local' {where} that learns from answers of past policies (async, "
+            f"batches_per_policy), got {config.rollout_backend!r}"
+        )
     if config.async_mode in ("overlap", "ray"):
         raise ConfigError(f"async: expected 'off' or 'replay' {where}, got {config.async_mode!r}")
     if config.device not in ("auto", "cpu", "cuda"):

@@ -390,8 +390,13 @@ class TwoRanks(World):
             "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4",
         ),
         (
-            {"rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
-            "rollout_backend: expected 'local' in a run of 2 processes, got 'vllm'",
+            {
+                "algorithm": "grpo",
+                "async_mode": "replay",
+                "rollout_backend": "vllm",
+                "vllm_server_base_url": "http://localhost:1",
+            },
+            "rollout_backend: expected 'local' in a run of 2 processes that learns from answers of past policies",
         ),
     ],
 )
