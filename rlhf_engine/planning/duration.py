@@ -88,7 +88,7 @@ class DurationPlanner(Planner):
     def predict_seconds(self, budget: int = 0) -> Duration:
         """Every phase and part. budget: bytes that one of several processes may use, which decide on the way."""
         if self.setting.processes > 1:
-            self.ways(budget)
+            self.choose_way(budget)
         phases = dict.fromkeys(STEP_PHASES, 0.0)
         parts = dict.fromkeys(PARTS, 0.0)
         flops = 0.0

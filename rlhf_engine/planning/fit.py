@@ -320,8 +320,18 @@ class Fit(ABC):
         found = {}
         for self.way in WAYS:
             found[self.way] = self.predict(budget)
-        self.way = next((way for way in WAYS if found[way].peak <= budget), NEVER_WHOLE)
+        self.choose_way(budget)
         return found
+
+    def choose_way(self, budget: int) -> None:
+        """Take the first way of holding the frozen backbones in which the step fits, or the last one.
+
+        Args:
+            budget: bytes that one process may use.
+        """
+        for self.way in WAYS:
+            if max(map(self.peak, self.phases)) <= budget:
+                return
 
     def max_batch(self, budget: int) -> dict[str, int]:
         """Largest numbers whose peaks are within `budget` bytes."""

@@ -156,7 +156,7 @@ def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list
         base, gpus = fit.drawing_bytes[0], server_gpus(fit.drawing_bytes[0], budget)
         lines.append(
             f"{method}: for every token each process then receives {gigabytes(fit.received_bytes)} GB. A vLLM server "
-            f"on {gpus} more such GPUs (--tensor-parallel-size {gpus}) reads {gigabytes(base // gpus)} GB of its own "
+            f"on {gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus}) reads {gigabytes(base // gpus)} GB of its own "
             "memory instead, and is the fast way: --rollout_backend vllm beside --shard_base always. plan --time has "
             "the seconds."
         )

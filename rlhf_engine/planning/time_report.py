@@ -97,9 +97,9 @@ def advice(duration: Duration) -> str:
     Returns:
         The sentence.
     """
-    drawing = by_phase(duration)["generation"]
+    drawing, gpus = by_phase(duration)["generation"], duration.server_gpus
     served = (
-        f"a vLLM server on {duration.server_gpus} more such GPUs (--tensor-parallel-size {duration.server_gpus}) takes "
+        f"a vLLM server on {gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus}) takes "
         f"at least {_seconds(duration.served_seconds)} s"
     )
     if duration.way != NEVER_WHOLE:
