@@ -154,11 +154,11 @@ def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list
         lines.append(f"{method}: run it {_FOR_USERS[chosen]}: the base never fits whole beside what else is needed.")
     if chosen in (None, NEVER_WHOLE):
         base, gpus = fit.drawing_bytes[0], server_gpus(fit.drawing_bytes[0], budget)
+        more = f"{gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus})"
         lines.append(
             f"{method}: for every token each process then receives {gigabytes(fit.received_bytes)} GB. A vLLM server "
-            f"on {gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus}) reads {gigabytes(base // gpus)} GB of its own "
-            "memory instead, and is the fast way: --rollout_backend vllm beside --shard_base always. plan --time has "
-            "the seconds."
+            f"on {more} reads {gigabytes(base // gpus)} GB of its own memory instead, and is the fast way: "
+            "--rollout_backend vllm beside --shard_base always. plan --time has the seconds."
         )
     return lines
 
