@@ -171,7 +171,7 @@ def gpu(name: str, processes: int = 1) -> Machine:
     efficiencies = "; ".join(
         f"{kind} {of_peak:.2f} / {of_bandwidth:.2f}" for kind, (of_peak, of_bandwidth) in _EFFICIENCIES.items()
     )
-    figures = (
+    figures: tuple[Figure, ...] = (
         Figure("peak", f"{sheet.half / 1e12:.0f} TFLOP/s half, {sheet.single / 1e12:g} TFLOP/s float32", "datasheet"),
         Figure("memory bandwidth", f"{sheet.bandwidth / 1e12:g} TB/s", "datasheet"),
         Figure("L2", f"{sheet.cache / 2**20:.0f} MiB", "datasheet"),
