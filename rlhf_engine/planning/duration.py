@@ -143,7 +143,6 @@ class DurationPlanner(Planner):
             calls["decoding"] = s.completion_length - 1
             calls["scoring"] = groups * (1 if s.batch <= self._rows_together("inference") else scored)
         else:
-            calls["scoring"] = 0
             phases["prefill"] += once  # the base is made whole once, with nothing beside it
             parts[GATHERING] += once
         for phase, n in calls.items():

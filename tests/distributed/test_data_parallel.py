@@ -198,12 +198,12 @@ def both(model, tmp_path_factory) -> Path:
         {"name": "other-data", "do": "fail", "config": other, "rank_1": {"dataset_name": str(changed)}},
     ]
     fails = "import os; late = len(calls) > 2 and os.environ.get('RANK') == '1'\n{}\nreturn [1.0] * len(prompts)"
-    for name, body in {"raises": "assert not late, 'no luck'", "dies": "if late: os._exit(3)"}.items():
-        reward = {"reward_funcs": [write_reward(folder, fails.format(body), name)]}
-        if name == "raises":
-            config = made(folder, "raises-always", model, shard_base="always", **reward)
-            jobs.append({"name": "raises-always", "do": "fail", "config": config})
-        jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, **reward)})
+    breaks = {name: "assert not late, 'no luck'" for name in ("raises", "raises_always")}
+    for name, body in {**breaks, "dies": "if late: os._exit(3)"}.items():
+        options = {"reward_funcs": [write_reward(folder, fails.format(body), name)]}
+        if name == "raises_always":
+            options["shard_base"] = "always"
+        jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, **options)})
     assert finish(start(folder, jobs), folder) == [0, 3]
     return folder
 
@@ -319,9 +319,9 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
             ["rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised", "no luck"],
         ),
         (
-            "raises-always",
+            "raises_always",
             ["RankError", "RewardError"],
-            ["rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised", "no luck"],
+            ["another rank could not go on, rank 1: RewardError: reward function 'raises_always' raised", "no luck"],
         ),
         ("dies", ["RankError"], ["rank 0 of 2 has lost another one"]),
     ],
