@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 """Several processes with a base each, against the base in shares (FSDP2): bytes held and seconds per step, in one run.
 
+Three arms: each process has all of the base; it has a share while it learns; it has a share at all times.
+
     python bench/studies/sharded_base.py --out bench/results/cpu/sharded_base
     python bench/studies/sharded_base.py --quick --out runs/sharded_base                                  # a tiny model
     python bench/studies/sharded_base.py --processes 8 --device cuda --dtype bfloat16 --hidden 4096 --layers 32
@@ -31,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.distributed.process_group import World, fingerprint_of_all
 
-ARMS = ("replicated", "sharded")
+ARMS = ("replicated", "sharded", "always")
+SHARES: dict[str, bool | str] = {"replicated": False, "sharded": True, "always": "always"}
 SHOWN = ("gather_base", *PHASES, "step")
 
 
@@ -48,7 +51,8 @@ def work(request: dict[str, Any]) -> dict[str, Any] | None:
         folder,
         Path(request["scratch"]),
         world=world,
-        shard_base=request["arm"] == "sharded",
+        shard_base=SHARES[request["arm"]],
+        decode_step=request["decode_step"],
         num_mini_batches=setting.mini_batches,
         num_ppo_epochs=setting.epochs,
     )
@@ -78,6 +82,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--decode_step", default="auto", help="transformers: the step that serves the last arm, in all of them"
+    )
     arguments = parser.parse_args()
     if arguments.request:
         found = work(arguments.request)
@@ -89,7 +96,7 @@ def main() -> None:
     if arguments.processes < 2:
         parser.error(f"--processes: expected at least 2, got {arguments.processes}")
     setting = setting_of(arguments, batch=16)
-    options = {name: getattr(arguments, name) for name in ("device", "dtype", "processes")}
+    options = {name: getattr(arguments, name) for name in ("device", "dtype", "processes", "decode_step")}
     with tempfile.TemporaryDirectory() as folder:
         prepare(setting, Path(folder))
         rounds = in_turn(

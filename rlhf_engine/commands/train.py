@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         with as_request_errors():
             check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-            if asked_to_shard():
+            if asked_to_shard() and not config.shard_base:
                 config = dataclasses.replace(config, shard_base=True)
         world = stack.enter_context(
             contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout))

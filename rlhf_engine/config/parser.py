@@ -349,6 +349,8 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
     if kind is bool:
         if text.lower() in _TRUE + _FALSE:
             return text.lower() in _TRUE
+        if any(typing.get_origin(other) is Literal and _matches(other, text) for other in _alternatives(hint)):
+            return text
     elif kind in (int, float):
         try:
             return kind(text)

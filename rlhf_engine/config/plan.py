@@ -34,7 +34,13 @@ class PlanConfig(Options):
     method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo", "full_sft"] = option(
         "all", "one method of train, or all five side by side; full_sft: sft --full, a step being one minibatch"
     )
-    batch: int = option(64, "answers per step (generation_batch_size of train)", ge=1)
+    batch: int = option(64, "answers per step (generation_batch_size of train), of all processes together", ge=1)
+    processes: int = option(
+        1,
+        "processes that share a step, a GPU each; with more than one, how each of them should hold the base: whole, "
+        "by shard_base, or by shard_base always; and when a vLLM server draws faster",
+        ge=1,
+    )
     num_generations: int = option(
         1,
         "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)",
@@ -88,10 +94,29 @@ class PlanConfig(Options):
             raise ConfigError(
                 f"batch: expected a multiple of num_generations ({self.num_generations}), got {self.batch}"
             )
+        if self.processes > 1:
+            self._check_processes()
         if self.time:
             self._check_time()
         elif self.budget_bytes <= 0:
             raise ConfigError(f"reserve: expected less than gpu ({self.gpu}), got {self.reserve!r}")
+
+    def _check_processes(self) -> None:
+        where = f"with {self.processes} processes"
+        if self.method in ("full_ppo", "full_sft"):
+            raise ConfigError(f"method: expected one with a frozen backbone {where}, got {self.method!r}")
+        if self.batch < self.processes * self.num_generations:
+            raise ConfigError(
+                f"batch: expected at least {self.processes * self.num_generations} {where}, a prompt of "
+                f"{self.num_generations} answers for each, got {self.batch}"
+            )
+        if self.time and self.gpu == "cpu":
+            raise ConfigError(f"gpu: expected a card {where} and time, whose links are known, got 'cpu'")
+
+    @property
+    def share(self) -> int:
+        """Most answers of a step that one process draws: those to a prompt stay together."""
+        return -(-(self.batch // self.num_generations) // self.processes) * self.num_generations
 
     def _check_time(self) -> None:
         if self.gpu not in (*CARDS, "cpu"):

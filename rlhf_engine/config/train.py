@@ -106,8 +106,10 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
     )
 
-    shard_base: bool = option(
-        False, "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score"
+    shard_base: bool | Literal["always"] = option(
+        False,
+        "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score; "
+        "always: never all of it, blocks are gathered as they run, for a base that is larger than a GPU",
     )
 
     @property
@@ -193,6 +195,16 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 raise ConfigError(
                     f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
                 )
+        if self.shard_base == "always" and self.decode_step in ("native", "graph"):
+            raise ConfigError(
+                "decode_step: expected 'auto' or 'transformers' with shard_base always, where no process holds the "
+                f"weights that others read where they lie, got {self.decode_step!r}"
+            )
+        if self.shard_base and self.async_mode == "overlap" and self.rollout_backend == "local":
+            raise ConfigError(
+                "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "
+                "blocks in turn, or rollout_backend 'vllm', got 'overlap'"
+            )
         if self.method == "full_ppo":
             if self.rollout_backend != "local":
                 raise ConfigError(

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -32,6 +32,8 @@ class World:
     size: int = 1
     device: torch.device | None = None
     """Of this rank; None where a process is alone and takes the device that it is told."""
+    _before_exchange: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    """What this rank does before each exchange, see `while_waiting`."""
 
     @classmethod
     def from_environment(cls, device: str = "auto", *, timeout: float) -> World:
@@ -73,7 +75,7 @@ class World:
         if self.size == 1:
             return work()
         try:
-            result = work()
+            result = self.in_step(work)  # it may be drawing from a sharded base
         except Exception as error:  # whatever it is: it is raised again, once the others know
             with contextlib.suppress(RankError):  # of others that are gone by then: this one is what is to be told
                 self.gather(f"{type(error).__name__}: {error}")
@@ -156,8 +158,19 @@ class World:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
+    def while_waiting(self, work: Callable[[], None]) -> Iterator[None]:
+        """A block in which `work` is done before every exchange: it returns once all ranks have come to that one."""
+        self._before_exchange.append(work)
+        try:
+            yield
+        finally:
+            self._before_exchange.remove(work)
+
+    @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
         try:
+            for work in self._before_exchange:
+                work()
             yield
         except RuntimeError as error:  # torch's: a connection was closed, or nothing came for too long
             raise self._lost(error) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,8 @@ class Backbone(nn.Module):
         self.quantized = is_quantised(model)
         self.sharded = False
         """Whether this process holds a share of every tensor only, see `sharding`."""
+        self.in_turn: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
+        """Runs a call where each is one of all processes, with blocks that are gathered for it; None elsewhere."""
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
@@ -256,10 +258,14 @@ class Backbone(nn.Module):
             positions_T=positions_T,
             windows=windows,
         )
-        with gate.enter(call):
-            out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+
+        def forward() -> torch.Tensor:
+            with gate.enter(call):
+                out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+            hidden: torch.Tensor = out.last_hidden_state[0]
+            return hidden
+
+        return forward() if self.in_turn is None else self.in_turn(forward)
 
     def add_slot(
         self,
@@ -325,7 +331,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
+    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

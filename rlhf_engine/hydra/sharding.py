@@ -4,23 +4,35 @@
     model(batch, outputs)     # each block is gathered when it runs and given back after it: all processes together
     with base.whole():        # all of the base on every process
         generate(model, ...)  # each at its own pace
+    with base.in_step(world): # of the blocks only those that run: each as many calls as it needs, for as long as
+        generate(model, ...)  # any of them needs one
 
 Slots and heads are replicated: what is trained, saved and published is the same as without. The base has no gradients,
 so gathering its blocks, once per forward and once more on the way back, is all the traffic that sharding makes.
+
+While processes are in step, one exchange of a number comes before each call of a backbone: 0 by a process that has none
+to make, because it waits for the others. All run the backbone of the largest number, with a token of no account where
+it is not their own. So no process has to know how many calls another one will make, or of what.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from rlhf_engine.devices import is_out_of_memory
+from rlhf_engine.distributed.process_group import World
+from rlhf_engine.errors import MemoryLimitError, RankError
+from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.model import HydraModel
 
 
@@ -42,7 +54,10 @@ class ShardedBase:
         moves = device is not None and device != model.device
         before = None if moves else _probe(model)
         mesh = DeviceMesh.from_group(group, (device or model.device).type)
-        self._is_whole = False
+        self._group, self._backbones = group, backbones
+        self._is_whole = self._is_in_step = False
+        self._failed: BaseException | None = None
+        """What has ended a call that the other processes are in the middle of."""
         self._blocks: list[FSDPModule] = []
         first: list[FSDPModule] = []
         for backbone in backbones:
@@ -52,6 +67,7 @@ class ShardedBase:
             backbone.sharded = True
             blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=True) for block in backbone.blocks]
             for earlier, block in itertools.pairwise(blocks):
+                earlier.set_modules_to_forward_prefetch([block])
                 block.set_modules_to_backward_prefetch([earlier])
             first.append(blocks[0])
             self._blocks += blocks
@@ -90,6 +106,77 @@ class ShardedBase:
                 module.set_reshard_after_forward(True, recurse=False)
             for module in modules:
                 module.reshard()
+
+    # ---- in step ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_step(self, world: World) -> Iterator[None]:
+        """A block in which each process calls backbones as often as it has to, without gradients.
+
+        All processes enter together. One that waits in an exchange of `world`, or at the end of the block, makes calls
+        beside those of the others. To enter again within changes nothing and concerns nobody else.
+
+        world: whose exchanges the processes make within the block.
+        """
+        if self._is_in_step:
+            yield
+            return
+        self._rest.unshard()
+        for number, backbone in enumerate(self._backbones, start=1):
+            backbone.in_turn = partial(self._in_turn, number)
+        self._is_in_step = True
+        try:
+            with world.while_waiting(self._accompany):
+                yield
+            self._accompany()
+        finally:
+            self._is_in_step = False
+            for backbone in self._backbones:
+                backbone.in_turn = None
+            self._rest.reshard()
+
+    def _in_turn(self, number: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Make a call of a backbone, once all processes are at one of it."""
+        while (chosen := self._largest(number)) != number:
+            self._run_beside(chosen)
+        return self._run(call)
+
+    def _accompany(self) -> None:
+        """Make calls beside those of other processes, until none has any to make."""
+        while chosen := self._largest(0):
+            self._run_beside(chosen)
+
+    def _largest(self, number: int) -> int:
+        """The largest number that a process has given, on all of them."""
+        if self._failed is not None:
+            raise RankError("a call that the other ranks are in the middle of has failed") from self._failed
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return int(found)
+
+    @torch.no_grad()
+    def _run_beside(self, number: int) -> None:
+        """One token through a backbone, for the shares of its blocks that other processes lack."""
+        backbone = self._backbones[number - 1]
+        in_turn, backbone.in_turn = backbone.in_turn, None
+        try:
+            token = torch.zeros(1, dtype=torch.int64, device=backbone.device)
+            table, plan = SlotTable.uniform(None, 1), plan_packed((1,), backbone.device)
+            self._run(lambda: backbone.run(token, token, table, plan))
+        finally:
+            backbone.in_turn = in_turn
+
+    def _run(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        try:
+            return call()
+        except BaseException as error:
+            self._failed = error
+            if is_out_of_memory(error):
+                raise MemoryLimitError(
+                    "a forward of a sharded base does not fit into memory, and the other ranks are in the middle of "
+                    "it; lower token_budget, max_rows or kv_cache_memory"
+                ) from error
+            raise
 
 
 @torch.no_grad()

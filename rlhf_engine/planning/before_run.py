@@ -29,6 +29,7 @@ from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch
 from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.planning.fit import GATHERED_BLOCKS
 from rlhf_engine.policy.adamw import gradient_dtype, state_layout
 from rlhf_engine.rollout import SamplingConfig
 from rlhf_engine.rollout.steps.graph import WORTH
@@ -61,6 +62,11 @@ def before_run(trainer: Run[Any]) -> Iterator[str]:
     yield memory.line() + each
     if memory.warning():
         yield memory.warning()
+    if isinstance(trainer, RlTrainer) and trainer.config.shard_base == "always" and _draws_here(trainer):
+        yield (
+            "note: answers are drawn by the model's own forward, for which blocks are gathered as they run (shard_base "
+            "always): native decoding steps and CUDA graphs read a base where all of it lies"
+        )
     steps = trainer.total_steps - trainer.state.step
     try:
         seconds = predict_step(trainer, steps)
@@ -126,6 +132,7 @@ class Memory:
             "gradients": sum(p.numel() * gradient_dtype(optim, p.dtype).itemsize for p in trained.values()),
             "optimizer state": sum(n for name, n in state.items() if not adamw.has_stepped(name)),
             "KV cache": _cache_bytes(trainer) if isinstance(trainer, RlTrainer) else 0,
+            "gathered weights": _gathered_bytes(trainer) if isinstance(trainer, RlTrainer) else 0,
         }
         held["optimizer state"] = sum(state.values()) - to_come["optimizer state"]
         return cls(held=held, to_come=to_come, free=_free_bytes(model.device), device_type=model.device.type)
@@ -156,6 +163,7 @@ class Memory:
         advice = {
             "gradients": "train adapters, or lower --lora_r",
             "optimizer state": "train adapters, lower --lora_r, or choose another --optim",
+            "gathered weights": "gather few at a time by --shard_base always",
             "KV cache": "bound it by --kv_cache_memory, or lower --generation_batch_size or --max_completion_length",
         }
         return (
@@ -184,6 +192,16 @@ def _cache_bytes(trainer: RlTrainer) -> int:
     blocks = min(sum(rows) - shared, sum(rows[: _rows_alive(trainer, len(rows))]))
     needed: int = blocks * BLOCK * trainer.model.role_backbone("actor").cache_bytes_per_position
     return needed if config.cache_bytes is None else min(needed, config.cache_bytes)
+
+
+def _gathered_bytes(trainer: RlTrainer) -> int:
+    """Most bytes of a base in shares that are gathered at a time; 0 where each process has all of it anyway."""
+    if not trainer.config.shard_base:
+        return 0
+    backbones = [trainer.model.backbone(name) for name in trainer.model.backbones]
+    whole = _bytes(p for backbone in backbones for _, p in backbone.base_parameters())
+    blocks = [_bytes(block.parameters()) for backbone in backbones for block in backbone.blocks]
+    return whole if trainer.config.shard_base is True else whole - sum(blocks) + GATHERED_BLOCKS * max(blocks)
 
 
 def _draws_here(trainer: RlTrainer) -> bool:

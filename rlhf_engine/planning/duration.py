@@ -8,6 +8,9 @@ The traces that the memory plan makes also tell what every op computes and moves
     scoring    `HydraModel.score` by all roles, group by group
     update     one epoch: forward and backward by micro-batch, the optimizer once per minibatch
 
+With a base in shares, calls gather its blocks beside their work, the next while one runs: a call takes the longer of
+both, and what gathering adds is a part of its own. In decoding a call is a token.
+
 Depth: the number of calls with the same work is a linear function of the number of layers, known from two shallow
 models. Where the native decoding step runs, one call does the linears, LoRA and passes of all layers.
 """
@@ -22,16 +25,18 @@ from typing import Any
 from rlhf_kernels.runtime.cost import ATTENTION, ELEMENTWISE, GEMMS, HEADS, LORA, SAMPLING, Work
 
 from rlhf_engine.hydra.eager import stand_in
-from rlhf_engine.planning.machines import How, Machine
+from rlhf_engine.planning.fit import NEVER_WHOLE, WHOLE
+from rlhf_engine.planning.machines import HOP, How, Machine
 from rlhf_engine.planning.phases import FULL_SFT, Setting, layer_period, trace_prefill, trace_token
 from rlhf_engine.planning.predict import Planner
+from rlhf_engine.planning.report import server_gpus
 from rlhf_engine.planning.work import optimizer_work
 from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import WARM_UP, WORTH
 
-PREFILL, CAPTURE, LAUNCHES = "prefill", "graph capture", "calls and launches"
-PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING, "optimizer", LAUNCHES)
+PREFILL, CAPTURE, LAUNCHES, GATHERING = "prefill", "graph capture", "calls and launches", "waiting for the base"
+PARTS = (GEMMS, ELEMENTWISE, LORA, CAPTURE, ATTENTION, PREFILL, HEADS, SAMPLING, "optimizer", LAUNCHES, GATHERING)
 STEP_PHASES = ("prefill", "decoding", "capture", "scoring", "update")
 _GENERATION = ("prefill", "token", "one row")
 """Traces of the actor's lane."""
@@ -53,6 +58,14 @@ class Duration:
     """Of the whole step."""
     shared_phases: tuple[str, ...] = ()
     """Phases of the plan of memory in which answers to one prompt share its pass through a backbone."""
+    way: str = WHOLE
+    """Way of holding the frozen backbones, see `planning.fit`."""
+    received_bytes: int = 0
+    """Bytes that each process receives for every token of decoding."""
+    served_seconds: float = 0.0
+    """Least seconds in which a server with tensor parallelism draws the step's answers; 0 for one process."""
+    server_gpus: int = 0
+    """Cards of such a server, fewest that hold the base with a third to spare."""
 
     @property
     def seconds(self) -> float:
@@ -72,8 +85,10 @@ class DurationPlanner(Planner):
         super().__init__(method, setting, shared)
         self.machine = machine
 
-    def predict_seconds(self) -> Duration:
-        """Every phase and part."""
+    def predict_seconds(self, budget: int = 0) -> Duration:
+        """Every phase and part. budget: bytes that one of several processes may use, which decide on the way."""
+        if self.setting.processes > 1:
+            self.choose_way(budget)
         phases = dict.fromkeys(STEP_PHASES, 0.0)
         parts = dict.fromkeys(PARTS, 0.0)
         flops = 0.0
@@ -96,11 +111,61 @@ class DurationPlanner(Planner):
         rows = s.update_rows
         add("update", self._work("update", rows, rows > self._rows_together("update")), s.batch / rows)
         add("update", self._optimizer(), min(s.num_mini_batches, s.batch))
-        shared = self.shared_phases
-        return Duration(method=self.method, phases=phases, parts=parts, flops=flops, shared_phases=shared)
+        self._add_gathering(phases, parts)
+        gpus = server_gpus(self.drawing_bytes[0], budget) if s.processes > 1 else 0
+        return Duration(
+            method=self.method,
+            phases=phases,
+            parts=parts,
+            flops=flops,
+            shared_phases=self.shared_phases,
+            way=self.way,
+            received_bytes=self.received_bytes if self.way == NEVER_WHOLE else 0,
+            served_seconds=self._served_seconds(gpus) if gpus else 0.0,
+            server_gpus=gpus,
+        )
+
+    # ---- a base in shares ------------------------------------------------------------------------------------------
+
+    def _add_gathering(self, phases: dict[str, float], parts: dict[str, float]) -> None:
+        """Add what calls wait for blocks that are gathered beside them."""
+        s = self.setting
+        if self.way == WHOLE:
+            return
+        once = self.machine.receiving(self.received_bytes)
+        scored, updated = (self._most_lanes(phase) for phase in ("inference", "update"))
+        groups = -(-s.batch // self._scored_together(s.batch)[0])
+        together = s.update_rows <= self._rows_together("update")
+        calls = {"update": 2.0 * -(-s.batch // s.update_rows) * (1 if together else updated)}  # and on the way back
+        if self.way == NEVER_WHOLE:
+            admitted = self._admitted(s.prompts(s.batch))
+            calls["prefill"] = -(-s.prompts(s.batch) // admitted)
+            calls["decoding"] = s.completion_length - 1
+            calls["scoring"] = groups * (1 if s.batch <= self._rows_together("inference") else scored)
+        else:
+            phases["prefill"] += once  # the base is made whole once, with nothing beside it
+            parts[GATHERING] += once
+        for phase, n in calls.items():
+            waits = max(0.0, n * once - phases[phase])
+            phases[phase] += waits
+            parts[GATHERING] += waits
+
+    def _served_seconds(self, gpus: int) -> float:
+        """Least seconds in which so many cards draw the answers of all processes, each with a slice of every product.
+
+        Calls are taken as hidden, and two small all-reduces per layer and token are not.
+        """
+        s, tokens = self.setting, self.setting.completion_length - 1
+        prefill = self._work("prefill", s.prompts(s.batch), False)
+        busy = s.processes * sum(n * self.machine.busy(work) for work, n in prefill.items())
+        if tokens:
+            token = self._token_work(s.processes * s.batch)
+            busy += tokens * sum(n * self.machine.busy(work) for work, n in token.items())
+        return busy / gpus + tokens * 2 * s.config.get_text_config().num_hidden_layers * HOP
 
     def _add_generation(self, add: Callable[..., None], phases: dict[str, float], parts: dict[str, float]) -> None:
-        s, native = self.setting, self._shape(True).native_step
+        s, by_blocks = self.setting, self.way == NEVER_WHOLE  # then the model's own forward serves alone
+        native = self._shape(True).native_step and not by_blocks
         prompts = s.prompts(s.batch)
         prefill, admitted = self._work("prefill", prompts, False), self._admitted(prompts)
         if native and native_step.takes_prompts(s.dtype, s.prompt_length, admitted):
@@ -109,10 +174,10 @@ class DurationPlanner(Planner):
         tokens = s.completion_length - 1
         if tokens == 0:
             return
-        token = self._token_work()
+        token = self._token_work(s.batch)
         if native:
             token = _in_native_step(token, s.batch)
-        replayed = s.device_type == "cuda" and tokens >= WORTH
+        replayed = s.device_type == "cuda" and tokens >= WORTH and not by_blocks
         add("decoding", token, tokens, "replay" if replayed else "decoding")
         if native or s.device_type == "cuda":
             phases["decoding"] += tokens * self.machine.token_seconds
@@ -129,14 +194,13 @@ class DurationPlanner(Planner):
         """Tokens of a row in the middle of decoding, the new one included."""
         return max(2, self.setting.prompt_length + (self.setting.completion_length + 1) // 2)
 
-    def _token_work(self) -> Amounts:
-        """A decoding step of all rows, at their mean length.
+    def _token_work(self, rows: int) -> Amounts:
+        """A decoding step of so many rows, at their mean length.
 
         Many long prompts are not admitted together, so that a trace of them has rows that wait. All rows are traced
         with two tokens each, and attention, which alone depends on the length and is linear in the rows, with one row.
         """
-        found = {work: n for work, n in self._work("token", self.setting.batch, False).items() if not _attends(work)}
-        rows = self.setting.batch
+        found = {work: n for work, n in self._work("token", rows, False).items() if not _attends(work)}
         for work, n in self._work("one row", 1, False).items():
             if _attends(work):
                 found[replace(work, flops=rows * work.flops, bytes=rows * work.bytes)] = n

@@ -4,6 +4,15 @@ generation   weights, adapters, heads, optimizer + what `generate` of the prompt
 inference    the same + what `HydraModel.score` of these answers takes
 update       the same + the larger of a micro-batch's forward and backward, and AdamW's step
 
+Of P bytes of frozen backbones, each of n processes holds
+
+                      generation, inference      update
+whole                 P                          P
+shard_base            P / n + P                  P / n + G
+shard_base always     P / n + G                  P / n + G
+
+with G the embeddings, heads and few blocks that are gathered at a time.
+
 Several answers to one prompt share its keys and values while they are drawn. They share its pass through a backbone in
 scoring and update where the model shares prompts (`Fit._shares`); tokens are then those that go through it.
 """
@@ -17,6 +26,11 @@ from dataclasses import dataclass
 PHASES = ("generation", "inference", "update")
 FULL_SFT = "full_sft"
 """`sft --full` without a reward head, beside the methods of RL."""
+
+WHOLE, IN_SHARES, NEVER_WHOLE = WAYS = ("whole", "shard_base", "shard_base always")
+"""Ways of holding a frozen base in several processes: options of a run, from the fastest to the smallest."""
+GATHERED_BLOCKS = 3
+"""Blocks beside a share, at most: the one that runs, the buffer that it came in, and the next one's."""
 
 TRACED_ROWS = 64
 """Sequences up to which every number is traced: a trace takes time per sequence."""
@@ -38,6 +52,8 @@ class Step:
     micro_batch: int
     """Sequences per forward and backward (per_device_train_batch_size)."""
     token_budget: int
+    processes: int = 1
+    """Processes that share a step. `batch` and what follows from it are of one of them."""
 
     def prompts(self, answers: int) -> int:
         """Number of prompts that so many answers belong to."""
@@ -73,6 +89,8 @@ class Prediction:
     kv_cache_bytes: int
     support_bytes: int
     """Most bytes, in no peak, of the words that tokens were drawn among, where top_k, top_p or min_p bound them."""
+    base_bytes: dict[str, int]
+    """By phase: of frozen backbones, in one process."""
     shared_phases: tuple[str, ...]
     """Phases in which answers to one prompt share its pass through a backbone."""
     max_batch: dict[str, int]
@@ -98,6 +116,8 @@ class Fit(ABC):
     """Positions of a block of the KV cache."""
     prefill_tokens: int
     """Tokens of prompts that are admitted in one call."""
+    way: str = WHOLE
+    """Way of holding the frozen backbones, one of `WAYS`."""
 
     def __init__(self, method: str, step: Step) -> None:
         self.method, self.step = method, step
@@ -112,6 +132,21 @@ class Fit(ABC):
     @abstractmethod
     def temporary_bytes(self) -> int:
         """Most bytes that AdamW takes for a parameter while it steps, one parameter at a time."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of frozen backbones, beside its share, in a process that gathers blocks as they run; 0 where none does."""
+        return 0
+
+    @property
+    def drawing_bytes(self) -> tuple[int, int]:
+        """Of the backbone that draws: all of its bytes, and those of its blocks; zeros where no process has a share."""
+        return 0, 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a process receives for a token of decoding, where the base is never whole."""
+        return self.drawing_bytes[1] * (self.step.processes - 1) // self.step.processes
 
     @property
     @abstractmethod
@@ -143,17 +178,36 @@ class Fit(ABC):
         parts = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights", "optimizer")
         return sum(self.state_bytes[part] for part in parts)
 
+    def base_bytes(self, phase: str) -> int:
+        """Compute the bytes of frozen backbones that one process holds.
+
+        Args:
+            phase: one of `PHASES`.
+
+        Returns:
+            Bytes, the process's share included where it has one.
+        """
+        frozen = self.state_bytes["frozen_weights"]
+        if self.way == WHOLE:
+            return frozen
+        gathered = frozen if self.way == IN_SHARES and phase != "update" else min(frozen, self.gathered_bytes)
+        return -(-frozen // self.step.processes) + gathered
+
+    def _held(self, phase: str) -> int:
+        """Bytes that stay through a phase."""
+        return self.resident - self.state_bytes["frozen_weights"] + self.base_bytes(phase)
+
     def peak(self, phase: str, rows: int | None = None) -> int:
         """Peak of a phase. rows: answers (generation, inference) or sequences of a micro-batch (update)."""
         rows = rows or self._rows(phase)
         if phase == "generation":
             together = self._prefilled_together(self.step.prompts(rows))  # of different prompts
             others = self._cache_bytes(rows) - self._cache_bytes(together, shared=False)
-            return self.resident + self._traced("generation", together, 1) + others
+            return self._held(phase) + self._traced("generation", together, 1) + others
         if phase == "inference":
-            return self.resident + self._traced("inference", *self._scored_together(rows))
+            return self._held(phase) + self._traced("inference", *self._scored_together(rows))
         step = self.state_bytes["gradients"] + self.temporary_bytes
-        return self.resident + max(step, self._traced("update", rows, min(2, self.step.micro_batches)))
+        return self._held(phase) + max(step, self._traced("update", rows, min(2, self.step.micro_batches)))
 
     def _rows(self, phase: str) -> int:
         """Rows of the phase in a step."""
@@ -237,7 +291,7 @@ class Fit(ABC):
     def predict(self, budget: int) -> Prediction:
         """Everything, with the largest batches within `budget` bytes."""
         peaks = {phase: self.peak(phase) for phase in self.phases}
-        held = {phase: self.resident for phase in self.phases}
+        held = {phase: self._held(phase) for phase in self.phases}
         if "generation" in held:
             held["generation"] += self.kv_cache_bytes
         held["update"] += self.state_bytes["gradients"]
@@ -248,9 +302,36 @@ class Fit(ABC):
             activation_bytes={phase: max(0, peaks[phase] - held[phase]) for phase in self.phases},
             kv_cache_bytes=self.kv_cache_bytes,
             support_bytes=self.support_bytes,
+            base_bytes={phase: self.base_bytes(phase) for phase in self.phases},
             shared_phases=self.shared_phases,
             max_batch=self.max_batch(budget),
         )
+
+    def ways(self, budget: int) -> dict[str, Prediction]:
+        """Predict every way of holding the frozen backbones.
+
+        Args:
+            budget: bytes that one process may use.
+
+        Returns:
+            Predictions of one process by way, in the order of `WAYS`. The fit is left in the first way that fits the
+                step, or in the last one.
+        """
+        found = {}
+        for self.way in WAYS:
+            found[self.way] = self.predict(budget)
+        self.choose_way(budget)
+        return found
+
+    def choose_way(self, budget: int) -> None:
+        """Take the first way of holding the frozen backbones in which the step fits, or the last one.
+
+        Args:
+            budget: bytes that one process may use.
+        """
+        for self.way in WAYS:
+            if max(map(self.peak, self.phases)) <= budget:
+                return
 
     def max_batch(self, budget: int) -> dict[str, int]:
         """Largest numbers whose peaks are within `budget` bytes."""

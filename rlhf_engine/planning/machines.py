@@ -62,6 +62,8 @@ class Machine:
     """Host, per kernel of a captured graph."""
     overlaps: bool
     """Whether the host runs ahead of the device."""
+    link: float = 0.0
+    """Bytes/s into each of the devices that share a step; 0 for one alone."""
     figures: tuple[Figure, ...] = field(default=())
 
     def busy(self, work: Work) -> float:
@@ -78,6 +80,10 @@ class Machine:
         if work.bytes and ceiling.bytes:
             seconds = max(seconds, work.bytes / interpolate(ceiling.bytes, work.bytes))
         return seconds
+
+    def receiving(self, n_bytes: float) -> float:
+        """Seconds until a device has so many bytes from those that share a step with it."""
+        return n_bytes / self.link if n_bytes else 0.0
 
     def waiting(self, work: Work, how: How = "forward") -> float:
         """Seconds of calls and launches that come on top."""
@@ -113,13 +119,22 @@ class _Sheet(NamedTuple):
     """Bytes/s of the memory."""
     cache: int
     """Bytes of L2."""
+    link: float
+    """Bytes/s of NVLink, each way."""
 
 
 _SHEETS = {
-    "h100": _Sheet("H100 SXM 80 GB", 989e12, 67e12, 3.35e12, 50 * 2**20),
-    "h200": _Sheet("H200 SXM 141 GB", 989e12, 67e12, 4.8e12, 50 * 2**20),
-    "a100": _Sheet("A100 SXM 80 GB", 312e12, 19.5e12, 2.04e12, 40 * 2**20),
+    "h100": _Sheet("H100 SXM 80 GB", 989e12, 67e12, 3.35e12, 50 * 2**20, 450e9),
+    "h200": _Sheet("H200 SXM 141 GB", 989e12, 67e12, 4.8e12, 50 * 2**20, 450e9),
+    "a100": _Sheet("A100 SXM 80 GB", 312e12, 19.5e12, 2.04e12, 40 * 2**20, 300e9),
 }
+_NODE = 8
+"""Cards of a machine, between which there is NVLink."""
+_NETWORK = 50e9
+"""Bytes/s of a card's link to other machines, each way: InfiniBand NDR."""
+_OF_LINK = 0.75
+HOP = 17e-6
+"""Seconds until a small all-reduce between the cards of a machine begins to move."""
 
 _EFFICIENCIES = {  # of the peak, and of the bandwidth
     "elementwise": (0.5, 0.85),
@@ -140,8 +155,11 @@ _CACHE_SPEEDUP = 1.7
 _CALL, _LAUNCH, _INSTANTIATE, _TOKEN = 8e-6, 1.5e-6, 10e-6, 200e-6
 
 
-def gpu(name: str) -> Machine:
-    """The machine of a data-sheet. Efficiencies and the costs of calls are assumed."""
+def gpu(name: str, processes: int = 1) -> Machine:
+    """The machine of a data-sheet, one card of so many that share a step.
+
+    Efficiencies and the costs of calls are assumed.
+    """
     sheet = _SHEETS[name]
     peaks = {torch.bfloat16: sheet.half, torch.float16: sheet.half, torch.float32: sheet.single}
     ceilings = {}
@@ -153,7 +171,7 @@ def gpu(name: str) -> Machine:
     efficiencies = "; ".join(
         f"{kind} {of_peak:.2f} / {of_bandwidth:.2f}" for kind, (of_peak, of_bandwidth) in _EFFICIENCIES.items()
     )
-    figures = (
+    figures: tuple[Figure, ...] = (
         Figure("peak", f"{sheet.half / 1e12:.0f} TFLOP/s half, {sheet.single / 1e12:g} TFLOP/s float32", "datasheet"),
         Figure("memory bandwidth", f"{sheet.bandwidth / 1e12:g} TB/s", "datasheet"),
         Figure("L2", f"{sheet.cache / 2**20:.0f} MiB", "datasheet"),
@@ -164,8 +182,19 @@ def gpu(name: str) -> Machine:
         Figure("host work around a decoding step", f"{_TOKEN * 1e6:g} us", "assumed"),
         Figure("capture", f"4 eager steps, then {_INSTANTIATE * 1e6:g} us per kernel; once per rollout", "assumed"),
     )
+    link = 0.0
+    if processes > 1:
+        # all links of a machine carry what comes from others
+        sheet_link = sheet.link if processes <= _NODE else min(sheet.link, _NODE * _NETWORK)
+        link = sheet_link * _OF_LINK
+        figures += (
+            Figure("into a card, from the others", f"{sheet_link / 1e9:g} GB/s", "datasheet"),
+            Figure("share of the links", f"{_OF_LINK:g}", "assumed"),
+            Figure("start of an all-reduce of tensor parallelism", f"{HOP * 1e6:g} us", "assumed"),
+        )
     return Machine(
         name=sheet.title,
+        link=link,
         ceilings=ceilings,
         call_seconds=_CALL,
         decoding_call_seconds=_CALL,

@@ -33,8 +33,8 @@ from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, needs_lm_head
 from rlhf_engine.hydra.supports import numbers_of_bits
+from rlhf_engine.planning.fit import GATHERED_BLOCKS, Fit
 from rlhf_engine.planning.fit import PHASES as PHASES
-from rlhf_engine.planning.fit import Fit
 from rlhf_engine.planning.phases import (
     ROLES,
     Planned,
@@ -133,6 +133,21 @@ class Planner(Fit):
         return found + [(torch.Size(size), torch.float32) for size in ((1, any_shape.hidden_size), (1,))] * len(heads)
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of frozen backbones, beside its share, in a process that gathers blocks as they run."""
+        names = dict.fromkeys(role.backbone for role in self.roles.values())
+        shapes = [
+            self._shape(needs_lm_head(self.roles, name)) for name in names if not base_is_trained(self.roles, name)
+        ]
+        blocks = max((shape.block_bytes for shape in shapes), default=0)
+        return GATHERED_BLOCKS * blocks + sum(shape.weight_bytes - shape.blocks_bytes for shape in shapes)
+
+    @property
+    def drawing_bytes(self) -> tuple[int, int]:
+        """Of the backbone that draws: all of its bytes, and those of its blocks."""
+        return self._shape(True).weight_bytes, self._shape(True).blocks_bytes
+
+    @property
     def temporary_bytes(self) -> int:
         """Most bytes that AdamW takes for a parameter while it steps, one parameter at a time."""
         s = self.setting
@@ -178,7 +193,10 @@ class Planner(Fit):
                 generator=torch.Generator().manual_seed(0),
             )
             weights = dict(backbone.base_parameters()).values()
+            blocks = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in backbone.blocks]
             return _Shape(
+                block_bytes=max(blocks),
+                blocks_bytes=sum(blocks),
                 weight_bytes=sum(p.numel() * p.element_size() for p in weights),
                 weights=tuple(p.shape for p in weights),
                 hidden_size=backbone.hidden_size,
@@ -277,6 +295,10 @@ class Planner(Fit):
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
     weight_bytes: int
+    blocks_bytes: int
+    """Of these, in the decoder blocks."""
+    block_bytes: int
+    """Of the largest block."""
     weights: tuple[torch.Size, ...]
     hidden_size: int
     cache_bytes_per_position: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from rich.table import Table
 from rlhf_engine.config import PlanConfig
 from rlhf_engine.config.training import FLOAT32_GRADIENTS
 from rlhf_engine.planning import table
-from rlhf_engine.planning.fit import FULL_SFT, PHASES, Fit, Prediction
+from rlhf_engine.planning.fit import (
+    FULL_SFT,
+    GATHERED_BLOCKS,
+    IN_SHARES,
+    NEVER_WHOLE,
+    PHASES,
+    WAYS,
+    WHOLE,
+    Fit,
+    Prediction,
+)
 
 METHODS = tuple(m for m in typing.get_args(typing.get_type_hints(PlanConfig)["method"]) if m != "all")
 
@@ -42,16 +52,24 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
     """Predict, print and draw what a configuration asks for."""
     budget = config.budget_bytes
     found = []
+    advice: list[str] = []
     for fit in _fits(config):
-        prediction = fit.predict(budget)
+        if config.processes == 1:
+            prediction, own = fit.predict(budget), {}
+        else:
+            ways = fit.ways(budget)
+            prediction, said = ways[fit.way], advise(fit, ways, config)
+            own = {"way": fit.way, "ways": {way: _of_way(p, budget) for way, p in ways.items()}, "advice": said}
+            advice += said
         found.append(prediction)
         if config.json:
-            print(json.dumps(as_json(prediction, config)), flush=True)
+            print(json.dumps({**as_json(prediction, config), **own}), flush=True)
     if not config.json:
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)  # a file has no width, and five methods side by side need theirs
         console.print(plan_table(found, config))
+        console.print(*advice, sep="\n", end="\n" if advice else "", markup=False, highlight=False, soft_wrap=True)
         console.print(*assumptions(config, found), sep="\n", markup=False, highlight=False, soft_wrap=True)
     if config.out is not None:
         plot_plan(found, config, config.out)
@@ -65,7 +83,7 @@ def is_tabled(config: PlanConfig) -> bool:
 
 def _fits(config: PlanConfig) -> Iterator[Fit]:
     """The methods that are asked for, one after another; progress on standard error where they are traced."""
-    methods = [m for m in METHODS if m != FULL_SFT] if config.method == "all" else [config.method]
+    methods = methods_of(config)
     found = table.fits(config, methods)
     if found is not None:
         note = table.difference()
@@ -98,6 +116,80 @@ def _fits(config: PlanConfig) -> Iterator[Fit]:
             progress.advance(task)
 
 
+def methods_of(config: PlanConfig) -> list[str]:
+    """Methods that are asked for. Several processes share frozen backbones, which full PPO has none of that matter."""
+    left_out = (FULL_SFT,) if config.processes == 1 else (FULL_SFT, "full_ppo")
+    return [m for m in METHODS if m not in left_out] if config.method == "all" else [config.method]
+
+
+_FOR_USERS = {WHOLE: "without --shard_base", IN_SHARES: "with --shard_base", NEVER_WHOLE: "with --shard_base always"}
+
+
+def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list[str]:
+    """Sentences on how several processes should hold the base of a method, with the memory of each way.
+
+    Args:
+        fit: of the method.
+        ways: predictions of one process, by way.
+        config: options of the plan.
+
+    Returns:
+        One line for the memory, one for the choice, and one for a server where the base is never whole.
+    """
+    budget, method = config.budget_bytes, ways[WHOLE].method
+    peaks = ", ".join(f"{gigabytes(ways[way].peak)} {_FOR_USERS[way]}" for way in WAYS)
+    lines = [f"{method}: GB that each of {config.processes} processes takes at its peak: {peaks}."]
+    chosen = next((way for way in WAYS if ways[way].peak <= budget), None)
+    if chosen is None:
+        least = ways[NEVER_WHOLE]
+        share = least.base_bytes["update"] - -(-least.state_bytes["frozen_weights"] // config.processes)
+        lines.append(
+            f"{method}: {config.gpu} hold it in no way; {gigabytes(least.base_bytes['update'])} of the last are the "
+            f"base, of which {gigabytes(share)} do not become less with more processes."
+        )
+    elif chosen != NEVER_WHOLE:
+        where = {WHOLE: "all the time", IN_SHARES: "while answers are drawn and scored, and in shares while it learns"}
+        lines.append(f"{method}: run it {_FOR_USERS[chosen]}: the base fits whole {where[chosen]}.")
+    else:
+        lines.append(f"{method}: run it {_FOR_USERS[chosen]}: the base never fits whole beside what else is needed.")
+    if chosen in (None, NEVER_WHOLE):
+        base, gpus = fit.drawing_bytes[0], server_gpus(fit.drawing_bytes[0], budget)
+        more = f"{gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus})"
+        lines.append(
+            f"{method}: for every token each process then receives {gigabytes(fit.received_bytes)} GB. A vLLM server "
+            f"on {more} reads {gigabytes(base // gpus)} GB of its own memory instead, and is the fast way: "
+            "--rollout_backend vllm beside --shard_base always. plan --time has the seconds."
+        )
+    return lines
+
+
+def server_gpus(base_bytes: int, budget: int) -> int:
+    """Compute the cards that a server with tensor parallelism needs.
+
+    Args:
+        base_bytes: of the base.
+        budget: bytes that may be used of a card.
+
+    Returns:
+        The smallest power of two of cards that hold the base with a third to spare.
+    """
+    gpus = 1
+    while gpus * budget < 1.5 * base_bytes:
+        gpus *= 2
+    return gpus
+
+
+def _of_way(prediction: Prediction, budget: int) -> dict[str, Any]:
+    """Numbers of one way, for JSON. max_batch: answers of one process."""
+    return {
+        "base_bytes": prediction.base_bytes,
+        "peak_bytes": prediction.peak_bytes,
+        "fits": prediction.peak <= budget,
+        "max_batch": prediction.largest_batch,
+        "max_micro_batch": prediction.max_batch["update"],
+    }
+
+
 def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
     """One method's line: bytes everywhere. max_batch: answers of a step, 0 where no micro-batch fits its update."""
     options = {key: value for key, value in config.to_dict().items() if key not in ("method", "json", "out")}
@@ -109,7 +201,7 @@ def as_json(prediction: Prediction, config: PlanConfig) -> dict[str, Any]:
         "most_support_bytes": prediction.support_bytes,
         "activation_bytes": prediction.activation_bytes,
         "peak_bytes": prediction.peak_bytes,
-        "max_batch": prediction.largest_batch,
+        "max_batch": config.processes * prediction.largest_batch,
         "max_micro_batch": prediction.max_batch["update"],
         "budget_bytes": config.budget_bytes,
         "options": options,
@@ -123,6 +215,8 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
         f"{config.max_completion_length} tokens: GB (10^9 bytes)"
     )
+    if config.processes > 1:
+        title += f" in each of {config.processes} processes"
     shown = Table(title=title, title_justify="left")
     shown.add_column("", no_wrap=True)
     for prediction in predictions:
@@ -130,6 +224,9 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
     for part, name in _STATE_NAMES.items():
         shown.add_row(name, *(gigabytes(p.state_bytes[part]) for p in predictions))
     shown.add_row("KV cache", *(gigabytes(p.kv_cache_bytes) for p in predictions))
+    if config.processes > 1:
+        for phase in PHASES:
+            shown.add_row(f"of the base, {phase}", *(gigabytes(p.base_bytes[phase]) for p in predictions))
     for phase in PHASES:
         shown.add_row(f"activations, {phase}", *(gigabytes(p.activation_bytes.get(phase, 0)) for p in predictions))
     shown.add_section()
@@ -137,7 +234,7 @@ def plan_table(predictions: Sequence[Prediction], config: PlanConfig) -> Table:
         shown.add_row(f"peak, {PHASE_NAMES[phase]}", *(gigabytes(p.peak_bytes.get(phase, 0)) for p in predictions))
     shown.add_row("peak", *(gigabytes(p.peak) for p in predictions), style="bold")
     shown.add_section()
-    shown.add_row(f"largest batch in {config.gpu}", *(f"{p.largest_batch:,}" for p in predictions))
+    shown.add_row(f"largest batch in {config.gpu}", *(f"{config.processes * p.largest_batch:,}" for p in predictions))
     shown.add_row(f"largest micro-batch in {config.gpu}", *(f"{p.max_batch['update']:,}" for p in predictions))
     return shown
 
@@ -163,6 +260,11 @@ def assumptions(config: PlanConfig, predictions: Sequence[Prediction]) -> list[s
     ]
     if config.num_generations > 1:
         lines.append(sharing(config, predictions[0].shared_phases))
+    if config.processes > 1:
+        lines.append(
+            f"In shares: embeddings, heads and {GATHERED_BLOCKS} blocks at a time are gathered beside a process's "
+            "share: the block that runs, the buffer that it came in, and the next one."
+        )
     if any(prediction.method != FULL_SFT for prediction in predictions):
         lines.append(
             "Not in here: with top_k, top_p or min_p, the words that every token was drawn among, until the update; at "
@@ -259,7 +361,7 @@ def stack(prediction: Prediction, phase: str) -> dict[str, int]:
     state = prediction.state_bytes
     update = phase == "update"
     parts = {
-        "frozen backbones": state["frozen_weights"],
+        "frozen backbones": prediction.base_bytes[phase],
         "trained backbones": state["trained_weights"],
         "adapters and heads": state["adapters"] + state["heads"],
         "packed weights": state["packed_weights"],

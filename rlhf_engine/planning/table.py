@@ -23,7 +23,7 @@ PATH = Path(__file__).with_name("plan_table.json")
 STATE = ("frozen_weights", "trained_weights", "adapters", "heads", "packed_weights")
 """Parts of the state that no optimizer changes, in the table's order."""
 _ALIKE = (
-    *("device", "adapter_dtype", "lora_r", "lora_dropout", "lora_target_modules"),
+    *("processes", "device", "adapter_dtype", "lora_r", "lora_dropout", "lora_target_modules"),
     *("max_prompt_length", "max_completion_length", "token_budget", "gradient_checkpointing"),
 )
 """Options that change a trace; the table has their defaults."""

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from rlhf_engine.config import PlanConfig
 from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import METHODS
 from rlhf_engine.planning.ceilings import measure_cpu
 from rlhf_engine.planning.duration import PARTS, STEP_PHASES, Duration, DurationPlanner
+from rlhf_engine.planning.fit import NEVER_WHOLE
 from rlhf_engine.planning.machines import Machine, gpu
 from rlhf_engine.planning.phases import make_setting
-from rlhf_engine.planning.report import WIDTH, sharing
+from rlhf_engine.planning.report import WIDTH, methods_of, sharing
 
 _GENERATION = ("prefill", "decoding", "capture")
 
@@ -24,12 +24,11 @@ _GENERATION = ("prefill", "decoding", "capture")
 def run_time_plan(config: PlanConfig) -> list[Duration]:
     """Predict and print what a configuration asks for. On a CPU its ceilings are measured first."""
     setting = make_setting(config)
-    methods = list(METHODS) if config.method == "all" else [config.method]
     shared: dict[Any, Any] = {}
     machine = make_machine(config)
     found = []
-    for method in methods:
-        duration = DurationPlanner(method, setting, machine, shared).predict_seconds()
+    for method in methods_of(config):
+        duration = DurationPlanner(method, setting, machine, shared).predict_seconds(config.budget_bytes)
         found.append(duration)
         if config.json:
             print(json.dumps(as_json(duration, config, machine)), flush=True)
@@ -45,7 +44,7 @@ def run_time_plan(config: PlanConfig) -> list[Duration]:
 def make_machine(config: PlanConfig) -> Machine:
     """The data-sheet of a card, or this CPU's measured ceilings."""
     if config.gpu != "cpu":
-        return gpu(config.gpu)
+        return gpu(config.gpu, config.processes)
     return measure_cpu(DTYPES[config.dtype], DTYPES[config.adapter_dtype], config.lora_r)
 
 
@@ -73,7 +72,43 @@ def as_json(duration: Duration, config: PlanConfig, machine: Machine) -> dict[st
         "assumed": [figure.name for figure in machine.figures if figure.source == "assumed"],
         "options": options,
         "assumptions": assumptions(config, duration),
+        **_of_processes(duration, config),
     }
+
+
+def _of_processes(duration: Duration, config: PlanConfig) -> dict[str, Any]:
+    """How several processes hold the base, and what a server would take to draw; nothing for one process."""
+    if config.processes == 1:
+        return {}
+    return {
+        "way": duration.way,
+        "received_bytes_per_token": duration.received_bytes,
+        "server": {"gpus": duration.server_gpus, "generation_seconds": duration.served_seconds},
+        "advice": advice(duration),
+    }
+
+
+def advice(duration: Duration) -> str:
+    """Sentence on the way in which several processes hold the base, and on drawing by a server beside it.
+
+    Args:
+        duration: a step of one of the processes.
+
+    Returns:
+        The sentence.
+    """
+    drawing, gpus = by_phase(duration)["generation"], duration.server_gpus
+    served = (
+        f"a vLLM server on {gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus}) takes "
+        f"at least {_seconds(duration.served_seconds)} s"
+    )
+    if duration.way != NEVER_WHOLE:
+        return f"{duration.method}: with the base held {duration.way}, drawing takes {_seconds(drawing)} s; {served}."
+    return (
+        f"{duration.method}: with the base in shares at all times (--shard_base always) each process receives "
+        f"{duration.received_bytes / 1e9:.3g} GB for every token, and drawing takes {_seconds(drawing)} s; {served}"
+        f"{', and is the fast way (--rollout_backend vllm)' if duration.served_seconds < drawing else ''}."
+    )
 
 
 def time_table(durations: Sequence[Duration], config: PlanConfig, machine: Machine) -> Table:
@@ -82,6 +117,8 @@ def time_table(durations: Sequence[Duration], config: PlanConfig, machine: Machi
         f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
         f"{config.max_completion_length} tokens, {machine.name}: seconds of a step, predicted"
     )
+    if config.processes > 1:
+        title += f", {config.processes} processes"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for duration in durations:
@@ -103,6 +140,8 @@ def notes(durations: Sequence[Duration], config: PlanConfig, machine: Machine) -
         f"{d.method}: {d.dominant} dominate, {100 * d.parts[d.dominant] / d.seconds:.0f} % of the step."
         for d in durations
     ]
+    if config.processes > 1:
+        lines += [advice(d) for d in durations]
     lines += assumptions(config, durations[0])
     for source, heading in (("datasheet", "From the data-sheet"), ("measured", "Measured"), ("assumed", "ASSUMED")):
         lines += [f"{heading}: {f.name}: {f.value}." for f in machine.figures if f.source == source]

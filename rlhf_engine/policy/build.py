@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,13 +84,20 @@ def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> H
     return model
 
 
-def shard_base(model: HydraModel, config: TrainConfig, world: World) -> ShardedBase:
-    """Share a model's frozen backbones out among the ranks, onto their devices."""
+def shard_base(
+    model: HydraModel, config: TrainConfig, world: World
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Share a model's frozen backbones out among the ranks, onto their devices.
+
+    Returns:
+        What makes the block in which ranks draw and score, each answers of its own: with all of the base on every
+            rank, or with blocks that are gathered as they run.
+    """
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
     if config.token_budget is None:
         model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
-    return base
+    return functools.partial(base.in_step, world) if config.shard_base == "always" else base.whole
 
 
 def build_generator_model(config: TrainConfig) -> HydraModel:

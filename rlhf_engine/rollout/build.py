@@ -72,7 +72,7 @@ def serve(
     rank: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> VllmRollouts:
-    """Backend by which a server draws the answers of one role. Roles and ranks have adapters of their own there.
+    """Backend by which a server draws the answers of one role. Roles have adapters of their own there.
 
     role: `actor`, or `behaviour` of a run whose answers past policies draw. compared: the role whose log-probs the
     server's have to be; None: the same. stopped: see `VllmRollouts`.
@@ -91,10 +91,8 @@ def serve(
     output = Path(config.output_dir).resolve()
     # folders of the same name are different runs
     run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
-    if rank:
-        run = f"{run}-rank{rank}"
-    if role != "actor":
-        run = f"{run}-{role}"
+    if role != "actor":  # ranks may draw by different versions at a time
+        run = f"{run}-{role}-{rank}"
     return VllmRollouts(
         model,
         server.client,

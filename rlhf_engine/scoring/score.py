@@ -54,7 +54,7 @@ def score(
             found = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
             return found, budget
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
                 raise
             # a larger budget than all lanes of all tokens, one between that and a single lane of them, or a smaller one
             # than one sequence, changes nothing

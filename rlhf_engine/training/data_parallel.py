@@ -67,11 +67,6 @@ def require_served(config: TrainConfig, world: World) -> None:
             f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
             f"{config.method!r}"
         )
-    if config.shard_base and config.async_mode == "overlap" and config.rollout_backend == "local":
-        raise ConfigError(
-            "shard_base: expected it unset with async 'overlap', whose generators draw from the whole base beside the "
-            "updates, got True; with async 'ray' or rollout_backend 'vllm' other processes draw"
-        )
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")
     if config.prompts_per_step < world.size:

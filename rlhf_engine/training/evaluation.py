@@ -45,7 +45,7 @@ class Evaluation:
         inputs: prompts and reward sources.
         rollouts: what draws answers.
         sampling: how answers are drawn, by seed.
-        whole_base: within it, all of the base is on every rank.
+        whole_base: within it, each rank calls the model at its own pace.
         output: the run's folder, for samples.
     """
 

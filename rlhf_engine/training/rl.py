@@ -78,7 +78,7 @@ class RlTrainer(Run[TrainerState]):
             require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
         self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if config.shard_base:
-            self._whole_base = shard_base(model, self.config, world).whole
+            self._whole_base = shard_base(model, self.config, world)
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
@@ -123,7 +123,10 @@ class RlTrainer(Run[TrainerState]):
     # ---- around the loop -------------------------------------------------------------------------------------------
 
     def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which all of the base is on every rank; all ranks enter it together."""
+        """A block in which each rank calls the model at its own pace; all ranks enter it together.
+
+        All of the base is on every rank then, or blocks are gathered as they run (`shard_base` always).
+        """
         return self._whole_base()
 
     def resources(self) -> contextlib.AbstractContextManager[object]:

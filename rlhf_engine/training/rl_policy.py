@@ -99,7 +99,7 @@ class RlPolicy(Policy[TrainerState]):
         found = nothing_learned(schedule)
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
-            ranks = None if self.world.size == 1 else Ranks(self.world, in_step=options.shard_base)
+            ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
             found = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
         self.model.eval()
         self._check_moved(before, found)

@@ -153,7 +153,7 @@ class Run(ABC, Generic[State]):
         return contextlib.nullcontext()
 
     def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which all of the base is on every rank; all ranks enter it together."""
+        """A block in which each rank calls the model at its own pace; all ranks enter it together."""
         return contextlib.nullcontext()
 
     # ---- the loop --------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import json
 import os
 import shutil
@@ -24,18 +26,22 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import EngineError
-from rlhf_engine.hydra import HydraModel, Logprobs
+from rlhf_engine.hydra import HydraModel, Logprobs, hydra_roles
 from rlhf_engine.hydra.sharding import ShardedBase
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
 from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
+
+MODEL_STEP = EngineOptions(decode_step="transformers")
+"""The decoding step that serves a base in shares as well."""
 
 
 def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[str, torch.Tensor], list[dict]]:
@@ -61,7 +67,7 @@ def says(model: HydraModel, whole: Callable[[], contextlib.AbstractContextManage
     rollouts = []
     for again in (False, True):
         with whole():
-            rollouts.append(generate(model.eval(), prompts, sampling))
+            rollouts.append(generate(model.eval(), prompts, sampling, options=MODEL_STEP))
         if again:
             break
         model.train()
@@ -71,16 +77,83 @@ def says(model: HydraModel, whole: Callable[[], contextlib.AbstractContextManage
     return [*gradients, *(tensor for rollout in rollouts for tensor in (rollout.batch.tokens_T, rollout.logprobs_M))]
 
 
-def same_in_shares(name: str, checkpointing: bool) -> bool:
+def same_in_shares(name: str, checkpointing: bool, world: World) -> bool:
     """Whether sharding an architecture changes a bit of what it says."""
     found = []
-    for shares in (False, True):
+    for shares in ("none", "whole", "in step"):
         model = hydra(name)
         if checkpointing:
             model.backbone().enable_gradient_checkpointing()
-        whole = ShardedBase(model, dist.new_group()).whole if shares else contextlib.nullcontext
-        found.append(says(model, whole))
-    return len(found[0]) == len(found[1]) > 4 and all(map(torch.equal, *found))
+        block: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if shares != "none":
+            base = ShardedBase(model, dist.new_group())
+            block = base.whole if shares == "whole" else functools.partial(base.in_step, world)
+        found.append(says(model, block))
+    return len(found[0]) > 4 and all(
+        len(other) == len(found[0]) and all(map(torch.equal, found[0], other)) for other in found[1:]
+    )
+
+
+def drawn_in_step(world: World) -> dict[str, Any]:
+    """Answers of unequal shares, by a base that is whole and by one that never is; what a process holds meanwhile."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 8}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=40, max_position_embeddings=64, **shape))
+    model = HydraModel.from_pretrained(llama, roles=hydra_roles())
+    base = ShardedBase(model, dist.new_group())
+    # rank 0 has more rows than its engine admits at once; rank 1 a single short one, then none
+    shares = [[[[3 + i, 5, 7 + i] for i in range(5)], [[9] * 20]], [[[8, 12, 4, 6]], []]][world.rank]
+    sampling = SamplingConfig(max_completion_length=(8, 3)[world.rank], eos_token_ids=(2,), seed=3)
+    options = dataclasses.replace(MODEL_STEP, max_rows=2)
+    held = held_meanwhile(model)
+    found, samples, sums = [], [], []
+    for block in (base.whole, functools.partial(base.in_step, world)):
+        rollouts = []
+        with block():
+            for prompts in shares:
+                if prompts:
+                    rollouts.append(generate(model, prompts, sampling, options=options))
+            # one rank draws, the other waits for it in an exchange; then each scores what it has
+            drawn = world.on_main("samples", lambda: generate(model, [[4, 4]], sampling, options=options))
+            samples.append([] if drawn is None else drawn.batch.tokens_T.tolist())
+            scores = model.score(rollouts[0].batch, ("actor", "reference"))
+            sums.append(world.gather(len(rollouts)))
+        found.append([*(t for r in rollouts for t in (r.batch.tokens_T, r.logprobs_M)), scores.logprobs_M])
+    return {
+        "same": len(found[0]) == len(found[1]) and all(map(torch.equal, *found)),
+        "tokens": sum(len(t) for t in found[0][0::2]),
+        "samples": samples,
+        "gathered": sums,
+        "held": held(),
+    }
+
+
+def held_meanwhile(model: HydraModel) -> Callable[[], dict[str, int]]:
+    """Bytes of all tensors that are alive within a few calls of a block in the middle, at most; and of parts."""
+    backbone = model.backbone()
+    peaks: dict[bool, list[int]] = {True: [], False: []}
+
+    def look(module: torch.nn.Module, args: object) -> None:
+        seen = peaks[backbone.in_turn is None]
+        if len(seen) < 4:
+            seen.append(alive())
+
+    before = alive()
+    backbone.blocks[4].register_forward_pre_hook(look)
+    return lambda: {
+        "before": before,
+        "block": sum(p.numel() * p.element_size() for p in backbone.blocks[4].parameters()),
+        "blocks": len(backbone.blocks),
+        "base": sum(p.numel() * p.element_size() for _, p in backbone.base_parameters()),
+        "whole": max(peaks[True]),
+        "in step": max(peaks[False]),
+    }
+
+
+def alive() -> int:
+    """Bytes of all tensors that Python knows."""
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @contextlib.contextmanager
@@ -105,14 +178,18 @@ def held_by(trainer: RlTrainer) -> list[int]:
     return found
 
 
-def run_out_of_memory(module: torch.nn.Module, args: object) -> None:
-    if torch.is_grad_enabled():
+def run_out_of_memory(learning: bool, module: torch.nn.Module, args: object) -> None:
+    if torch.is_grad_enabled() == learning:
         raise torch.OutOfMemoryError("out of memory, says the test")
 
 
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     if job["do"] == "architectures":
-        return {name: [same_in_shares(name, checkpointing) for checkpointing in (False, True)] for name in CONFIGS}
+        return {
+            name: [same_in_shares(name, checkpointing, world) for checkpointing in (False, True)] for name in CONFIGS
+        }
+    if job["do"] == "in step":
+        return drawn_in_step(world)
     config = TrainConfig(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
     if job["do"] == "steps":
         tensors, rows = recorded_steps(config, world, job["steps"])
@@ -146,7 +223,9 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     try:
         with trainer_of(config, world) as trainer:
             if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
-                trainer.model.backbone().blocks[1].register_forward_pre_hook(run_out_of_memory)
+                trainer.model.backbone().blocks[1].register_forward_pre_hook(
+                    functools.partial(run_out_of_memory, job["learning"])
+                )
             trainer.run()
     except EngineError as error:
         return [type(error).__name__, str(error), time.monotonic() - began]

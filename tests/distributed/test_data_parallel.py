@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.ray.connect import generators_on_ray
+from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
@@ -73,6 +74,10 @@ CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
     "ppo-some-lanes-together": {"token_budget": 30, "per_device_train_batch_size": 1, "generation_batch_size": 10},
 }
+NEVER_WHOLE = ("ppo-four-backbones", "remax", "past")
+"""Cases that are also run with a base that is never whole, which the model's own decoding step serves."""
+for _name in NEVER_WHOLE:
+    CASES[_name]["decode_step"] = "transformers"
 STEPS = 2
 WAIT = 240.0
 """Seconds that a process waits for the other."""
@@ -162,17 +167,32 @@ def both(model, tmp_path_factory) -> Path:
         {**job, "name": f"sharded-{job['name']}", "config": made(folder, f"sharded-{job['name']}", model, **options)}
         for job, options in zip(jobs, ({**options, "shard_base": True} for options in CASES.values()), strict=True)
     ]
+    jobs += [
+        {
+            **next(job for job in jobs if job["name"] == name),
+            "name": f"always-{name}",
+            "config": made(folder, f"always-{name}", model, **CASES[name], shard_base="always"),
+        }
+        for name in NEVER_WHOLE
+    ]
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     overlap = {**replay, "async_mode": "overlap"}
-    sharded = {**run, "shard_base": True}
-    for suffix, options in {"": run, "-replay": replay, "-overlap": overlap, "-sharded": sharded}.items():
+    shared = {**run, "decode_step": "transformers"}
+    for suffix, options in {
+        "": run,
+        "-replay": replay,
+        "-overlap": overlap,
+        "-sharded": {**shared, "shard_base": True},
+        "-always": {**shared, "shard_base": "always"},
+    }.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
         jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     held = {"method": "dynamic_lora_ppo", "shard_base": True}
     jobs.append({"name": "hold", "do": "hold", "config": made(folder, "hold", model, **held)})
     jobs.append({"name": "architectures", "do": "architectures"})
+    jobs.append({"name": "in step", "do": "in step"})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
     changed.write_text(Path(other["dataset_name"]).read_text().replace("cat", "dog", 1))
@@ -181,9 +201,12 @@ def both(model, tmp_path_factory) -> Path:
         {"name": "other-data", "do": "fail", "config": other, "rank_1": {"dataset_name": str(changed)}},
     ]
     fails = "import os; late = len(calls) > 2 and os.environ.get('RANK') == '1'\n{}\nreturn [1.0] * len(prompts)"
-    for name, body in {"raises": "assert not late, 'no luck'", "dies": "if late: os._exit(3)"}.items():
-        reward = write_reward(folder, fails.format(body), name)
-        jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, reward_funcs=[reward])})
+    breaks = {name: "assert not late, 'no luck'" for name in ("raises", "raises_always")}
+    for name, body in {**breaks, "dies": "if late: os._exit(3)"}.items():
+        options = {"reward_funcs": [write_reward(folder, fails.format(body), name)]}
+        if name == "raises_always":
+            options["shard_base"] = "always"
+        jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, **options)})
     assert finish(start(folder, jobs), folder) == [0, 3]
     return folder
 
@@ -221,7 +244,44 @@ def test_a_sharded_base_changes_no_bit(name, both):
         assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
 
 
-@pytest.mark.parametrize("suffix", ["", "-replay", "-overlap", "-sharded"])
+@pytest.mark.parametrize("name", NEVER_WHOLE)
+def test_a_base_that_is_never_whole_changes_no_bit(name, both):
+    for rank in range(2):
+        expected, found = (load_file(both / f"{kind}{name}-{rank}.safetensors") for kind in ("sharded-", "always-"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert left(both, f"always-{name}", rank) == left(both, f"sharded-{name}", rank)
+
+
+def test_a_run_with_a_base_that_is_never_whole_is_that_of_one_that_is(both):
+    whole, always = (load_file(both / f"whole-{kind}-0.safetensors") for kind in ("sharded", "always"))
+    assert whole.keys() == always.keys()
+    assert all(torch.equal(whole[key], always[key]) for key in whole)
+    folders = [both / f"whole-{kind}" / "run" for kind in ("sharded", "always")]
+    rows = [[without_timings(row) for row in read_metrics(folder / "metrics.jsonl")] for folder in folders]
+    assert rows[0] == rows[1]
+    for file in (SAMPLES_LOG, SAMPLES_FILE):
+        assert (folders[0] / file).read_text() == (folders[1] / file).read_text()
+    hashes = {json.loads((folder / "run.json").read_text())["base_hash"] for folder in folders}
+    assert len(hashes) == 1
+
+
+def test_processes_in_step_draw_shares_of_any_size_and_hold_few_blocks(both):
+    for rank in range(2):
+        found = left(both, "in step", rank)
+        assert found["same"]
+        assert found["tokens"] > (50 if rank == 0 else 4)
+        assert found["samples"][0] == found["samples"][1]
+        assert len(found["samples"][0]) == (0 if rank else 10)
+        assert found["gathered"] == [[2, 1], [2, 1]]
+        held = found["held"]
+        rest = held["base"] - held["blocks"] * held["block"]
+        assert held["whole"] > held["before"] + held["base"]
+        # the block that runs, what it came in, and the next one; keys, values and activations take about another
+        assert held["in step"] < held["before"] + rest + 4.5 * held["block"]
+
+
+@pytest.mark.parametrize("suffix", ["", "-replay", "-overlap", "-sharded", "-always"])
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
     other = load_file(both / f"whole{suffix}-1.safetensors")
@@ -269,6 +329,11 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
             ["RankError", "RewardError"],
             ["rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised", "no luck"],
         ),
+        (
+            "raises_always",
+            ["RankError", "RewardError"],
+            ["another rank could not go on, rank 1: RewardError: reward function 'raises_always' raised", "no luck"],
+        ),
         ("dies", ["RankError"], ["rank 0 of 2 has lost another one"]),
     ],
 )
@@ -278,7 +343,7 @@ def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
         assert found_kind == kind
         assert message in text
         assert seconds < WAIT / 2  # at once rather than after the longest wait
-    if name == "raises":
+    if name.startswith("raises"):
         assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
 
 
@@ -300,13 +365,18 @@ def test_a_sharded_architecture_says_the_same(name, both):
         assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
 
 
-def test_a_process_without_memory_for_its_share_of_an_update_ends_the_other(model, tmp_path):
-    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "config": made(tmp_path, "run", model, shard_base=True)}
+@pytest.mark.parametrize(
+    ("shares", "learning", "advice"),
+    [(True, True, "lower per_device_train_batch_size"), ("always", False, "bound it with max_rows or kv_cache_memory")],
+)
+def test_a_process_without_memory_for_its_share_ends_the_other(shares, learning, advice, model, tmp_path):
+    config = made(tmp_path, "run", model, shard_base=shares, num_samples=0)
+    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": learning, "config": config}
     assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
     kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
     assert kinds == ("RankError", "MemoryLimitError")
     assert "rank 0 of 2 has lost another one" in messages[0]
-    assert "lower per_device_train_batch_size" in messages[1]
+    assert advice in messages[1]
     assert max(seconds) < WAIT / 2
 
 
@@ -343,9 +413,15 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         require_served(train_config(model, tmp_path / "run", shard_base=True), ALONE)
     with pytest.raises(ConfigError, match="load_in_4bit: expected false with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, load_in_4bit=True)
-    beside = train_config(model, tmp_path / "run", shard_base=True, async_mode="overlap")
-    with pytest.raises(ConfigError, match="shard_base: expected it unset with async 'overlap', whose generators draw"):
-        require_served(beside, TwoRanks(size=2))
+    with pytest.raises(ConfigError, match="decode_step: expected 'auto' or 'transformers' with shard_base always"):
+        train_config(model, tmp_path / "run", shard_base="always", decode_step="native")
+    with pytest.raises(ConfigError, match="async: expected 'off', 'replay' or 'ray' with shard_base"):
+        train_config(model, tmp_path / "run", shard_base=True, algorithm="grpo", async_mode="overlap")
+    given = ["--model_name_or_path", str(model), "--dataset_name", "d", "--output_dir", "o", "--shard_base"]
+    for more, value in (([], True), (["false"], False), (["always"], "always")):
+        assert parse_config(TrainConfig, [*given, *more]).shard_base == value
+    with pytest.raises(ConfigError, match="shard_base: expected true or false or one of 'always', got 'never'"):
+        parse_config(TrainConfig, [*given, "never"])
 
 
 def test_processes_of_other_versions_are_refused(model, tmp_path):

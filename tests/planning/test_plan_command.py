@@ -102,6 +102,31 @@ def test_parts_of_a_bar_add_up_to_the_peak(capsys, folder):
         assert all(size >= 0 for size in parts.values()), (phase, parts)
 
 
+def test_how_several_processes_hold_the_base_is_said(capsys, tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 16, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=40, max_position_embeddings=64, **shape).save_pretrained(tmp_path / "m")
+    short = ("--max_prompt_length", "2", "--max_completion_length", "2", *SHORT[4:])
+    argv = ("--model", str(tmp_path / "m"), *short, "--method", "hydra_ppo", "--processes", "2", "--json")
+    row = json.loads(run(capsys, *argv, "--gpu", "80GB")[1])
+    assert row["way"] == "whole"
+    assert all(way["fits"] for way in row["ways"].values())
+    assert "run it without --shard_base: the base fits whole all the time." in row["advice"][1]
+    assert len(row["advice"]) == 2
+    # each process draws two of four answers; the largest batch is of both
+    assert row["max_batch"] == 2 * row["ways"]["whole"]["max_batch"]
+    least = row["ways"]["shard_base always"]
+    row = json.loads(run(capsys, *argv, "--gpu", f"{max(least['peak_bytes'].values()) / 1e6:.6f}MB")[1])
+    assert row["way"] == "shard_base always"
+    assert row["peak_bytes"] == least["peak_bytes"]
+    assert "run it with --shard_base always: the base never fits whole" in row["advice"][1]
+    assert "A vLLM server on 1 more such GPU (--tensor-parallel-size 1)" in row["advice"][2]
+    _, out, _ = run(capsys, *argv[:-1], "--gpu", "0.1MB")
+    assert "hydra_ppo: 0.1MB hold it in no way" in out
+    assert "in each of 2 processes" in " ".join(out.partition("━")[0].split())
+    assert "of the base, update" in out
+    assert re.search(r"largest batch in 0\.1MB +│ +0 ", out)
+
+
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_what_answers_to_one_prompt_share_is_said(capsys, folder):
     argv = ("--model", str(folder), *SHORT, "--method", "hydra_ppo", "--gpu", "2MB", "--num_generations", "4", "--json")
@@ -142,6 +167,14 @@ def test_sizes_that_are_none(text):
         (
             ["--model", "llama-7b", "--gpu", "1GB", "--reserve", "2GB"],
             "reserve: expected less than gpu (1GB), got '2GB'",
+        ),
+        (
+            ["--model", "llama-7b", "--processes", "2", "--method", "full_ppo"],
+            "method: expected one with a frozen backbone with 2 processes, got 'full_ppo'",
+        ),
+        (
+            ["--model", "llama-7b", "--processes", "8", "--batch", "14", "--num_generations", "2"],
+            "batch: expected at least 16 with 8 processes, a prompt of 2 answers for each, got 14",
         ),
         (["--model", "llama-7b", "--out", "plan.pdf"], "out: expected the path of a .png file, got 'plan.pdf'"),
         (["--model", "llama-7b", "--method", "dpo"], "method: expected one of 'all', 'full_ppo'"),

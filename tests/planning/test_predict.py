@@ -21,7 +21,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss
 from rlhf_engine.hydra.model import split_by_tokens
 from rlhf_engine.planning import fit
-from rlhf_engine.planning.fit import largest_fitting
+from rlhf_engine.planning.fit import IN_SHARES, NEVER_WHOLE, WHOLE, largest_fitting
 from rlhf_engine.planning.phases import Planned, Setting, build_model, layer_period, shallow
 from rlhf_engine.planning.predict import PHASES, Planner
 from rlhf_engine.planning.presets import PRESETS, find_config
@@ -51,6 +51,15 @@ def setting(name: str = "llama", **changes) -> Setting:
         gradient_checkpointing=False,
     )
     return dataclasses.replace(plan, **changes)
+
+
+def of_many_layers(**changes) -> Setting:
+    """Few tokens and a model whose weights count beside them, most of them in blocks."""
+    few = {"prompt_length": 2, "completion_length": 2, "batch": 4, "micro_batch": 4, "num_mini_batches": 1}
+    plan = setting(**few, **changes)
+    plan.config.num_hidden_layers, plan.config.hidden_size, plan.config.intermediate_size = 16, 64, 256
+    plan.config.head_dim = 64 // plan.config.num_attention_heads
+    return plan
 
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -135,6 +144,37 @@ def test_a_full_sft_is_an_update_alone():
     largest = max(size.numel() for size, _ in trained._trained_tensors)
     step = trained.resident + trained.state_bytes["gradients"] + 12 * largest
     assert trained.peak("update", 1) >= step
+
+
+def test_several_processes_hold_the_base_in_the_first_way_that_fits(monkeypatch):
+    monkeypatch.setattr(fit, "TRACED_ROWS", 4)
+    plan = of_many_layers(processes=4)
+    planner = Planner("hydra_ppo", plan)
+    ways = planner.ways(0)
+    model = build_model("hydra_ppo", plan, 16)
+    whole = sum(p.nbytes for _, p in model.backbone().base_parameters())
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.backbone().blocks]
+    assert planner.drawing_bytes == (whole, sum(blocks))
+    assert planner.received_bytes == sum(blocks) * 3 // 4
+    gathered = whole - sum(blocks) + 3 * max(blocks)
+    share = -(-whole // 4)
+    assert share + gathered < whole
+    held = {
+        WHOLE: dict.fromkeys(PHASES, whole),
+        IN_SHARES: {"generation": share + whole, "inference": share + whole, "update": share + gathered},
+        NEVER_WHOLE: dict.fromkeys(PHASES, share + gathered),
+    }
+    for way, found in ways.items():
+        assert found.base_bytes == held[way]
+        for phase in PHASES:  # nothing else depends on the way
+            assert found.peak_bytes[phase] - held[way][phase] == ways[WHOLE].peak_bytes[phase] - whole
+    assert ways[WHOLE].peak > ways[IN_SHARES].peak > ways[NEVER_WHOLE].peak  # an update needs most
+    for way, found in ways.items():
+        planner.choose_way(found.peak)
+        assert planner.way == way
+        assert planner.max_batch(found.peak)["generation"] >= 4
+        planner.choose_way(found.peak - 1)
+        assert planner.way != way or way == NEVER_WHOLE
 
 
 @every_method

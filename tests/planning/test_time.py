@@ -20,11 +20,12 @@ from rlhf_engine.commands.main import main
 from rlhf_engine.config import CARDS, PlanConfig
 from rlhf_engine.hydra import LmLoss, PackedBatch
 from rlhf_engine.planning import ceilings
-from rlhf_engine.planning.duration import LAUNCHES, PARTS, STEP_PHASES, DurationPlanner
+from rlhf_engine.planning.duration import GATHERING, LAUNCHES, PARTS, STEP_PHASES, DurationPlanner
+from rlhf_engine.planning.fit import NEVER_WHOLE, WAYS, WHOLE
 from rlhf_engine.planning.machines import Ceiling, Machine, gpu, interpolate
 from rlhf_engine.planning.phases import build_model
 from tests.planning.test_plan_command import SHORT, folder, run  # noqa: F401
-from tests.planning.test_predict import RANK, setting
+from tests.planning.test_predict import RANK, of_many_layers, setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +121,7 @@ def test_a_token_attends_to_all_tokens_before_it_or_to_its_window():
     plan = setting("gemma2", prompt_length=40, completion_length=16)
     c = plan.config
     assert c.sliding_window < 48
-    work = DurationPlanner("hydra_ppo", plan, gpu("h100"))._token_work()
+    work = DurationPlanner("hydra_ppo", plan, gpu("h100"))._token_work(plan.batch)
     one_position = 2 * plan.batch * c.num_key_value_heads * c.head_dim * 4
     expected = one_position * c.num_hidden_layers / 2 * (c.sliding_window + 64)
     assert total(work, "bytes", part=ATTENTION) == expected
@@ -176,6 +177,35 @@ def test_ceilings_of_this_cpu_serve_every_kind_of_a_step(monkeypatch):
     assert found.phases["capture"] == 0.0 < found.parts[LAUNCHES]
 
 
+def test_a_base_in_shares_is_waited_for():
+    plan = of_many_layers(device_type="cuda", processes=4)
+    card = gpu("h100", 4)
+    assert card.link == 0.75 * 450e9
+    assert gpu("h100", 16).link == 0.75 * 8 * 50e9  # across machines
+    slow = dataclasses.replace(card, link=1e3)
+    planner = DurationPlanner("hydra_ppo", plan, slow)
+    budgets = {}
+    for planner.way in WAYS:
+        budgets[planner.way] = max(map(planner.peak, planner.phases))
+    found = {way: planner.predict_seconds(budgets[way]) for way in (WHOLE, NEVER_WHOLE)}
+    once = planner.received_bytes / slow.link
+    assert {way: d.way for way, d in found.items()} == {way: way for way in found}
+    assert found[WHOLE].parts[GATHERING] == found[WHOLE].received_bytes == 0
+    always = found[NEVER_WHOLE]
+    assert always.phases["decoding"] == pytest.approx((plan.completion_length - 1) * once)
+    assert always.phases["prefill"] == always.phases["scoring"] == pytest.approx(once)
+    assert always.phases["update"] == pytest.approx(2 * once)  # there and back
+    assert always.phases["capture"] == 0 < found[WHOLE].phases["prefill"] < once
+    assert always.seconds == pytest.approx(sum(always.parts.values()))
+    assert always.dominant == GATHERING
+    # a link without end leaves calls of the model's own forward
+    free = DurationPlanner("hydra_ppo", plan, dataclasses.replace(card, link=1e30)).predict_seconds(
+        budgets[NEVER_WHOLE]
+    )
+    assert free.parts[GATHERING] == 0
+    assert always.served_seconds < free.phases["decoding"] + free.phases["prefill"]
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +240,7 @@ def test_one_json_object_with_shares_and_figures(capsys, folder):  # noqa: F811
         (["--time", "--gpu", "b200"], "gpu: expected one of h100, h200, a100, cpu with time, got 'b200'"),
         (["--gpu", "cpu"], "gpu: expected a size such as 80GB or 24GiB, got 'cpu'"),
         (["--time", "--gpu", "h100", "--device", "cpu"], "device: expected cuda with gpu 'h100' and time, got 'cpu'"),
+        (["--time", "--gpu", "cpu", "--processes", "2"], "gpu: expected a card with 2 processes and time, whose links"),
         (["--time", "--gpu", "h100", "--out", "a.png"], "out: expected none with time, of which there is no chart"),
     ],
 )

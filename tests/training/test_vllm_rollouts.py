@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
@@ -18,6 +19,7 @@ from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.scoring.off_policy import correct_age, correct_engine
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
+from tests.distributed.test_data_parallel import assert_close, finish, start
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import PROMPTS, train_config, write_model, write_reward, write_rows
 from tests.training.test_rl import same, trained, without_timings
@@ -67,6 +69,30 @@ def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
     assert not (remote.output / "vllm").exists()
     assert local.state == remote.state
     assert (remote.output / "samples.md").read_text() == (local.output / "samples.md").read_text()
+
+
+def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_path):
+    heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
+    options = {"eval_dataset_name": str(heldout), "eval_steps": 1, "num_samples": 2, "max_steps": 2}
+    options |= {"generation_batch_size": 12, "adam_epsilon": 1e-3}
+    alone = RlTrainer(config(model, tmp_path / "alone", server, **options))
+    alone.run()
+    expected = trained(alone)
+    made = config(model, tmp_path / "served", server, shard_base="always", **options)
+    assert finish(start(tmp_path, [{"name": "ranks", "do": "run", "config": made.to_dict()}]), tmp_path) == [0, 0]
+    for rank in range(2):
+        found = load_file(tmp_path / f"ranks-{rank}.safetensors")
+        for name, tensor in expected.items():
+            assert_close(found[name], tensor)
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "served")]
+    for row, other in zip(*rows, strict=True):
+        for name in ("reward", "completions/mean_length", "eval/reward"):
+            assert other[name] == pytest.approx(row[name], rel=1e-3), name
+    # every version goes there once, whichever rank is the first
+    loaded = [body["lora_name"].rsplit("-", 2)[1] for body in server.requests("/v1/load_lora_adapter")]
+    assert loaded == ["v0", "v1", "v2"] * 2
+    assert not server.adapters
+    assert not (tmp_path / "served" / "vllm").exists()
 
 
 def test_local_rollouts_have_no_new_metrics(model, tmp_path):

@@ -12,14 +12,17 @@ vllm.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -163,13 +166,15 @@ class VllmRollouts:
         """
         if policy_version == self.policy_version:
             return self._metrics
-        name = self._write(policy_version)
-        served = {model.name for model in self.client.models()}
-        if name not in served:  # a run that was killed may have left the very same weights there
-            self.client.load_adapter(name, f"{self.server_folder}/{name}")
+        with self._alone():
+            name = self._write(policy_version)
+            # a run that was killed may have left the very same weights there, or another rank has just loaded them
+            if name not in {model.name for model in self.client.models()}:
+                self.client.load_adapter(name, f"{self.server_folder}/{name}")
         asked = self.canary.ask(name, functools.partial(self._complete, prompt_logprobs=True))
         measured = self.canary.check(asked) if self.role == "actor" else {}
-        self._forget_others(name, served, self.client)
+        with self._alone():
+            self._forget_others(name, {model.name for model in self.client.models()}, self.client)
         self.policy_version, self.name = policy_version, name
         if self.role != "actor":
             self._unchecked[policy_version] = asked
@@ -205,6 +210,26 @@ class VllmRollouts:
                 if self.stopped() or time.monotonic() >= until:
                     raise
             time.sleep(_LOOK_SECONDS)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A block that one rank of the run is in at a time: all of them serve the same versions from one folder."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                place = f"vllm_adapter_dir: {self.folder} is on a file system without locks ({error.strerror})"
+                warnings.warn(f"{place}; several ranks of a run may disturb each other there", stacklevel=2)
+            yield
+        finally:
+            os.close(folder)
 
     def _write(self, policy_version: int) -> str:
         """Write the actor's slot as a PEFT folder, whole or not at all; its name."""
