@@ -81,11 +81,16 @@ def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> H
     return model
 
 
-def shard_base(model: HydraModel, config: TrainConfig, world: World) -> ShardedBase:
+def loading_device(config: TrainingOptions) -> torch.device:
+    """Device that a run's model is loaded on: a base that is to be sharded need not fit into the memory of one."""
+    return torch.device("cpu") if config.shard_base else resolve_device(config.device)
+
+
+def shard_base(model: HydraModel, config: TrainingOptions, world: World) -> ShardedBase:
     """Share a model's frozen backbones out among the ranks, onto their devices."""
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
-    if config.token_budget is None:
+    if not isinstance(config, TrainConfig) or config.token_budget is None:
         model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
     return base
 
@@ -113,8 +118,7 @@ def _load(
                 slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
     quantization = _quantization(config)
     dtype = DTYPES[config.dtype]
-    # a base that is to be sharded need not fit into the memory of one device
-    device = torch.device("cpu") if config.shard_base else resolve_device(config.device)
+    device = loading_device(config)
     own: dict[str, Any] = {
         "slots": slots,
         "token_budget": config.token_budget,

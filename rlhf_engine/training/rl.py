@@ -75,8 +75,7 @@ class RlTrainer(Run[TrainerState]):
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
             weights = fingerprint_of_all(model.parameters())
-            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
-        self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+            require_same_start(world, weights=weights, rows=self.train_set.ids, step=self._inputs.resumed_step)
         if config.shard_base:
             self._whole_base = shard_base(model, self.config, world).whole
         with self.whole_base():
@@ -116,10 +115,6 @@ class RlTrainer(Run[TrainerState]):
         """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
-
-    def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which all of the base is on every rank; all ranks enter it together."""
-        return self._whole_base()
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
         """Backend that draws answers, closed at the end of the run."""
@@ -165,13 +160,12 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """Hash of the base, and the number of ranks if there are several, for the run's record.
+        """Hash of the base, for the run's record.
 
         Returns:
             Plain values by name.
         """
-        processes = {"processes": self.world.size} if self.world.size > 1 else {}
-        return {"base_hash": self.model.backbone().base_hash(), **processes}
+        return {"base_hash": self.model.backbone().base_hash()}
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""
