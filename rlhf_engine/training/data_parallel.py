@@ -70,6 +70,14 @@ def require_same_options(config: TrainingOptions, world: World) -> None:
         )
 
 
+def require_shared_state(config: TrainingOptions, world: World) -> None:
+    """Raise ConfigError for an optimizer whose state cannot be shared out with the weights that it steps."""
+    if config.optim != "adamw":
+        raise ConfigError(
+            f"optim: expected 'adamw' where {world.size} processes train a whole base in shares, got {config.optim!r}"
+        )
+
+
 def require_served(config: TrainConfig, world: World) -> None:
     """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
     require_same_options(config, world)

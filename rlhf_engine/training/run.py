@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -35,7 +35,12 @@ from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clea
 from rlhf_engine.runs.live import LivePage
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.runs.trackers import Trackers
-from rlhf_engine.training.data_parallel import Ranks, require_same_options, require_same_start
+from rlhf_engine.training.data_parallel import (
+    Ranks,
+    require_same_options,
+    require_same_start,
+    require_shared_state,
+)
 from rlhf_engine.training.micro_batches import divide, unit_lengths
 from rlhf_engine.training.policy import Policy, State
 from rlhf_engine.training.update import StepPlan
@@ -188,7 +193,7 @@ class Run(ABC, Generic[State]):
                 with self.whole_base():
                     world.on_main("the start of the run", self.begin)
                 self._remaining_steps(on_step, stop)
-                with self.whole_base():
+                with self.whole_base(), self._whole_state():
                     return world.on_main("the result", self._end)
 
     def _end(self) -> Any:
@@ -209,9 +214,11 @@ class Run(ABC, Generic[State]):
                     record = functools.partial(
                         self._note, writer, trackers, {**metrics, **found}, on_step, looked=bool(found)
                     )
-                    world.run_on_all_ranks("metrics and checkpoints", record)
+                    with self._whole_state() if self.saves_now() else contextlib.nullcontext():
+                        world.run_on_all_ranks("metrics and checkpoints", record)
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
-                    world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
+                    with self._whole_state():
+                        world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
 
     def _note(
@@ -246,6 +253,15 @@ class Run(ABC, Generic[State]):
     def _is_regular(self) -> bool:
         return bool(self.config.save_steps) and self.state.step % self.config.save_steps == 0
 
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """A block in which the main rank can write a checkpoint; all ranks enter it together."""
+        with contextlib.ExitStack() as stack:
+            if self.optimizer.is_sharded:
+                stack.enter_context(self.whole_base())
+                stack.enter_context(self.optimizer.whole())
+            yield
+
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
@@ -278,7 +294,7 @@ class Run(ABC, Generic[State]):
 
     def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
         """`saved_on_error` of a step; a failing reward function or server costs the answers of that step."""
-        if writer is None:
+        if writer is None or self.optimizer.is_sharded:  # of which no rank alone has a checkpoint
             return contextlib.nullcontext()
         save = functools.partial(self._save_after, writer, self.make_saver())
         return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
@@ -358,7 +374,13 @@ class SupervisedRun(Run[State]):
         """
         require_same_options(config, world)
         self.world = world
-        self.config = config if world.size == 1 else dataclasses.replace(config, device=str(world.device))
+        self.config = config
+        if world.size > 1:
+            is_full = config.mode == "full"
+            if is_full:
+                require_shared_state(config, world)
+            shares = config.shard_base or is_full
+            self.config = dataclasses.replace(config, device=str(world.device), shard_base=shares)
         self.output = Path(config.output_dir)
         self.ranks = Ranks(world, in_step=self.config.shard_base)
         model = world.run_on_all_ranks("the start of the run", self.load)
@@ -492,7 +514,7 @@ class SupervisedRun(Run[State]):
         self.model.eval()
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):
-                self.model.zero_grad(set_to_none=True)
+                self.optimizer.adamw.zero_grad()
                 raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
         factor = self.policy.schedule_rates(self.total_steps)
         metrics |= self.policy.apply()

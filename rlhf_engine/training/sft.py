@@ -45,6 +45,7 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.io import put_model_in_place, remove_model
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.adamw import require_optim
@@ -429,7 +430,7 @@ class SftTrainer(SupervisedRun[SftState]):
         temporary.mkdir()
         backbone = self.model.backbone()
         if self.config.mode == "full":
-            backbone.model.save_pretrained(temporary)
+            backbone.model.save_pretrained(temporary, state_dict=state_of(backbone.model))
         else:
             save_slot(backbone, SFT_SLOT, temporary, base_name=self.config.model_name_or_path)
         self.tokenizer.save_pretrained(temporary)

@@ -25,17 +25,27 @@ from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs
 from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.run import Run
+from rlhf_engine.training.sft import SftTrainer
 from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
+
+KINDS: dict[str, tuple[type, Callable[..., Run]]] = {
+    "rl": (TrainConfig, RlTrainer),
+    "sft": (SFTConfig, SftTrainer),
+    "reward": (RewardConfig, RewardTrainer),
+}
+"""Options and trainer by what a job may name as its `kind`."""
 
 
 def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[str, torch.Tensor], list[dict]]:
@@ -83,7 +93,7 @@ def same_in_shares(name: str, checkpointing: bool) -> bool:
     return len(found[0]) == len(found[1]) > 4 and all(map(torch.equal, *found))
 
 
-def held_by(trainer: RlTrainer) -> list[int]:
+def held_by(trainer: Run) -> list[int]:
     """Bytes of the backbones that this process holds, by backbone."""
     found = []
     for name in trainer.model.backbones:
@@ -98,26 +108,33 @@ def run_out_of_memory(module: torch.nn.Module, args: object) -> None:
         raise torch.OutOfMemoryError("out of memory, says the test")
 
 
+def end_process(step: int, metrics: dict[str, Any]) -> None:
+    os._exit(3)
+
+
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     if job["do"] == "architectures":
         return {name: [same_in_shares(name, checkpointing) for checkpointing in (False, True)] for name in CONFIGS}
-    config = TrainConfig(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
+    options, make = KINDS[job.get("kind", "rl")]
+    config = options(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
     if job["do"] == "steps":
         tensors, rows = recorded_steps(config, world, job["steps"])
         save_file(tensors, folder / f"{job['name']}-{world.rank}.safetensors")
         return rows
     if job["do"] == "run":
-        trainer = RlTrainer(config, world)
+        trainer = make(config, world)
         try:
             trainer.run(stop_after(job["stop"]) if "stop" in job else None)
         except Stop:
             # as if it had been killed, and had left no checkpoint of that step
-            world.on_main("lost", lambda: shutil.rmtree(trainer.output / f"checkpoint-{job['stop']}"))
+            lost = trainer.output / f"checkpoint-{job['stop']}"  # where the base is trained in shares there is none
+            world.on_main("lost", lambda: shutil.rmtree(lost, ignore_errors=trainer.optimizer.is_sharded))
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
-            trainer = RlTrainer(config, world)
+            trainer = make(config, world)
             assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint
             trainer.run()
-        save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
+        if not trainer.optimizer.is_sharded:
+            save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
         return trainer.state.step
     if job["do"] == "hold":
         trainer = RlTrainer(config, world)
@@ -131,11 +148,11 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     assert job["do"] == "fail"
     began = time.monotonic()
     try:
-        trainer = RlTrainer(config, world)
+        trainer = make(config, world)
         if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
             trainer.model.backbone().blocks[1].register_forward_pre_hook(run_out_of_memory)
-        trainer.run()
-    except EngineError as error:
+        trainer.run(end_process if job.get("dies") == world.rank else None)
+    except (EngineError, torch.OutOfMemoryError) as error:
         return [type(error).__name__, str(error), time.monotonic() - began]
     return None
 
