@@ -71,6 +71,7 @@ class ShardedBase:
         for block in first:  # nothing is left to gather; without a word FSDP would take what ran before it
             block.set_modules_to_backward_prefetch([self._rest])
         after = _probe(model)  # its first forward also tells FSDP which module is the outermost
+        self._rest.reshard()  # which FSDP leaves to a backward
         if before is not None and not all(map(torch.equal, before, after)):
             raise RuntimeError("model: expected the same hidden states of the sharded base, got others")
 
