@@ -14,22 +14,19 @@ from torch.distributed.tensor import DTensor
 def own_share(p: nn.Parameter) -> nn.Parameter:
     """A parameter to optimize in this process: the parameter itself, or the share of it that is held here.
 
-    A share has the memory of the parameter. It gets the gradients that FSDP has reduced, and adds them up in its
-    `grad_dtype`; the parameter keeps none.
+    A share has the memory of the parameter, whose gradients then accumulate in float32 or wider.
     """
     if not isinstance(p, DTensor):
         return p
-    share = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+    if p.requires_grad and p.dtype.itemsize < torch.float32.itemsize:
+        p.grad_dtype = None  # any
+        p.register_post_accumulate_grad_hook(_widen_gradient)
+    return nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
 
-    def hand_over(whole: torch.Tensor) -> None:
-        assert isinstance(whole.grad, DTensor)
-        gradient = whole.grad.to_local().to(share.grad_dtype)
-        whole.grad = None
-        share.grad = gradient if share.grad is None else share.grad.add_(gradient)
 
-    if p.requires_grad:
-        p.register_post_accumulate_grad_hook(hand_over)
-    return share
+def _widen_gradient(p: torch.Tensor) -> None:
+    if p.grad is not None and p.grad.dtype != torch.float32:  # FSDP adds further ones to it as it is
+        p.grad = p.grad.float()
 
 
 def cut(whole: torch.Tensor, p: DTensor) -> torch.Tensor:

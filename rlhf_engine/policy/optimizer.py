@@ -44,7 +44,7 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> f
 class RoleOptimizer:
     """One AdamW with a parameter group per role. A parameter that two roles share belongs to the first.
 
-    Of a base in shares, each rank steps its own: they stand in the groups, with the gradients of all ranks.
+    Of a base in shares, each rank steps its own. They stand in the groups, and get the gradients that FSDP has summed.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class RoleOptimizer:
         self.is_whole = True
         """Whether no weight has changed since the last whole step of the run, at whose end the trainer sets it."""
         self.groups: dict[str, dict[str, nn.Parameter]] = {}
-        self._shared: dict[str, DTensor] = {}
-        """Parameters of which this rank steps a share."""
+        self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
+        """Shares that this rank steps, and the parameters of which they are."""
         self._gathered: dict[str, torch.Tensor] | None = None
         """What `state_tensors` returns within `whole`."""
         taken: set[int] = set()
@@ -76,8 +76,8 @@ class RoleOptimizer:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}
             taken |= {id(p) for p in own.values()}
             if own:
-                self._shared |= {n: p for n, p in own.items() if isinstance(p, DTensor)}
                 self.groups[role] = {n: own_share(p) for n, p in own.items()}
+                self._shared |= {n: (self.groups[role][n], p) for n, p in own.items() if isinstance(p, DTensor)}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
         if left:
             raise ValueError(f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}")
@@ -121,6 +121,9 @@ class RoleOptimizer:
 
         Raises NonFiniteError, before anything is applied, naming the role whose gradient is not finite.
         """
+        for share, p in self._shared.values():
+            assert p.grad is None or isinstance(p.grad, DTensor)
+            share.grad, p.grad = None if p.grad is None else p.grad.to_local(), None
         norms = {}
         for role, group in self.groups.items():
             if all(p.grad is None for p in group.values()):
@@ -170,7 +173,7 @@ class RoleOptimizer:
         """A block in which `state_tensors` has the state of all ranks, on the main one; all ranks enter it together."""
         gathered = {}
         for key, tensor in self.adamw.state_tensors().items():
-            p = self._shared.get(key.rpartition("|")[0])
+            p = self._shared_parameter(key)
             whole = tensor if p is None or tensor.dim() == 0 else join(tensor.to(p.device), p)
             if self._world.is_main:
                 gathered[key] = whole.cpu()
@@ -193,8 +196,13 @@ class RoleOptimizer:
 
     def _own(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor of the state that is this rank's."""
-        p = self._shared.get(key.rpartition("|")[0])
+        p = self._shared_parameter(key)
         return cut(tensor, p) if p is not None and tensor.shape == p.shape else tensor
+
+    def _shared_parameter(self, key: str) -> DTensor | None:
+        """The parameter in shares that a tensor of the state belongs to; None for other parameters."""
+        found = self._shared.get(key.rpartition("|")[0])
+        return None if found is None else found[1]
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

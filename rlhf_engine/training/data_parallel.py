@@ -85,10 +85,7 @@ def require_served(config: TrainConfig, world: World) -> None:
         return
     where = f"in a run of {world.size} processes"
     if config.method == "full_ppo":
-        raise ConfigError(
-            f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
-            f"{config.method!r}"
-        )
+        require_shared_state(config, world)
     if config.rollout_backend != "local":
         raise ConfigError(f"rollout_backend: expected 'local' {where}, got {config.rollout_backend!r}")
     if config.async_mode in ("overlap", "ray"):

@@ -70,7 +70,10 @@ class RlTrainer(Run[TrainerState]):
         """
         require_served(config, world)
         self.world, self._connect = world, connect
-        self.config = config if world.size == 1 else replace(config, device=str(world.device))
+        if world.size > 1:
+            shares = config.shard_base or config.method == "full_ppo"
+            config = replace(config, device=str(world.device), shard_base=shares)
+        self.config = config
         self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
@@ -78,6 +81,7 @@ class RlTrainer(Run[TrainerState]):
             require_same_start(world, weights=weights, rows=self.train_set.ids, step=self._inputs.resumed_step)
         if config.shard_base:
             self._whole_base = shard_base(model, self.config, world).whole
+        world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
@@ -96,13 +100,17 @@ class RlTrainer(Run[TrainerState]):
         )
         return build_policy_model(self.config, base)
 
+    def _make_policy(self, model: HydraModel) -> None:
+        """Make the policy, at the step where the run stands."""
+        config, inputs = self.config, self._inputs
+        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
+
     def _prepare(self, model: HydraModel) -> None:
-        """Build what works on the model, at the step where the run stands."""
+        """Build what works on the model."""
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
         self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts())
-        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(
             config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
         )
@@ -160,12 +168,13 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """Hash of the base, for the run's record.
+        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later.
 
         Returns:
             Plain values by name.
         """
-        return {"base_hash": self.model.backbone().base_hash()}
+        backbone = self.model.backbone()
+        return {"base_hash": backbone.base_hash() if backbone.frozen else None}
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""

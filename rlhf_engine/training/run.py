@@ -514,7 +514,7 @@ class SupervisedRun(Run[State]):
         self.model.eval()
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):
-                self.optimizer.adamw.zero_grad()
+                self.model.zero_grad(set_to_none=True)
                 raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
         factor = self.policy.schedule_rates(self.total_steps)
         metrics |= self.policy.apply()

@@ -252,7 +252,7 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
             ["ConfigError"] * 2,
             ["learning_rate: expected the same on every rank, got 0.01 on rank 0"] * 2,
         ),
-        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same prompts on every rank, got "] * 2),
+        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same rows on every rank, got "] * 2),
         (
             "raises",
             ["RankError", "RewardError"],
@@ -312,7 +312,7 @@ class TwoRanks(World):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "full_ppo"}, "method: expected one with a frozen backbone in a run of 2 processes"),
+        ({"method": "full_ppo", "optim": "adafactor"}, "optim: expected 'adamw' where 2 processes train a whole base"),
         ({"async_mode": "overlap"}, "async: expected 'off' or 'replay' in a run of 2 processes, .*got 'overlap'"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
         (
@@ -416,8 +416,8 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
 def test_commands_for_one_process_say_so(monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["sft", "--full"]) == 2
-    assert "rlhf-engine sft, rank 1: sft: expected one process, got 2" in capsys.readouterr().err
+    assert main(["generate", "--full"]) == 2
+    assert "rlhf-engine generate, rank 1: generate: expected one process, got 2" in capsys.readouterr().err
 
 
 @pytest.mark.long
