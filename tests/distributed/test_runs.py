@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,16 @@ from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.run import Run
 from rlhf_engine.training.sft import SftTrainer
 from tests.distributed.ranks import KINDS
-from tests.distributed.test_data_parallel import WAIT, TwoRanks, assert_close, assert_same_numbers, finish, left, start
+from tests.distributed.test_data_parallel import (
+    ROOT,
+    WAIT,
+    TwoRanks,
+    assert_close,
+    assert_same_numbers,
+    finish,
+    left,
+    start,
+)
 from tests.training.test_data import sft_config, train_config, write_model
 from tests.training.test_reward import reward_config, toy_pairs
 from tests.training.test_rl import without_timings
@@ -189,6 +200,23 @@ def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
         assert found_kind == kind
         assert message in text
         assert seconds < WAIT / 2  # at once rather than after the longest wait
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_launcher_runs_the_command(kind, model, tmp_path):
+    _, config = options(tmp_path, "cli", f"{kind}-lora" if kind == "sft" else "reward-thumbs-full", model)
+    file, shares = ("data_parallel", False) if kind == "sft" else ("fsdp2", True)
+    (tmp_path / "run.yaml").write_text(KINDS[kind][0](**config).to_yaml())
+    launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    launch += [str(ROOT / "examples" / "accelerate" / f"{file}.yaml"), "-m", "rlhf_engine", kind]
+    command = [sys.executable, "-m", *launch, "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("metrics ") == 1  # the main process alone says so
+    record = json.loads((Path(config["output_dir"]) / "run.json").read_text())
+    assert (record["processes"], record["config"]["shard_base"]) == (2, shares)
+    assert record["result"]["steps"] == 3
 
 
 def test_state_that_cannot_be_shared_out(model, tmp_path):

@@ -174,7 +174,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def end(self) -> dict[str, Any]:
         """Write the best step's model into final/, and the result into the record; the result.
 
-        Afterwards `model` is the one that was written, while `state` is that of the last step.
+        Afterwards `model` is the one that was written, unless it is in shares, and `state` that of the last step.
         """
         self.plot()
         self._load_best()
