@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-one-row": ("sft", {**LORA, "per_device_train_batch_size": 1}),  # one process has none
     "sft-full": ("sft", {**FULL, "max_grad_norm": 0.1}),
     "sft-full-one-row": ("sft", {**FULL, "per_device_train_batch_size": 1, "gradient_checkpointing": True}),
-    "sft-full-bfloat16": ("sft", {**FULL, "dtype": "bfloat16"}),
+    "sft-full-bfloat16": ("sft", {**FULL, "dtype": "bfloat16", "gamma": 0.0}),
     "reward-pairs": ("reward", {**LORA, **HELD_OUT, "rows": "pairs"}),
     "reward-thumbs": ("reward", {**LORA, **HELD_OUT, "pos_weight": "balanced"}),
     "reward-pairs-full": ("reward", {**FULL, **HELD_OUT, "rows": "pairs", "gradient_checkpointing": True}),
