@@ -49,7 +49,7 @@ _PATHS = (
 
 
 def require_same_options(config: TrainingOptions, world: World) -> None:
-    """Raise ConfigError for different options on different ranks, a device that is not a rank's, or lone shares."""
+    """Raise ConfigError for options that differ between ranks, a device that is no rank's, or shares for one alone."""
     if world.size == 1:
         if config.shard_base:
             raise ConfigError("shard_base: expected several processes to share the base, got one")

@@ -163,9 +163,12 @@ class Run(ABC, Generic[State]):
         """Resources that are held open while steps are made."""
         return contextlib.nullcontext()
 
-    def whole_base(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def whole_base(self) -> Iterator[None]:
         """A block in which all of the base is on every rank; all ranks enter it together."""
-        return self._whole_base()
+        with contextlib.ExitStack() as stack:
+            self.world.in_step(lambda: stack.enter_context(self._whole_base()))
+            yield
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -259,7 +262,7 @@ class Run(ABC, Generic[State]):
         with contextlib.ExitStack() as stack:
             if self.optimizer.is_sharded:
                 stack.enter_context(self.whole_base())
-                stack.enter_context(self.optimizer.whole())
+                self.world.in_step(lambda: stack.enter_context(self.optimizer.whole()))
             yield
 
     # ---- files -----------------------------------------------------------------------------------------------------

@@ -93,7 +93,13 @@ def same_in_shares(name: str, checkpointing: bool) -> bool:
     return len(found[0]) == len(found[1]) > 4 and all(map(torch.equal, *found))
 
 
-def held_by(trainer: Run) -> list[int]:
+def held_by(trainer: Run) -> dict[str, int]:
+    """Bytes of backbones and of the optimizer's state that this process holds between two steps."""
+    state = trainer.optimizer.state_tensors().values()
+    return {"base": sum(base_held_by(trainer)), "state": sum(x.numel() * x.element_size() for x in state)}
+
+
+def base_held_by(trainer: Run) -> list[int]:
     """Bytes of the backbones that this process holds, by backbone."""
     found = []
     for name in trainer.model.backbones:
@@ -135,16 +141,20 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
             trainer.run()
         if not trainer.optimizer.is_sharded:
             save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
-        return trainer.state.step
+        return held_by(trainer)
     if job["do"] == "hold":
         trainer = RlTrainer(config, world)
         trainer.step()
-        with trainer._whole_base():
-            whole = held_by(trainer)
+        with trainer.whole_base():
+            whole = base_held_by(trainer)
         answers = trainer.evaluation.answer(
             trainer.train_set, list(range(1 + world.rank))
         )  # more on one rank than on the other
-        return {"whole": whole, "share": held_by(trainer), "kl": trainer.evaluation.kl_to_reference(answers.rollout)}
+        return {
+            "whole": whole,
+            "share": base_held_by(trainer),
+            "kl": trainer.evaluation.kl_to_reference(answers.rollout),
+        }
     assert job["do"] == "fail"
     began = time.monotonic()
     try:
