@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_engine.distributed.launch import launched_rank
+from rlhf_engine.distributed.launch import asked_to_shard, launched_rank
 from rlhf_engine.errors import ConfigError, RewardError, RunStopped
 
 if TYPE_CHECKING:
     from rlhf_engine.config import EvaluateConfig, GenerateConfig
+    from rlhf_engine.config.training import TrainingOptions
+    from rlhf_engine.distributed.process_group import World
     from rlhf_engine.training.run import Run
+
+C = TypeVar("C", bound="TrainingOptions")
 
 
 @contextlib.contextmanager
@@ -62,6 +67,17 @@ def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
         raise ConfigError(
             f"kernels: expected a backend that serves every op on {device_type}, {kernels!r} has no {missing}"
         )
+
+
+@contextlib.contextmanager
+def launched_world(config: C) -> Iterator[tuple[C, World]]:
+    """The ranks that a launcher has started, while a run lasts, and the options with what the launcher adds to them."""
+    from rlhf_engine.distributed.process_group import World
+
+    if asked_to_shard() and not config.shard_base:
+        config = dataclasses.replace(config, shard_base=True)
+    with contextlib.closing(World.from_environment(config.device, timeout=config.ddp_timeout)) as world:
+        yield config, world
 
 
 def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
@@ -113,6 +129,8 @@ def run_trainer(
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
     for line in before_run(trainer):
         print(line, file=sys.stderr, flush=True)
+    if trainer.world.size > 1:
+        title = f"{title}, {trainer.world.size} processes"
     with TrainingProgress(trainer.total_steps, title=title, step=trainer.state.step, shown=shown) as progress:
         code = _run_until_stopped(name, lambda is_stopped: trainer.run(progress.update, stop=is_stopped))
     if not code:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if name in _ALONE and launched() > 1:
-            raise ConfigError(f"{name}: expected one process, got {launched()}; train is what several can share")
+            raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
         code: int = importlib.import_module(_COMMANDS[name]).run(rest)
         return code
     except KeyboardInterrupt:
@@ -148,7 +148,7 @@ _COMMANDS = {
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 
 
-_ALONE = ("init", "sft", "reward", "generate", "evaluate", "export", "demo", "bench")
+_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_engine.commands.common import as_request_errors, check_kernels, prepare, run_trainer
+from rlhf_engine.commands.common import as_request_errors, check_kernels, launched_world, prepare, run_trainer
 from rlhf_engine.config import RewardConfig, parse_config
 
 
@@ -16,28 +16,28 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.runs.text import format_value
     from rlhf_engine.training.reward_model.trainer import RewardTrainer
 
-    with as_request_errors():
-        check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        trainer = RewardTrainer(config)
-    share = trainer.trained_parameters / trainer.base_parameters
-    size = (
-        f"{trainer.objective}, {len(trainer.rows):,} rows and {len(trainer.eval_set):,} held out; training "
-        f"{trainer.trained_parameters:,} parameters, {100 * share:.3g} % of the base's {trainer.base_parameters:,}"
-    )
-    name = trainer.best_metric
-    shown = {
-        "reward_loss": "loss",
-        "reward_accuracy": "accuracy",
-        f"eval/{name}": f"held-out {name}",
-        "tokens_per_second": "tokens/s",
-    }
-
-    def results() -> dict[str, str]:
-        result = trainer.result()
-        metric = format_value(result["best_metric"])
-        return {
-            "reward model": f"{trainer.output / FINAL_FOLDER}  (step {result['final_step']}, held-out {name} {metric})"
+    with launched_world(config) as (config, world):
+        with as_request_errors():
+            check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+            trainer = RewardTrainer(config, world)
+        share = trainer.trained_parameters / trainer.base_parameters
+        size = (
+            f"{trainer.objective}, {len(trainer.rows):,} rows and {len(trainer.eval_set):,} held out; training "
+            f"{trainer.trained_parameters:,} parameters, {100 * share:.3g} % of the base's {trainer.base_parameters:,}"
+        )
+        name = trainer.best_metric
+        shown = {
+            "reward_loss": "loss",
+            "reward_accuracy": "accuracy",
+            f"eval/{name}": f"held-out {name}",
+            "tokens_per_second": "tokens/s",
         }
 
-    notes = [size, *(f"note: {note}" for note in trainer.notes)]
-    return run_trainer("reward", trainer, results, title="reward", shown=shown, notes=notes)
+        def results() -> dict[str, str]:
+            result = trainer.result()
+            metric = format_value(result["best_metric"])
+            how = f"step {result['final_step']}, held-out {name} {metric}"
+            return {"reward model": f"{trainer.output / FINAL_FOLDER}  ({how})"}
+
+        notes = [size, *(f"note: {note}" for note in trainer.notes)]
+        return run_trainer("reward", trainer, results, title="reward", shown=shown, notes=notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_engine.commands.common import as_request_errors, check_kernels, prepare, run_trainer
+from rlhf_engine.commands.common import as_request_errors, check_kernels, launched_world, prepare, run_trainer
 from rlhf_engine.config import SFTConfig, parse_config
 
 
@@ -14,8 +14,9 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.training.sft import SftTrainer
 
-    with as_request_errors():
-        check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-        trainer = SftTrainer(config)
-    results = {"base" if config.mode == "full" else "slot": config.output_dir}
-    return run_trainer("sft", trainer, lambda: results, title="sft")
+    with launched_world(config) as (config, world):
+        with as_request_errors():
+            check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
+            trainer = SftTrainer(config, world)
+        results = {"base" if config.mode == "full" else "slot": config.output_dir}
+        return run_trainer("sft", trainer, lambda: results, title="sft")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_engine.config.parser import option, required
+from rlhf_engine.config.parser import option
 from rlhf_engine.config.training import SupervisedOptions, not_empty
 from rlhf_engine.errors import ConfigError
 
@@ -27,10 +27,6 @@ class RewardConfig(SupervisedOptions):
         "--lora --output_dir runs/reward"
     )
 
-    mode: Literal["full", "lora"] = required(
-        "lora trains a slot and a head on the frozen base; full trains all of it, for comparison",
-        switches=("full", "lora"),
-    )
     objective: Literal["auto", "pairwise", "pointwise"] = option(
         "auto", "pairwise: chosen against rejected; pointwise: labels of single answers; auto: by the columns"
     )
@@ -90,8 +86,6 @@ class RewardConfig(SupervisedOptions):
                 "metric_for_best_model: expected it with eval_dataset_name or eval_share, got "
                 f"{self.metric_for_best_model!r} without held-out rows"
             )
-        if self.mode == "full":
-            self.check_no_adapter()
         if self.mode == "full" and self.export != "adapter":
             raise ConfigError(
                 "export: expected it unset for --full, whose final folder is a sequence classifier anyway, got "

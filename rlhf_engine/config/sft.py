@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from rlhf_engine.config.parser import option, required
+from rlhf_engine.config.parser import option
 from rlhf_engine.config.training import (
     SupervisedOptions,
 )
@@ -24,13 +23,5 @@ class SFTConfig(SupervisedOptions):
         "--output_dir runs/sft"
     )
 
-    mode: Literal["full", "lora"] = required(
-        "full writes a new base, lora writes a frozen adapter", switches=("full", "lora")
-    )
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
     save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none", ge=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode == "full":
-            self.check_no_adapter()

@@ -102,15 +102,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
 
     eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
     num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
-    ddp_timeout: float = option(
-        1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
-    )
-
-    shard_base: bool | Literal["always"] = option(
-        False,
-        "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw and score; "
-        "always: never all of it, blocks are gathered as they run, for a base that is larger than a GPU",
-    )
 
     @property
     def largest_grad_norm(self) -> float | None:

@@ -91,6 +91,15 @@ class TrainingOptions(DataOptions, ModelOptions):
         "rows; none: by rows alone",
         ge=1,
     )
+    ddp_timeout: float = option(
+        1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
+    )
+    shard_base: bool | Literal["always"] = option(
+        False,
+        "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw, score and "
+        "evaluate; always: never all of it, blocks are gathered as they run, for a base that is larger than a "
+        "GPU",
+    )
 
     @property
     def largest_grad_norm(self) -> float | None:
@@ -122,24 +131,27 @@ class TrainingOptions(DataOptions, ModelOptions):
 class SupervisedOptions(TrainingOptions):
     """Passes over rows of prompts and answers."""
 
+    mode: Literal["full", "lora"] = required(
+        "lora trains an adapter on the frozen base, full the base itself", switches=("full", "lora")
+    )
     max_length: int | None = option(None, "most tokens of prompt and answer, for truncation; none: any", ge=1)
     learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
     num_train_epochs: float = option(1.0, "passes over the data", gt=0)
     max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
     per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
-    gradient_accumulation_steps: int = option(1, "batches per optimizer step", ge=1)
+    gradient_accumulation_steps: int = option(
+        1, "batches per optimizer step, which several processes share out by rows", ge=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
             raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
+        if self.mode == "full":
+            self._check_no_adapter()
 
-    def check_no_adapter(self) -> None:
-        """Check that no option of adapters is set, where everything is trained.
-
-        Raises:
-            ConfigError: such an option is set.
-        """
+    def _check_no_adapter(self) -> None:
+        """Raise ConfigError where an option of adapters is set, although everything is trained."""
         names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:

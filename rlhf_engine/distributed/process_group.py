@@ -210,7 +210,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprint_of_all(tensors: Iterable[torch.Tensor]) -> str:
     """One short name of the bits of many tensors on one device, in their order."""
-    sums = torch.stack([_bit_sum(tensor) for tensor in tensors]).tolist()
+    found = [_bit_sum(tensor) for tensor in tensors]
+    sums = torch.stack(found).tolist() if found else []
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 

@@ -28,6 +28,7 @@ from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.peft_export import require_exportable, save_slot
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
+from rlhf_engine.hydra.shares import copy_whole, state_of
 from rlhf_engine.manifest import MANIFEST_FILE, check_model
 
 _FORMAT = 2
@@ -60,7 +61,8 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         else:
             is_actor = actor is not None and actor.slot is OFF and actor.backbone == name
             backbones[name]["folder"] = "." if is_actor else f"backbones/{name}"
-            backbone.model.save_pretrained(folder / backbones[name]["folder"])
+            where = folder / backbones[name]["folder"]
+            backbone.model.save_pretrained(where, state_dict=state_of(backbone.model))
         for slot in [slot for slot in backbone.slots if slot in lasting_slots(model.roles)]:
             is_actor = actor is not None and actor.slot == slot
             slots[slot] = {"backbone": name, "folder": "." if is_actor else f"slots/{slot}"}
@@ -193,9 +195,8 @@ def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
             device="cpu",
             lm_head=backbone.has_lm_head,
         )
-        with torch.no_grad():
-            for (_, p), q in zip(backbone.base_parameters(), saved.parameters(), strict=True):
-                p.copy_(q)
+        for (_, p), q in zip(backbone.base_parameters(), saved.parameters(), strict=True):
+            copy_whole(p, q)
     peft_io.load_heads(model.heads, folder)
     model.trained_heads = set(record["trained_heads"])
 

@@ -34,6 +34,7 @@ from rlhf_engine.hydra.loading import (
     read_config,
 )
 from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.manifest import check_model
 
@@ -198,7 +199,7 @@ def save_classifier(
     text.pad_token_id = next((i for i in (tokenizer.pad_token_id, padding) if i != tokenizer.eos_token_id), None)
     model.score = score
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state_of(model))
         tokenizer.save_pretrained(folder)
     finally:
         model.score, text.pad_token_id = kept, padding

@@ -1,4 +1,4 @@
-"""A frozen base in shares: each of several processes holds a part of every tensor of it (FSDP2, `fully_shard`).
+"""A base in shares: each of several processes holds a part of every tensor of it (FSDP2, `fully_shard`).
 
     base = ShardedBase(model, group)
     model(batch, outputs)     # each block is gathered when it runs and given back after it: all processes together
@@ -7,8 +7,9 @@
     with base.in_step(world): # of the blocks only those that run: each as many calls as it needs, for as long as
         generate(model, ...)  # any of them needs one
 
-Slots and heads are replicated: what is trained, saved and published is the same as without. The base has no gradients,
-so gathering its blocks, once per forward and once more on the way back, is all the traffic that sharding makes.
+Slots and heads are replicated. A frozen base has no gradients, so gathering its blocks, once per forward and once more
+on the way back, is all the traffic that sharding makes. Gradients of a trained one are summed over the processes in
+float32, and each process keeps those of its share.
 
 While processes are in step, one exchange of a number comes before each call of a backbone: 0 by a process that has none
 to make, because it waits for the others. All run the backbone of the largest number, with a token of no account where
@@ -18,6 +19,7 @@ it is not their own. So no process has to know how many calls another one will m
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,7 +27,7 @@ from functools import partial
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlhf_engine.devices import is_out_of_memory
 from rlhf_engine.distributed.process_group import World
@@ -34,23 +36,24 @@ from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.outputs import Logprobs, Output, Rewards, Values
+from rlhf_engine.hydra.roles import LM_HEAD, RoleSpec
 
 
 class ShardedBase:
-    """Makes the frozen backbones of a model sharded ones, in place."""
+    """Makes the backbones of a model sharded ones, in place."""
 
     def __init__(self, model: HydraModel, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """All processes of the group do this together, with equal models.
 
         device: where the shares go, block by block, of a model that lies in the host's memory; None: where it lies.
-        Raises ValueError for backbones that are quantised or trained, and RuntimeError where the sharded model's
-        hidden states differ from what they were.
+        Raises ValueError for backbones that are quantised, and RuntimeError where the sharded model's hidden states
+        differ from what they were.
         """
         backbones = [model.backbone(name) for name in model.backbones]
         for name, backbone in zip(model.backbones, backbones, strict=True):
-            if backbone.quantized or not backbone.frozen:
-                kind = "quantised" if backbone.quantized else "trained"
-                raise ValueError(f"model: expected frozen backbones in full precision, got {name!r}, which is {kind}")
+            if backbone.quantized:
+                raise ValueError(f"model: expected backbones in full precision, got {name!r}, which is quantised")
         moves = device is not None and device != model.device
         before = None if moves else _probe(model)
         mesh = DeviceMesh.from_group(group, (device or model.device).type)
@@ -58,14 +61,16 @@ class ShardedBase:
         self._is_whole = self._is_in_step = False
         self._failed: BaseException | None = None
         """What has ended a call that the other processes are in the middle of."""
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        shard: Callable[..., FSDPModule] = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         self._blocks: list[FSDPModule] = []
         first: list[FSDPModule] = []
         for backbone in backbones:
-            # asked for by checkpoints, when no process has all of the base
-            backbone.base_hash()
-            backbone.decoder_hash()
+            if backbone.frozen:  # asked for by checkpoints, when no process has all of the base
+                backbone.base_hash()
+                backbone.decoder_hash()
             backbone.sharded = True
-            blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=True) for block in backbone.blocks]
+            blocks = [shard(block, reshard_after_forward=True) for block in backbone.blocks]
             for earlier, block in itertools.pairwise(blocks):
                 earlier.set_modules_to_forward_prefetch([block])
                 block.set_modules_to_backward_prefetch([earlier])
@@ -75,12 +80,14 @@ class ShardedBase:
         for module in replicated:
             module.to(device)
         # embeddings, norms and LM heads: gathered as the model's forward begins, because heads and losses are in it
-        self._rest = fully_shard(
-            model, mesh=mesh, ignored_params={p for module in replicated for p in module.parameters()}
-        )
+        self._rest = shard(model, ignored_params={p for module in replicated for p in module.parameters()})
+        for part in (self._rest, *self._blocks):  # denominators are those of all processes: sums, no means
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
         for block in first:  # nothing is left to gather; without a word FSDP would take what ran before it
             block.set_modules_to_backward_prefetch([self._rest])
         after = _probe(model)  # its first forward also tells FSDP which module is the outermost
+        self._rest.reshard()  # which FSDP leaves to a backward
         if before is not None and not all(map(torch.equal, before, after)):
             raise RuntimeError("model: expected the same hidden states of the sharded base, got others")
 
@@ -183,7 +190,11 @@ class ShardedBase:
 def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
     """Scores of a few tokens by the model: log-probs, values or rewards of every role there is."""
     batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
-    asked = [role for role in ("actor", "reference", "critic", "reward") if role in model.roles]
-    scores = model.score(batch, asked)
-    found = (scores.logprobs_M, scores.ref_logprobs_M, scores.values_M, scores.rewards_N)
-    return [tensor for tensor in found if tensor is not None]
+    found = model(batch, [_reader(name, role) for name, role in model.roles.items()])
+    return [getattr(numbers, "logprob", numbers) for numbers in found]
+
+
+def _reader(name: str, role: RoleSpec) -> Output:
+    if role.head == LM_HEAD:
+        return Logprobs(role=name)
+    return Values(role=name) if role.head == "value" else Rewards(role=name)

@@ -116,12 +116,12 @@ class Memory:
         """
         model, adamw = trainer.model, trainer.optimizer.adamw
         backbones = [model.backbone(name) for name in model.backbones]
-        weights = {p.data_ptr(): p for b in backbones for _, p in b.base_parameters() if not isinstance(p, DTensor)}
-        shares = [p.to_local() for b in backbones for _, p in b.base_parameters() if isinstance(p, DTensor)]
+        base = [p for b in backbones for _, p in b.base_parameters()]
+        frozen, trained_base = ([p for p in base if p.requires_grad == flag] for flag in (False, True))
         slots = [p for b in backbones for p in b.slots.parameters()]
         held = {
-            "frozen weights": _bytes([*(p for p in weights.values() if not p.requires_grad), *shares]),
-            "trained weights": _bytes(p for p in weights.values() if p.requires_grad),
+            "frozen weights": _bytes(frozen),
+            "trained weights": _bytes(trained_base),
             "adapters and heads": _bytes([*slots, *model.heads.parameters()]),
         }
         optim = trainer.config.optim
@@ -173,7 +173,9 @@ class Memory:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+    """Bytes that this process holds of some tensors, each memory once."""
+    held = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in held}.values())
 
 
 def _size(n: int) -> str:
@@ -279,9 +281,11 @@ def predict_step(trainer: Run[Any], steps: int) -> float | None:
         Seconds of a step; None for steps so short, or so few, that one row foretells less than is worth a prediction,
         and where other processes draw the answers or hold a part of the base.
     """
+    if trainer.config.shard_base:
+        return None
     if isinstance(trainer, SupervisedRun):
         return _SupervisedTrial(trainer).seconds(steps)
-    if isinstance(trainer, RlTrainer) and _draws_here(trainer) and not trainer.config.shard_base:
+    if isinstance(trainer, RlTrainer) and _draws_here(trainer):
         return _RlTrial(trainer).seconds(steps)
     return None
 

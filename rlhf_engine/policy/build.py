@@ -84,10 +84,15 @@ def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> H
     return model
 
 
+def loading_device(config: TrainingOptions) -> torch.device:
+    """Device that a run's model is loaded on: a base that is to be sharded need not fit into the memory of one."""
+    return torch.device("cpu") if config.shard_base else resolve_device(config.device)
+
+
 def shard_base(
-    model: HydraModel, config: TrainConfig, world: World
+    model: HydraModel, config: TrainingOptions, world: World
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Share a model's frozen backbones out among the ranks, onto their devices.
+    """Share the backbones of a model out among the ranks, onto their devices.
 
     Returns:
         What makes the block in which ranks draw and score, each answers of its own: with all of the base on every
@@ -95,7 +100,7 @@ def shard_base(
     """
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
-    if config.token_budget is None:
+    if not isinstance(config, TrainConfig) or config.token_budget is None:
         model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
     return functools.partial(base.in_step, world) if config.shard_base == "always" else base.whole
 
@@ -123,8 +128,7 @@ def _load(
                 slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
     quantization = _quantization(config)
     dtype = DTYPES[config.dtype]
-    # a base that is to be sharded need not fit into the memory of one device
-    device = torch.device("cpu") if config.shard_base else resolve_device(config.device)
+    device = loading_device(config)
     own: dict[str, Any] = {
         "slots": slots,
         "token_budget": config.token_budget,

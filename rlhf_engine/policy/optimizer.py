@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config.training import Optim, TrainingOptions
+from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra.shares import cut, join, own_share
 from rlhf_engine.policy.adamw import HALF, AdamW
 
 
@@ -38,7 +42,10 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> f
 
 
 class RoleOptimizer:
-    """One AdamW with a parameter group per role. A parameter that two roles share belongs to the first."""
+    """One AdamW with a parameter group per role. A parameter that two roles share belongs to the first.
+
+    Of a base in shares, each rank steps its own. They stand in the groups, and get the gradients that FSDP has summed.
+    """
 
     def __init__(
         self,
@@ -51,20 +58,26 @@ class RoleOptimizer:
         max_grad_norm: float | None = 1.0,
         optim: Optim = "adamw",
         seed: int = 0,
+        world: World = ALONE,
     ) -> None:
-        """optim: what the state is made of, see `training.adamw`. seed: of stochastic rounding."""
-        self.model = model
+        """optim: what the state is made of, see `training.adamw`. seed: of stochastic rounding. world: who learns."""
+        self.model, self._world = model, world
         self.learning_rates = dict(learning_rates)
         self.max_grad_norm = max_grad_norm
         self.is_whole = True
         """Whether no weight has changed since the last whole step of the run, at whose end the trainer sets it."""
         self.groups: dict[str, dict[str, nn.Parameter]] = {}
+        self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
+        """Shares that this rank steps, and the parameters of which they are."""
+        self._gathered: dict[str, torch.Tensor] | None = None
+        """What `state_tensors` returns within `whole`."""
         taken: set[int] = set()
         for role in learning_rates:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}
             taken |= {id(p) for p in own.values()}
             if own:
-                self.groups[role] = own
+                self.groups[role] = {n: own_share(p) for n, p in own.items()}
+                self._shared |= {n: (self.groups[role][n], p) for n, p in own.items() if isinstance(p, DTensor)}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
         if left:
             raise ValueError(f"learning_rates: expected a role for every trained parameter, got none for {left[:3]}")
@@ -75,7 +88,7 @@ class RoleOptimizer:
 
     @classmethod
     def configured(
-        cls, model: HydraModel, learning_rates: Mapping[str, float], config: TrainingOptions
+        cls, model: HydraModel, learning_rates: Mapping[str, float], config: TrainingOptions, world: World = ALONE
     ) -> RoleOptimizer:
         """The optimizer that a command's options describe."""
         return cls(
@@ -87,7 +100,17 @@ class RoleOptimizer:
             max_grad_norm=config.largest_grad_norm,
             optim=config.optim,
             seed=config.seed,
+            world=world,
         )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks step shares."""
+        return bool(self._shared)
+
+    def replicated(self) -> list[nn.Parameter]:
+        """Parameters that every rank steps alike."""
+        return [p for group in self.groups.values() for name, p in group.items() if name not in self._shared]
 
     def set_lr_factor(self, factor: float) -> None:
         """Scale every role's learning rate."""
@@ -98,22 +121,22 @@ class RoleOptimizer:
 
         Raises NonFiniteError, before anything is applied, naming the role whose gradient is not finite.
         """
+        for share, p in self._shared.values():
+            assert p.grad is None or isinstance(p.grad, DTensor)
+            share.grad, p.grad = None if p.grad is None else p.grad.to_local(), None
         norms = {}
         for role, group in self.groups.items():
-            gradients = [p.grad for p in group.values() if p.grad is not None]
-            if not gradients:
+            if all(p.grad is None for p in group.values()):
                 continue
-            # each on its own where a norm in the gradient's dtype would have 8 bits
-            norm = torch.nn.utils.get_total_norm(
-                [torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in HALF else g for g in gradients]
-            )
-            if not math.isfinite(float(norm)):
+            norm = self._norm(group)
+            if not math.isfinite(norm):
                 # finite gradients can have a norm that overflows
-                bad = [n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()]
+                own = [n for n, p in group.items() if p.grad is not None and not p.grad.isfinite().all()]
+                bad = [name for names in self._world.gather(own) for name in names]
                 place = f"first in {bad[0]}" if bad else "its norm overflows"
                 self.adamw.zero_grad()
                 raise NonFiniteError(f"gradient of {role} is not finite, {place}; nothing was applied")
-            norms[f"grad_norm/{role}"] = float(norm)
+            norms[f"grad_norm/{role}"] = norm
         clipped = {}
         for role, group in self.groups.items():
             if f"grad_norm/{role}" not in norms:
@@ -127,6 +150,16 @@ class RoleOptimizer:
         self.adamw.step()
         return norms | clipped
 
+    def _norm(self, group: Mapping[str, nn.Parameter]) -> float:
+        """Norm of the gradient of a group, of all ranks together."""
+        replicated = _total_norm([p.grad for n, p in group.items() if p.grad is not None and n not in self._shared])
+        if not self._shared.keys() & group.keys():
+            return float(replicated)
+        own = _total_norm([p.grad for n, p in group.items() if p.grad is not None and n in self._shared])
+        squares = own.double().square()
+        self._world.sum([squares])
+        return math.sqrt(float(squares) + float(replicated) ** 2)
+
     def has_stepped(self, role: str) -> bool:
         """Whether a step has been applied to some parameter of a role, before a run was taken up again included."""
         return any(self.adamw.has_stepped(name) for name in self.groups[role])
@@ -135,10 +168,45 @@ class RoleOptimizer:
         """Tensors of a role that steps change, one by one; masters where the parameters are rounded copies."""
         return (self.adamw.weights(name) for name in self.groups[role])
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """A block in which `state_tensors` has the state of all ranks, on the main one; all ranks enter it together."""
+        gathered = {}
+        for key, tensor in self.adamw.state_tensors().items():
+            p = self._shared_parameter(key)
+            whole = tensor if p is None or tensor.dim() == 0 else join(tensor.to(p.device), p)
+            if self._world.is_main:
+                gathered[key] = whole.cpu()
+        self._gathered = gathered
+        try:
+            yield
+        finally:
+            self._gathered = None
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, moments and step counts as flat named tensors, for safetensors."""
-        return self.adamw.state_tensors()
+        """Masters, moments and step counts as flat named tensors, for safetensors; of shares, where not in `whole`."""
+        return self.adamw.state_tensors() if self._gathered is None else self._gathered
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors`. Raises ValueError for the state of other parameters or of another `optim`."""
-        self.adamw.load_state_tensors(tensors)
+        """Inverse of `state_tensors` of all ranks.
+
+        Raises ValueError for the state of other parameters or of another `optim`.
+        """
+        self.adamw.load_state_tensors({key: self._own(key, tensor) for key, tensor in tensors.items()})
+
+    def _own(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of the state that is this rank's."""
+        p = self._shared_parameter(key)
+        return cut(tensor, p) if p is not None and tensor.shape == p.shape else tensor
+
+    def _shared_parameter(self, key: str) -> DTensor | None:
+        """The parameter in shares that a tensor of the state belongs to; None for other parameters."""
+        found = self._shared.get(key.rpartition("|")[0])
+        return None if found is None else found[1]
+
+
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    # each on its own where a norm in the gradient's dtype would have 8 bits
+    return torch.nn.utils.get_total_norm(
+        [torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype in HALF else g for g in gradients]
+    )

@@ -1,4 +1,6 @@
-"""Division of an RL run's steps among ranks, so that its floats are those of one process except for rounding.
+"""Division of a run's steps among ranks, so that its floats are those of one process except for rounding.
+
+Of a supervised step, each rank has a share of the rows, and gradients and metrics are summed. Of an RL step:
 
     draw, ask the lanes, call reward functions    each rank for its share of the prompts
     advantages, whitening, minibatches, metrics   every rank over all answers: they are gathered, a few numbers a token
@@ -11,19 +13,23 @@ small minibatch adds zeros. The same sums of gradients go into the same optimize
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from rlhf_engine.algorithms.base import Measured
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.training import TrainingOptions
 from rlhf_engine.distributed.launch import versions
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.runs.checkpoint import digest
 from rlhf_engine.training.update import Schedule, StepPlan
+
+T = TypeVar("T")
 
 # ---- before the first step -------------------------------------------------------------------------------------------
 
@@ -37,17 +43,14 @@ _PATHS = (
     "eval_dataset_name",
     "output_dir",
     "resume_from_checkpoint",
+    "gold_model_path",
+    "gold_adapter",
 )
 """Options that machines may spell differently; what is found there is compared instead."""
 
 
-def require_served(config: TrainConfig, world: World) -> None:
-    """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
-    if len(config.vllm_servers) > world.size:
-        raise ConfigError(
-            f"vllm_server_base_url: expected at most {world.size} addresses, one for each process, got "
-            f"{len(config.vllm_servers)}"
-        )
+def require_same_options(config: TrainingOptions, world: World) -> None:
+    """Raise ConfigError for options that differ between ranks, a device that is no rank's, or shares for one alone."""
     if world.size == 1:
         if config.shard_base:
             raise ConfigError("shard_base: expected several processes to share the base, got one")
@@ -61,14 +64,34 @@ def require_served(config: TrainConfig, world: World) -> None:
                 raise ConfigError(
                     f"{name}: expected the same on every rank, got {values[0]!r} on rank 0 and {value!r} on rank {rank}"
                 )
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"device: expected auto, cpu or cuda in a run of {world.size} processes, of which each has its own, got "
+            f"{config.device}"
+        )
+
+
+def require_shared_state(config: TrainingOptions, world: World) -> None:
+    """Raise ConfigError for options that a whole base, trained in shares, does not have."""
+    if config.shard_base == "always":
+        raise ConfigError(
+            f"shard_base: expected true or false where {world.size} processes train a whole base in shares, which "
+            "drawing, evaluation and saving gather, got 'always'"
+        )
+    if config.optim != "adamw":
+        raise ConfigError(
+            f"optim: expected 'adamw' where {world.size} processes train a whole base in shares, got {config.optim!r}"
+        )
+
+
+def require_served(config: TrainConfig, world: World) -> None:
+    """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
+    require_same_options(config, world)
+    if world.size == 1:
+        return
     where = f"in a run of {world.size} processes"
     if config.method == "full_ppo":
-        raise ConfigError(
-            f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
-            f"{config.method!r}"
-        )
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")
+        require_shared_state(config, world)
     if config.prompts_per_step < world.size:
         raise ConfigError(
             f"generation_batch_size: expected at least {world.size * config.generations} {where}, a prompt of "
@@ -76,14 +99,13 @@ def require_served(config: TrainConfig, world: World) -> None:
         )
 
 
-def require_same_start(world: World, *, weights: str, prompts: Sequence[Sequence[int]], step: int) -> None:
-    """Raise ConfigError where ranks have found other weights, data or checkpoints."""
+def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> None:
+    """Raise ConfigError where ranks have found other weights, data or checkpoints. rows: plain values."""
     if world.size == 1:
         return
-    digest = hashlib.sha256(repr([list(ids) for ids in prompts]).encode()).hexdigest()[:16]
     found = {
         "model_name_or_path": ("weights of model and adapters", weights),
-        "dataset_name": ("prompts", digest),
+        "dataset_name": ("rows", digest(rows)),
         "resume_from_checkpoint": ("steps done", step),
     }
     for rank, other in enumerate(world.gather(found)):
@@ -100,7 +122,7 @@ def require_same_start(world: World, *, weights: str, prompts: Sequence[Sequence
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks as `training.update` sees them."""
+    """The ranks as a step sees them."""
 
     world: World
     in_step: bool
@@ -117,15 +139,23 @@ class Ranks:
 
     def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
         """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
-        measured, schedule = (
-            self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks("the update", work)
-        )
+        measured, schedule = self.run("the update", work)
         own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
         total, size = Measured(), schedule.micro_batch_size
         for sums, most, fitted in self.world.gather(own):
             total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
             size = min(size, fitted)
         return total, dataclasses.replace(schedule, micro_batch_size=size)
+
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """This rank's result of work with the model, once every rank has its own. what: for messages."""
+        return self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks(what, work)
+
+    def add_up(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the ranks, by name, of what each has measured on its share; a rank may lack names."""
+        everyone = self.world.gather(dict(shares))
+        names = dict.fromkeys(name for found in everyone for name in found)
+        return {name: sum(found.get(name, 0.0) for found in everyone) for name in names}
 
 
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:

@@ -50,7 +50,7 @@ class Policy(Generic[State]):
             ValueError: a trained parameter that no role has.
         """
         self.config, self.model, self.world = config, model, world
-        self.optimizer = RoleOptimizer.configured(model, learning_rates, config)
+        self.optimizer = RoleOptimizer.configured(model, learning_rates, config, world)
         self.state = state
         """Counters."""
         model.eval()
@@ -92,7 +92,7 @@ class Policy(Generic[State]):
         return factor
 
     def trained(self) -> list[nn.Parameter]:
-        """Every parameter that is trained.
+        """Every parameter that is trained, or this rank's share of it.
 
         Returns:
             The parameters, role by role, each once.
@@ -108,7 +108,7 @@ class Policy(Generic[State]):
         Raises:
             NonFiniteError: a gradient is NaN or infinite; nothing was applied.
         """
-        sum_gradients(self.world, self.trained())
+        sum_gradients(self.world, self.optimizer.replicated())
         return self.optimizer.step()
 
     def advance(self, **counters: Any) -> None:
@@ -130,7 +130,7 @@ class Policy(Generic[State]):
         Raises:
             EngineError: ranks with different weights.
         """
-        require_same_weights(self.world, fingerprint_of_all(self.trained()), step)
+        require_same_weights(self.world, fingerprint_of_all(self.optimizer.replicated()), step)
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

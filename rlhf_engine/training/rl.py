@@ -70,15 +70,18 @@ class RlTrainer(Run[TrainerState]):
         """
         require_served(config, world)
         self.world, self._connect = world, connect
-        self.config = config if world.size == 1 else replace(config, device=str(world.device))
+        if world.size > 1:
+            shares = config.shard_base or config.method == "full_ppo"
+            config = replace(config, device=str(world.device), shard_base=shares)
+        self.config = config
         self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         if world.size > 1:
             weights = fingerprint_of_all(model.parameters())
-            require_same_start(world, weights=weights, prompts=self.train_set.ids, step=self._inputs.resumed_step)
-        self._whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+            require_same_start(world, weights=weights, rows=self.train_set.ids, step=self._inputs.resumed_step)
         if config.shard_base:
             self._whole_base = shard_base(model, self.config, world)
+        world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
@@ -97,13 +100,17 @@ class RlTrainer(Run[TrainerState]):
         )
         return build_policy_model(self.config, base)
 
+    def _make_policy(self, model: HydraModel) -> None:
+        """Make the policy, at the step where the run stands."""
+        config, inputs = self.config, self._inputs
+        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
+
     def _prepare(self, model: HydraModel) -> None:
-        """Build what works on the model, at the step where the run stands."""
+        """Build what works on the model."""
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
         self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts(), rank=self.world.rank)
-        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(
             config,
             self.train_set,
@@ -121,13 +128,6 @@ class RlTrainer(Run[TrainerState]):
         """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
-
-    def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which each rank calls the model at its own pace; all ranks enter it together.
-
-        All of the base is on every rank then, or blocks are gathered as they run (`shard_base` always).
-        """
-        return self._whole_base()
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
         """Backend that draws answers, closed at the end of the run."""
@@ -173,13 +173,13 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """Hash of the base, and the number of ranks if there are several, for the run's record.
+        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later.
 
         Returns:
             Plain values by name.
         """
-        processes = {"processes": self.world.size} if self.world.size > 1 else {}
-        return {"base_hash": self.model.backbone().base_hash(), **processes}
+        backbone = self.model.backbone()
+        return {"base_hash": backbone.base_hash() if backbone.frozen else None}
 
     def finished(self) -> bool:
         """Whether every step is done and the final model is written."""

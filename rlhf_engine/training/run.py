@@ -8,12 +8,13 @@ stops by signal, and a checkpoint of the last whole step where an error ends the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -22,19 +23,27 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
 from rlhf_engine.data import Report, batch_indices, side_by_side
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.io import writing
+from rlhf_engine.policy.build import shard_base
 from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
-from rlhf_engine.runs.checkpoint import saved_on_error
+from rlhf_engine.runs.checkpoint import read_counters, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
 from rlhf_engine.runs.live import LivePage
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
 from rlhf_engine.runs.trackers import Trackers
-from rlhf_engine.training.micro_batches import divide
+from rlhf_engine.training.data_parallel import (
+    Ranks,
+    require_same_options,
+    require_same_start,
+    require_shared_state,
+)
+from rlhf_engine.training.micro_batches import divide, unit_lengths
 from rlhf_engine.training.policy import Policy, State
+from rlhf_engine.training.update import StepPlan
 
 OnStep = Callable[[int, dict[str, Any]], None]
 """Called with the number of steps done and the step's metrics."""
@@ -58,6 +67,8 @@ class Run(ABC, Generic[State]):
     total_steps: int
     reports: dict[str, Report]
     world: World = ALONE
+    _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Makes the block of `whole_base`."""
     _saved_step: int | None = None
     """Step of the newest checkpoint that this process has written."""
     _record: dict[str, Any] | None = None
@@ -152,9 +163,15 @@ class Run(ABC, Generic[State]):
         """Resources that are held open while steps are made."""
         return contextlib.nullcontext()
 
-    def whole_base(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which each rank calls the model at its own pace; all ranks enter it together."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def whole_base(self) -> Iterator[None]:
+        """A block in which each rank calls the model at its own pace; all ranks enter it together.
+
+        All of the base is on every rank then, or blocks are gathered as they run (`shard_base` always).
+        """
+        with contextlib.ExitStack() as stack:
+            self.world.in_step(lambda: stack.enter_context(self._whole_base()))
+            yield
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -182,7 +199,7 @@ class Run(ABC, Generic[State]):
                 with self.whole_base():
                     world.on_main("the start of the run", self.begin)
                 self._remaining_steps(on_step, stop)
-                with self.whole_base():
+                with self.whole_base(), self._whole_state():
                     return world.on_main("the result", self._end)
 
     def _end(self) -> Any:
@@ -203,9 +220,11 @@ class Run(ABC, Generic[State]):
                     record = functools.partial(
                         self._note, writer, trackers, {**metrics, **found}, on_step, looked=bool(found)
                     )
-                    world.run_on_all_ranks("metrics and checkpoints", record)
+                    with self._whole_state() if self.saves_now() else contextlib.nullcontext():
+                        world.run_on_all_ranks("metrics and checkpoints", record)
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
-                    world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
+                    with self._whole_state():
+                        world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
 
     def _note(
@@ -240,6 +259,15 @@ class Run(ABC, Generic[State]):
     def _is_regular(self) -> bool:
         return bool(self.config.save_steps) and self.state.step % self.config.save_steps == 0
 
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """A block in which the main rank can write a checkpoint; all ranks enter it together."""
+        with contextlib.ExitStack() as stack:
+            if self.optimizer.is_sharded:
+                stack.enter_context(self.whole_base())
+                self.world.in_step(lambda: stack.enter_context(self.optimizer.whole()))
+            yield
+
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
@@ -272,7 +300,7 @@ class Run(ABC, Generic[State]):
 
     def _saved_on_error(self, writer: MetricsWriter | None) -> contextlib.AbstractContextManager[None]:
         """`saved_on_error` of a step; a failing reward function or server costs the answers of that step."""
-        if writer is None:
+        if writer is None or self.optimizer.is_sharded:  # of which no rank alone has a checkpoint
             return contextlib.nullcontext()
         save = functools.partial(self._save_after, writer, self.make_saver())
         return saved_on_error(self.output, self.optimizer, lambda: self.state.step, save)
@@ -306,6 +334,8 @@ class Run(ABC, Generic[State]):
             )
             data = {argument: report.to_dict() for argument, report in self.reports.items()}
             begun = {"resumed_at_step": self.state.step, "total_steps": self.total_steps}
+            if self.world.size > 1:
+                begun["processes"] = self.world.size
             self._record |= {**begun, "data": data, **self.describe()}
         done = {} if result is None else {"result": result}
         with writing(self.output / RECORD_FILE):
@@ -323,12 +353,76 @@ class HasTokens(Protocol):
 class SupervisedRun(Run[State]):
     """A run over epochs of rows. A step is one batch, with exact denominators over its micro-batches.
 
-    Attributes that a subclass sets, beside those of `Run`:
+    Several ranks share out the rows of a step, and sum gradients and metrics.
+
+    Attributes that a subclass sets in `load`, beside `reports` and `total_steps`:
         rows: what is trained on.
+        start: counters of a run that begins.
+        resume: the checkpoint to go on from; None: begin.
     """
 
     config: SupervisedOptions
     rows: Sequence[Any]
+    start: State
+    resume: Path | None
+
+    def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
+        """Find everything that can be wrong with the request.
+
+        Args:
+            config: options of the run.
+            world: the ranks of the run, of which this process is one.
+
+        Raises:
+            ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
+            ValueError: a model folder that cannot be loaded, or a slot that PEFT could not load.
+            RankError: such an error on another rank.
+        """
+        require_same_options(config, world)
+        self.world = world
+        self.config = config
+        if world.size > 1:
+            is_full = config.mode == "full"
+            if is_full:
+                require_shared_state(config, world)
+            shares = config.shard_base or is_full
+            self.config = dataclasses.replace(config, device=str(world.device), shard_base=shares)
+        self.output = Path(config.output_dir)
+        self.ranks = Ranks(world, in_step=bool(self.config.shard_base))
+        model = world.run_on_all_ranks("the start of the run", self.load)
+        if world.size > 1:
+            step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
+            require_same_start(world, weights=fingerprint_of_all(model.parameters()), rows=self.start, step=step)
+        if self.config.shard_base:
+            self._whole_base = shard_base(model, self.config, world)
+        world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
+        if world.size > 1:
+            self.policy.require_same(self.state.step)
+
+    @abstractmethod
+    def load(self) -> HydraModel:
+        """Load the data, and the model as it is before any step.
+
+        Returns:
+            The model.
+        """
+
+    def go_on(self, held: State) -> State:
+        """Take up the counters of a checkpoint, whose model and optimizer have been loaded.
+
+        Args:
+            held: counters of the checkpoint.
+
+        Returns:
+            Counters to go on with.
+        """
+        return held
+
+    def _prepare(self, model: HydraModel) -> None:
+        rates = dict.fromkeys(model.roles, self.config.learning_rate)
+        self.policy = Policy(self.config, model, rates, self.start, world=self.world)
+        if self.resume is not None:
+            self.state = self.go_on(self.policy.load(self.resume))
 
     @abstractmethod
     def loss(
@@ -358,7 +452,7 @@ class SupervisedRun(Run[State]):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one optimizer step."""
+        """Rows of one optimizer step, of all ranks together."""
         return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
 
     def next_rows(self) -> list[Any]:
@@ -371,7 +465,9 @@ class SupervisedRun(Run[State]):
         return [self.rows[i] for i in places]
 
     def micro_batches(self, rows: Sequence[HasTokens]) -> list[list[int]]:
-        """Divide a step's rows. Rows of one prompt are neighbours, and tokens that they share count once.
+        """Divide this rank's share of a step's rows.
+
+        Rows of one prompt are neighbours, and tokens that they share count once.
 
         Args:
             rows: all rows of the step.
@@ -381,14 +477,16 @@ class SupervisedRun(Run[State]):
         """
         batch = self.packed(rows)
         order = side_by_side(batch.prompts_N[: len(rows)])
+        units = [range(place, batch.n_sequences, len(rows)) for place in order]
+        own = self.ranks.own(unit_lengths(self.model, batch, units))
         parts = divide(
             self.model,
             batch,
-            [range(place, batch.n_sequences, len(rows)) for place in order],
+            [units[unit] for unit in own],
             max_rows=self.config.per_device_train_batch_size,
             max_tokens=self.config.max_tokens_per_micro_batch,
         )
-        return [[order[unit] for unit in part] for part in parts]
+        return [[order[own[unit]] for unit in part] for part in parts]
 
     def count_steps(self) -> int:
         """Count the steps of the whole run.
@@ -417,28 +515,46 @@ class SupervisedRun(Run[State]):
         config, step = self.config, self.state.step
         began = time.perf_counter()
         rows = self.next_rows()
-        totals: dict[str, torch.Tensor] = {}
         self.model.train()
-        for part in self.micro_batches(rows):
-            loss, stats = self.loss(rows, part, dropout_seed=config.seed * 1_000_003 + step)
-            loss.backward()
-            for name, value in stats.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        metrics = self._learn(rows, dropout_seed=config.seed * 1_000_003 + step)
         self.model.eval()
-        metrics = {name: float(value) for name, value in totals.items()}
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):
                 self.model.zero_grad(set_to_none=True)
                 raise NonFiniteError(f"{name} is {metrics[name]} at step {step + 1}; nothing of it was applied")
         factor = self.policy.schedule_rates(self.total_steps)
         metrics |= self.policy.apply()
+        if self.world.size > 1:
+            self.policy.require_same(step + 1)
         self.policy.advance()
-        seconds = time.perf_counter() - began
+        memory = float(peak_memory_bytes(self.model.device))
+        most = self.world.most({"seconds/step": time.perf_counter() - began, "peak_memory_bytes": memory})
+        seconds = most["seconds/step"]
         return {
             **metrics,
+            **most,
             "learning_rate": config.learning_rate * factor,
-            "seconds/step": seconds,
             "tokens_per_second": sum(row.tokens for row in rows) / seconds,
             "samples_per_second": len(rows) / seconds,
-            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
         }
+
+    def _learn(self, rows: Sequence[HasTokens], *, dropout_seed: int) -> dict[str, float]:
+        """Add up the gradients of this rank's share of a step; metrics of all of it."""
+        parts = self.micro_batches(rows)
+        # where every call is one of all ranks, those with fewer parts repeat a row, whose gradient they add 0 times
+        plan = self.ranks.agree(StepPlan(calls=len(parts), joint=True)) if self.ranks.in_step else None
+        spare = 0 if plan is None else plan.calls - len(parts)
+        shortest = min(range(len(rows)), key=lambda place: rows[place].tokens)
+
+        def work() -> dict[str, float]:
+            totals: dict[str, torch.Tensor] = {}
+            for part in parts:
+                loss, stats = self.loss(rows, part, dropout_seed=dropout_seed)
+                loss.backward()
+                for name, value in stats.items():
+                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
+            for _ in range(spare):
+                (0.0 * self.loss(rows, [shortest], dropout_seed=dropout_seed)[0]).backward()
+            return {name: float(value) for name, value in totals.items()}
+
+        return self.ranks.add_up(self.ranks.run("the step", work))

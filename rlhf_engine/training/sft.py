@@ -31,7 +31,7 @@ from rlhf_engine.data import (
     require_room,
 )
 from rlhf_engine.data import tokenize_rows as tokenize
-from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import (
     OFF,
@@ -45,10 +45,11 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.io import put_model_in_place, remove_model
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.adamw import require_optim
-from rlhf_engine.policy.build import slot_config
+from rlhf_engine.policy.build import loading_device, slot_config
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     read_counters,
@@ -66,7 +67,6 @@ from rlhf_engine.runs.folder import (
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
-from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
@@ -255,20 +255,15 @@ class SftTrainer(SupervisedRun[SftState]):
     rows: list[Example]
     """Tokenized rows that are trained on."""
 
-    def __init__(self, config: SFTConfig) -> None:
-        """Find everything that can be wrong with the request.
+    def load(self) -> HydraModel:
+        """Load the data, and the model as it is before any step.
 
-        Args:
-            config: options of the run.
-
-        Raises:
-            ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
-            ValueError: a model folder that cannot be loaded, or a slot that PEFT could not load.
+        Returns:
+            The model, with the slot `sft` or a trained base.
         """
-        self.config = config
-        self.output = Path(config.output_dir)
+        config = self.config
         require_unlocked(self.output)
-        resume = self._check_output()
+        self.resume = resume = self._check_output()
         require_trackers(config.report_to)
         require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
@@ -288,7 +283,9 @@ class SftTrainer(SupervisedRun[SftState]):
         )
         self.reports = {"dataset_name": tally.report()}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        start = SftState(step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step)
+        self.start = start = SftState(
+            step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step
+        )
         if resume is not None:
             held = read_counters(resume, SftState)
             require_same(resume, held, seed=config.seed)
@@ -301,7 +298,7 @@ class SftTrainer(SupervisedRun[SftState]):
             roles=sft_roles(config.mode, with_reward=self.pairs),
             slots={SFT_SLOT: slot_config(config)} if config.mode == "lora" else {},
             dtype=DTYPES[config.dtype],
-            device=resolve_device(config.device),
+            device=loading_device(config),
             adapter_dtype=DTYPES[config.adapter_dtype],
             seed=config.seed,
         )
@@ -314,9 +311,18 @@ class SftTrainer(SupervisedRun[SftState]):
                 f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
                 f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
             )
-        self.policy = Policy(config, model, dict.fromkeys(model.roles, config.learning_rate), start)
-        if resume is not None:
-            self.state = replace(self.policy.load(resume), rows_per_step=self.rows_per_step)
+        return model
+
+    def go_on(self, held: SftState) -> SftState:
+        """Take up the counters of a checkpoint. See `SupervisedRun.go_on`.
+
+        Args:
+            held: counters of the checkpoint.
+
+        Returns:
+            The same, with the rows per step, which old checkpoints lack.
+        """
+        return replace(held, rows_per_step=self.rows_per_step)
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Make all remaining steps and write the model. See `Run.run`.
@@ -424,7 +430,7 @@ class SftTrainer(SupervisedRun[SftState]):
         temporary.mkdir()
         backbone = self.model.backbone()
         if self.config.mode == "full":
-            backbone.model.save_pretrained(temporary)
+            backbone.model.save_pretrained(temporary, state_dict=state_of(backbone.model))
         else:
             save_slot(backbone, SFT_SLOT, temporary, base_name=self.config.model_name_or_path)
         self.tokenizer.save_pretrained(temporary)

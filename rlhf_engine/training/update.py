@@ -57,7 +57,7 @@ class ProcessGroup(Protocol):
     def in_step(self) -> bool:
         """Whether each call of the model is one of all processes, as with a sharded base.
 
-        One that has fewer micro-batches then repeats a short one, to no effect, and none can try smaller ones.
+        One that has fewer micro-batches then adds a short one 0 times, and none can try smaller ones.
         """
         ...
 
@@ -224,9 +224,7 @@ class _Minibatch:
         shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
         spare = [shortest] * (plan.calls - len(parts))
         try:
-            if spare:
-                self._add_up(spare, joint=plan.joint)
-                self.model.zero_grad(set_to_none=True)
+            self._add_up(spare, joint=plan.joint, times=0.0)
             return self._add_up(parts, joint=plan.joint)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -266,8 +264,8 @@ class _Minibatch:
         micro = self._micro(chosen)
         return self.model.runs_together(micro.batch, _roles(self.algorithm.terms(micro)))
 
-    def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None) -> Measured:
-        """Gradients of micro-batches, one after another; what they tell.
+    def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None, times: float = 1.0) -> Measured:
+        """Gradients of micro-batches, one after another; what they tell. times: a factor of the gradients.
 
         joint: whether all terms of a micro-batch go through the model at once; None: where their lanes share a
         backbone forward. One by one, only one graph is alive at a time; together they would cost memory for nothing.
@@ -282,7 +280,7 @@ class _Minibatch:
                 outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
                 found = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
                 loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
-                loss.backward()
+                (times * loss).backward()
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 for output in outputs:
                     if isinstance(output, _Watched):

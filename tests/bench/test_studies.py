@@ -314,6 +314,17 @@ def test_a_base_of_each_process_and_a_base_in_shares(tmp_path):
 
 
 @pytest.mark.long
+def test_full_training_in_one_process_and_in_shares(tmp_path):
+    shown = run("full_in_shares.py", "--quick", "--rounds", 1, "--steps", 2, "--out", tmp_path).stdout
+    found = json.loads((tmp_path / "full_in_shares.json").read_text())
+    assert found["apart"] < 1e-4
+    whole, share = found["medians"].values()
+    for name in ("weights", "state"):
+        assert share[name] == pytest.approx(whole[name] / 2, rel=0.02)
+    assert "| 2 processes |" in shown
+
+
+@pytest.mark.long
 def test_older_answers_goes_on_where_it_stopped(tmp_path):
     arguments = ["--out", tmp_path / "out", "--work", tmp_path / "work", "--quick", "--seeds", 0, "--batches", 1, 4]
     shown = run("off_policy.py", *arguments).stdout

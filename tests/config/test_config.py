@@ -80,7 +80,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
-        kernels="auto", seed=0, report_to=[],
+        kernels="auto", seed=0, report_to=[], ddp_timeout=1800.0, shard_base=False,
     )  # fmt: skip
 
 

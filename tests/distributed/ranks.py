@@ -28,13 +28,16 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.config import TrainConfig
+from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs, hydra_roles
 from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.run import Run
+from rlhf_engine.training.sft import SftTrainer
 from tests.curves import drawn_once
 from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
@@ -42,6 +45,12 @@ from tests.training.test_rl import Stop, stop_after, trained, without_timings
 
 MODEL_STEP = EngineOptions(decode_step="transformers")
 """The decoding step that serves a base in shares as well."""
+KINDS: dict[str, tuple[type, Callable[..., Run]]] = {
+    "rl": (TrainConfig, RlTrainer),
+    "sft": (SFTConfig, SftTrainer),
+    "reward": (RewardConfig, RewardTrainer),
+}
+"""Options and trainer by what a job may name as its `kind`."""
 
 
 def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[str, torch.Tensor], list[dict]]:
@@ -157,18 +166,24 @@ def alive() -> int:
 
 
 @contextlib.contextmanager
-def trainer_of(config: TrainConfig, world: World) -> Iterator[RlTrainer]:
+def trainer_of(make: Callable[..., Run], config: Any, world: World) -> Iterator[Run]:
     """A trainer, with generators of its own on Ray where the configuration has them there."""
-    if config.async_mode != "ray":
-        yield RlTrainer(config, world)
+    if getattr(config, "async_mode", "off") != "ray":
+        yield make(config, world)
         return
     from rlhf_engine.generators.ray.connect import generators_on_ray  # not before the processes are forked
 
     with generators_on_ray(config, world) as connect:
-        yield RlTrainer(config, world, connect=connect)
+        yield make(config, world, connect=connect)
 
 
-def held_by(trainer: RlTrainer) -> list[int]:
+def held_by(trainer: Run) -> dict[str, int]:
+    """Bytes of backbones and of the optimizer's state that this process holds between two steps."""
+    state = trainer.optimizer.state_tensors().values()
+    return {"base": sum(base_held_by(trainer)), "state": sum(x.numel() * x.element_size() for x in state)}
+
+
+def base_held_by(trainer: Run) -> list[int]:
     """Bytes of the backbones that this process holds, by backbone."""
     found = []
     for name in trainer.model.backbones:
@@ -183,6 +198,10 @@ def run_out_of_memory(learning: bool, module: torch.nn.Module, args: object) -> 
         raise torch.OutOfMemoryError("out of memory, says the test")
 
 
+def end_process(step: int, metrics: dict[str, Any]) -> None:
+    os._exit(3)
+
+
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     if job["do"] == "architectures":
         return {
@@ -190,44 +209,51 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         }
     if job["do"] == "in step":
         return drawn_in_step(world)
-    config = TrainConfig(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
+    options, make = KINDS[job.get("kind", "rl")]
+    config = options(**{**job["config"], **(job.get("rank_1", {}) if world.rank == 1 else {})})
     if job["do"] == "steps":
         tensors, rows = recorded_steps(config, world, job["steps"])
         save_file(tensors, folder / f"{job['name']}-{world.rank}.safetensors")
         return rows
     if job["do"] == "run":
-        with trainer_of(config, world) as trainer:
+        with trainer_of(make, config, world) as trainer:
             try:
                 trainer.run(stop_after(job["stop"]) if "stop" in job else None)
             except Stop:
                 # as if it had been killed, and had left no checkpoint of that step
-                world.on_main("lost", lambda: shutil.rmtree(trainer.output / f"checkpoint-{job['stop']}"))
+                lost = trainer.output / f"checkpoint-{job['stop']}"  # where the base is trained in shares there is none
+                world.on_main("lost", lambda: shutil.rmtree(lost, ignore_errors=trainer.optimizer.is_sharded))
         if trainer.state.step < trainer.total_steps:
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
-            with trainer_of(config, world) as trainer:
+            with trainer_of(make, config, world) as trainer:
                 assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint
                 trainer.run()
-        save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
-        return trainer.state.step
+        if not trainer.optimizer.is_sharded:
+            save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
+        return held_by(trainer)
     if job["do"] == "hold":
         trainer = RlTrainer(config, world)
         trainer.step()
-        with trainer._whole_base():
-            whole = held_by(trainer)
+        with trainer.whole_base():
+            whole = base_held_by(trainer)
         answers = trainer.evaluation.answer(
             trainer.train_set, list(range(1 + world.rank))
         )  # more on one rank than on the other
-        return {"whole": whole, "share": held_by(trainer), "kl": trainer.evaluation.kl_to_reference(answers.rollout)}
+        return {
+            "whole": whole,
+            "share": base_held_by(trainer),
+            "kl": trainer.evaluation.kl_to_reference(answers.rollout),
+        }
     assert job["do"] == "fail"
     began = time.monotonic()
     try:
-        with trainer_of(config, world) as trainer:
+        with trainer_of(make, config, world) as trainer:
             if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
                 trainer.model.backbone().blocks[1].register_forward_pre_hook(
                     functools.partial(run_out_of_memory, job["learning"])
                 )
-            trainer.run()
-    except EngineError as error:
+            trainer.run(end_process if job.get("dies") == world.rank else None)
+    except (EngineError, torch.OutOfMemoryError) as error:
         return [type(error).__name__, str(error), time.monotonic() - began]
     return None
 

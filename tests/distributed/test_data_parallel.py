@@ -323,7 +323,7 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
             ["ConfigError"] * 2,
             ["learning_rate: expected the same on every rank, got 0.01 on rank 0"] * 2,
         ),
-        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same prompts on every rank, got "] * 2),
+        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same rows on every rank, got "] * 2),
         (
             "raises",
             ["RankError", "RewardError"],
@@ -393,7 +393,7 @@ class TwoRanks(World):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "full_ppo"}, "method: expected one with a frozen backbone in a run of 2 processes"),
+        ({"method": "full_ppo", "optim": "adafactor"}, "optim: expected 'adamw' where 2 processes train a whole base"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
         (
             {"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1},
@@ -417,6 +417,8 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         train_config(model, tmp_path / "run", shard_base="always", decode_step="native")
     with pytest.raises(ConfigError, match="async: expected 'off', 'replay' or 'ray' with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, algorithm="grpo", async_mode="overlap")
+    with pytest.raises(ConfigError, match="shard_base: expected true or false where 2 processes train a whole base"):
+        require_served(train_config(model, tmp_path / "run", method="full_ppo", shard_base="always"), TwoRanks(size=2))
     given = ["--model_name_or_path", str(model), "--dataset_name", "d", "--output_dir", "o", "--shard_base"]
     for more, value in (([], True), (["false"], False), (["always"], "always")):
         assert parse_config(TrainConfig, [*given, *more]).shard_base == value
@@ -533,8 +535,8 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
 def test_commands_for_one_process_say_so(monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["sft", "--full"]) == 2
-    assert "rlhf-engine sft, rank 1: sft: expected one process, got 2" in capsys.readouterr().err
+    assert main(["generate", "--full"]) == 2
+    assert "rlhf-engine generate, rank 1: generate: expected one process, got 2" in capsys.readouterr().err
 
 
 @pytest.mark.long

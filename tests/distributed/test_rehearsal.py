@@ -19,6 +19,7 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE
 from rlhf_engine.generators.ray.connect import _import_ray
 from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.training.rl import RlTrainer
 from tests.distributed.ranks import trainer_of
 from tests.distributed.test_data_parallel import WAIT, assert_same_numbers, finish, left, made, start
 from tests.rollout.stand_in import StandIn
@@ -107,7 +108,7 @@ def test_four_processes_take_the_steps_of_one(case, four, model, addresses, tmp_
     options = config_of(tmp_path, "alone", case, model, addresses, shard_base=False)
     if options.get("vllm_server_base_url"):
         options["vllm_server_base_url"] = options["vllm_server_base_url"].split(",")[0]
-    with trainer_of(TrainConfig(**options), ALONE) as trainer:
+    with trainer_of(RlTrainer, TrainConfig(**options), ALONE) as trainer:
         trainer.run()
     expected, found = rows_of(tmp_path, "alone"), rows_of(four, f"whole-{case}")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))

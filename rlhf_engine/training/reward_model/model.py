@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import (
     OFF,
@@ -25,7 +25,7 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
-from rlhf_engine.policy.build import slot_config
+from rlhf_engine.policy.build import loading_device, slot_config
 from rlhf_engine.training.reward_model.data import RewardExample
 
 REWARD_SLOT = "reward"
@@ -51,7 +51,7 @@ def build_reward_model(config: RewardConfig) -> HydraModel:
         roles=reward_roles(config.mode),
         slots={REWARD_SLOT: slot_config(config)} if lora else {},
         dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
+        device=loading_device(config),
         adapter_dtype=DTYPES[config.adapter_dtype],
         seed=config.seed,
     )

@@ -23,6 +23,7 @@ import torch
 
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.data import Report, Tally, require_room, split_by_group
+from rlhf_engine.distributed.process_group import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
@@ -45,7 +46,6 @@ from rlhf_engine.runs.folder import (
 )
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
-from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, load_examples
 from rlhf_engine.training.reward_model.gold import GoldLabels, label_pairs, load_gold
@@ -79,13 +79,13 @@ class RewardTrainer(SupervisedRun[RewardState]):
     config: RewardConfig
     rows: list[RewardExample]
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
-        self.output = Path(config.output_dir)
+    def load(self) -> HydraModel:
+        """The model as it is before any step, once data and options have been checked."""
+        config = self.config
         require_trackers(config.report_to)
         require_optim(config.optim)
         require_unlocked(self.output)
-        resume = resolve_resume(config.resume_from_checkpoint, self.output)
+        self.resume = resume = resolve_resume(config.resume_from_checkpoint, self.output)
         check_output(
             self.output,
             resume=config.resume_from_checkpoint,
@@ -111,7 +111,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        start = RewardState(
+        self.start = start = RewardState(
             step=0,
             seed=config.seed,
             metric_for_best_model=self.best_metric,
@@ -123,23 +123,27 @@ class RewardTrainer(SupervisedRun[RewardState]):
         begin_kernels(resume)
         self.notes = self._notes()
         """Notes for the user before the run starts, one sentence each."""
-        self.policy = Policy(config, build_reward_model(config), {"reward": config.learning_rate}, start)
+        model = build_reward_model(config)
         self.total_steps = self.count_steps()
-        if resume is not None:
-            self.state = replace(
-                self.policy.load(resume),
-                metric_for_best_model=start.metric_for_best_model,
-                rows=start.rows,
-                rows_per_step=self.rows_per_step,
+        return model
+
+    def go_on(self, held: RewardState) -> RewardState:
+        """The counters of a checkpoint, with what old ones lack; ConfigError where the best step's is not there."""
+        best = held.best_step
+        if best is not None and not self._checkpoint(best).is_dir():
+            raise ConfigError(
+                f"resume_from_checkpoint: expected checkpoint-{best} in {self.output}, the best step so far by "
+                f"{self.resume}, which is not there; copy it beside"
             )
-            best = self.state.best_step
-            if best is not None and not self._checkpoint(best).is_dir():
-                raise ConfigError(
-                    f"resume_from_checkpoint: expected checkpoint-{best} in {self.output}, the best step so far by "
-                    f"{resume}, which is not there; copy it beside"
-                )
-            if best is not None:
-                check(self._checkpoint(best))  # now, not when it is to become the result
+        if best is not None:
+            check(self._checkpoint(best))  # now, not when it is to become the result
+        start = self.start
+        return replace(
+            held,
+            metric_for_best_model=start.metric_for_best_model,
+            rows=start.rows,
+            rows_per_step=start.rows_per_step,
+        )
 
     @property
     def trained_parameters(self) -> int:
@@ -170,7 +174,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def end(self) -> dict[str, Any]:
         """Write the best step's model into final/, and the result into the record; the result.
 
-        Afterwards `model` is the one that was written, while `state` is that of the last step.
+        Afterwards `model` is the one that was written, unless it is in shares, and `state` that of the last step.
         """
         self.plot()
         self._load_best()
@@ -206,16 +210,25 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
 
-        Raises NonFiniteError for one that is not finite.
+        Each rank computes those of its share of the batches. Raises NonFiniteError for one that is not finite.
         """
         self.model.eval()
-        size, parts = self.config.per_device_eval_batch_size, []
-        for start in range(0, len(examples), size):
-            some = examples[start : start + size]
-            found = self.model.score(self.packed(some), ("reward",)).rewards_N
-            assert found is not None
-            parts.append(found.cpu().view(-1, len(some)).T)
-        rewards = torch.cat(parts)
+        size, world = self.config.per_device_eval_batch_size, self.world
+        starts = range(0, len(examples), size)
+
+        def work() -> torch.Tensor:
+            parts = [torch.empty(0, len(examples[0].answers))]
+            for i in share(len(starts), world.rank, world.size):
+                some = examples[starts[i] : starts[i] + size]
+                found = self.model.score(self.packed(some), ("reward",)).rewards_N
+                assert found is not None
+                parts.append(found.cpu().view(-1, len(some)).T)
+            return torch.cat(parts)
+
+        with self.whole_base():
+            own = world.run_on_all_ranks("rewards of held-out rows", work)
+        found_by_rank = [found["rewards"] for found in world.gather_tensors({"rewards": own})]
+        rewards = torch.cat([found for found in found_by_rank if found is not None])
         bad = ~rewards.isfinite().all(1)
         if bad.any():
             raise NonFiniteError(
