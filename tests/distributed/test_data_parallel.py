@@ -100,6 +100,7 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
 
 def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT, *, processes: int = 2) -> subprocess.Popen:
     """What starts processes and ends with them. timeout: seconds that a process waits for the others."""
+    (folder / "store").unlink(missing_ok=True)  # of processes that this folder's were before
     (folder / "plan.json").write_text(json.dumps({"processes": processes, "timeout": timeout, "jobs": jobs}))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
