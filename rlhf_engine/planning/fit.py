@@ -135,12 +135,12 @@ class Fit(ABC):
 
     @property
     def gathered_bytes(self) -> int:
-        """Of frozen backbones, beside its share, in a process that gathers blocks as they run; 0 where none does."""
+        """Bytes of frozen backbones beside its share, where a process gathers blocks as they run; else 0."""
         return 0
 
     @property
     def drawing_bytes(self) -> tuple[int, int]:
-        """Of the backbone that draws: all of its bytes, and those of its blocks; zeros where no process has a share."""
+        """Bytes of the backbone that draws: all, and those of its blocks; zeros where no process has a share."""
         return 0, 0
 
     @property

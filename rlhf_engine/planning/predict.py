@@ -134,7 +134,7 @@ class Planner(Fit):
 
     @property
     def gathered_bytes(self) -> int:
-        """Of frozen backbones, beside its share, in a process that gathers blocks as they run."""
+        """Bytes of frozen backbones beside its share, where a process gathers blocks as they run."""
         names = dict.fromkeys(role.backbone for role in self.roles.values())
         shapes = [
             self._shape(needs_lm_head(self.roles, name)) for name in names if not base_is_trained(self.roles, name)
@@ -144,7 +144,7 @@ class Planner(Fit):
 
     @property
     def drawing_bytes(self) -> tuple[int, int]:
-        """Of the backbone that draws: all of its bytes, and those of its blocks."""
+        """Bytes of the backbone that draws: all, and those of its blocks."""
         return self._shape(True).weight_bytes, self._shape(True).blocks_bytes
 
     @property

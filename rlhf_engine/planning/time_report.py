@@ -77,7 +77,7 @@ def as_json(duration: Duration, config: PlanConfig, machine: Machine) -> dict[st
 
 
 def _of_processes(duration: Duration, config: PlanConfig) -> dict[str, Any]:
-    """How several processes hold the base, and what a server would take to draw; nothing for one process."""
+    """Facts of several processes: how they hold the base, and what a server would take to draw; else nothing."""
     if config.processes == 1:
         return {}
     return {
