@@ -87,6 +87,11 @@ def require_shared_state(config: TrainingOptions, world: World) -> None:
 def require_served(config: TrainConfig, world: World) -> None:
     """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
     require_same_options(config, world)
+    if len(config.vllm_servers) > world.size:
+        raise ConfigError(
+            f"vllm_server_base_url: expected at most {world.size} addresses, one for each process, got "
+            f"{len(config.vllm_servers)}"
+        )
     if world.size == 1:
         return
     where = f"in a run of {world.size} processes"
