@@ -250,7 +250,7 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         with trainer_of(make, config, world) as trainer:
             if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
                 trainer.model.backbone().blocks[1].register_forward_pre_hook(
-                    functools.partial(run_out_of_memory, job["learning"])
+                    functools.partial(run_out_of_memory, job.get("learning", True))
                 )
             trainer.run(end_process if job.get("dies") == world.rank else None)
     except (EngineError, torch.OutOfMemoryError) as error:
