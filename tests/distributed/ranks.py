@@ -219,11 +219,13 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         with trainer_of(make, config, world) as trainer:
             try:
                 trainer.run(stop_after(job["stop"]) if "stop" in job else None)
+                stopped = False
             except Stop:
+                stopped = True
                 # as if it had been killed, and had left no checkpoint of that step
                 lost = trainer.output / f"checkpoint-{job['stop']}"  # where the base is trained in shares there is none
                 world.on_main("lost", lambda: shutil.rmtree(lost, ignore_errors=trainer.optimizer.is_sharded))
-        if trainer.state.step < trainer.total_steps:
+        if stopped:
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
             with trainer_of(make, config, world) as trainer:
                 assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint
