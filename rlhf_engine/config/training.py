@@ -96,8 +96,8 @@ class TrainingOptions(DataOptions, ModelOptions):
     )
     shard_base: bool = option(
         False,
-        "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw, score and "
-        "evaluate",
+        "several processes: each holds a share of every frozen backbone, as always of trained ones (FSDP2), and all "
+        "of it to draw, score and evaluate",
     )
 
     @property
