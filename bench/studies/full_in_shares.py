@@ -10,7 +10,8 @@ A random Llama, the same rows, as `rlhf-engine sft --full` takes them. Arms alte
 first step of each warms up. Of the first process:
 
     weights, state    bytes of the base and of the optimizer's state that it holds between steps
-    peak              most memory, less what it had before the model: resident on a CPU, of torch on a GPU
+    loaded, peak      most memory before the first step, and of all, less what it had before the model: resident on a
+                      CPU, of torch on a GPU
     step              seconds
     apart             largest difference of the arms' losses, relative
 """
@@ -60,12 +61,14 @@ def work(request: dict[str, Any]) -> dict[str, Any] | None:
         seed=setting.seed,
     )
     trainer = SftTrainer(config, world)
+    loaded = peak_memory_bytes(request["device"]) - before
     steps = [trainer.step() for _ in range(setting.steps)]
     base = [p for _, p in trainer.model.backbone().base_parameters()]
     held = [p.to_local() if isinstance(p, DTensor) else p for p in base]
     found = {
         "weights": sum(p.untyped_storage().nbytes() for p in held),
         "state": sum(x.numel() * x.element_size() for x in trainer.optimizer.state_tensors().values()),
+        "loaded": loaded,
         "peak": peak_memory_bytes(request["device"]) - before,
         "step": statistics.median(step["seconds/step"] for step in steps[1:]),
         "losses": [step["loss"] for step in steps],
@@ -76,9 +79,9 @@ def work(request: dict[str, Any]) -> dict[str, Any] | None:
 
 def table(medians: dict[str, dict[str, float]]) -> str:
     """Markdown."""
-    lines = ["| | weights, MB | optimizer state, MB | peak, MB | step, s |", "|---" * 5 + "|"]
+    lines = ["| | weights, MB | optimizer state, MB | peak of loading, MB | peak, MB | step, s |", "|---" * 6 + "|"]
     for arm, row in medians.items():
-        held = " | ".join(f"{row[name] / 1e6:.1f}" for name in ("weights", "state", "peak"))
+        held = " | ".join(f"{row[name] / 1e6:.1f}" for name in ("weights", "state", "loaded", "peak"))
         lines.append(f"| {arm} | {held} | {row['step']:.2f} |")
     return "\n".join(lines)
 
@@ -111,7 +114,7 @@ def main() -> None:
             arguments.rounds,
             lambda arm: measure(__file__, setting, folder, processes=arms[arm], **options),
         )
-    shown = ("weights", "state", "peak", "step")
+    shown = ("weights", "state", "loaded", "peak", "step")
     medians = {
         arm: {name: statistics.median(found[name] for found in measured) for name in shown}
         for arm, measured in rounds.items()

@@ -96,9 +96,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     )
     shard_base: bool | Literal["always"] = option(
         False,
-        "several processes: each holds a share of every frozen backbone (FSDP2), and all of it to draw, score and "
-        "evaluate; always: never all of it, blocks are gathered as they run, for a base that is larger than a "
-        "GPU",
+        "several processes: each holds a share of every frozen backbone, as in any case of trained ones (FSDP2), and "
+        "all of it to draw, score and evaluate; always: never all of it, blocks are gathered as they run, for a base "
+        "that is larger than a GPU",
     )
 
     @property
