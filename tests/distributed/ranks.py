@@ -33,6 +33,7 @@ from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs, hydra_roles
 from rlhf_engine.hydra.sharding import ShardedBase
+from rlhf_engine.planning.before_run import Memory
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
 from tests.curves import drawn_once
@@ -204,7 +205,12 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         answers = trainer.evaluation.answer(
             trainer.train_set, list(range(1 + world.rank))
         )  # more on one rank than on the other
-        return {"whole": whole, "share": held_by(trainer), "kl": trainer.evaluation.kl_to_reference(answers.rollout)}
+        share, kl = held_by(trainer), trainer.evaluation.kl_to_reference(answers.rollout)
+        to_come = []
+        for shares in (True, "always"):
+            trainer.config = dataclasses.replace(trainer.config, shard_base=shares)
+            to_come.append(Memory.of(trainer).to_come["gathered weights"])
+        return {"whole": whole, "share": share, "kl": kl, "to_come": to_come}
     assert job["do"] == "fail"
     began = time.monotonic()
     try:

@@ -340,12 +340,15 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
     base = LlamaForCausalLM.from_pretrained(model)
     base_model = sum(p.numel() * 4 for p in base.model.parameters())
     head = base.lm_head.weight.numel() * 4
+    whole, block = 2 * base_model + head, sum(p.numel() * 4 for p in base.model.layers[0].parameters())
     for rank in range(2):
         found = left(both, "hold", rank)
         # of reward model and critic's backbone, too, but without LM head
         assert found["whole"] == pytest.approx([base_model + head, base_model], rel=0.01)  # uneven shares are padded
         assert found["share"] == pytest.approx([n / 2 for n in found["whole"]], rel=0.01)
         assert found["kl"] > 0  # after a step
+        # what a run says beforehand: all of both backbones, or three of their four blocks at a time
+        assert found["to_come"] == [whole, whole - block]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
