@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from rlhf_engine.commands.common import as_request_errors, check_kernels, prepare, run_trainer
 from rlhf_engine.config import TrainConfig, parse_config
-from rlhf_engine.distributed.launch import asked_to_shard, launched
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.distributed.launch import asked_to_shard
 
 
 def run(argv: Sequence[str]) -> int:
@@ -24,8 +23,6 @@ def run(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         with as_request_errors():
             check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
-            if config.async_mode == "ray" and launched() > 1:  # before every rank starts generators of its own
-                raise ConfigError(f"async: expected 'off' or 'replay' in a run of {launched()} processes, got 'ray'")
             if asked_to_shard() and not config.shard_base:
                 config = dataclasses.replace(config, shard_base=True)
         world = stack.enter_context(
@@ -36,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
             if config.async_mode == "ray":
                 from rlhf_engine.generators.ray.connect import generators_on_ray
 
-                connect = stack.enter_context(generators_on_ray(config))
+                connect = stack.enter_context(generators_on_ray(config, world))
             trainer = RlTrainer(config, world, connect=connect)
         shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.is_async else {})}
         title = config.algorithm if world.size == 1 else f"{config.algorithm}, {world.size} processes"

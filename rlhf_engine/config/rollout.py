@@ -76,7 +76,11 @@ class RolloutOptions(EngineConfig):
         "that); none: by dtype",
         gt=0,
     )
-    vllm_server_base_url: str | None = option(None, "address of the server, such as http://localhost:8000")
+    vllm_server_base_url: str | None = option(
+        None,
+        "address of the server, such as http://localhost:8000; of several, separated by commas, each process of a run "
+        "has its own in turn",
+    )
     vllm_server_timeout: float = option(240.0, "seconds within which the whole of an answer has to have come", gt=0)
     vllm_model_name: str | None = option(
         None, "name that the server serves the base by; none: the one that ends like model_name_or_path"
@@ -116,8 +120,18 @@ class RolloutOptions(EngineConfig):
                 "vllm_server_base_url: expected the address of a running server (vllm serve) for rollout_backend "
                 "'vllm', got None; vLLM is not run inside of this process"
             )
+        if not all(self.vllm_servers):
+            raise ConfigError(
+                "vllm_server_base_url: expected addresses separated by single commas, got "
+                f"{self.vllm_server_base_url!r}"
+            )
         if self.rollout_mismatch_bound is not None:
             raise ConfigError(
                 "rollout_mismatch_bound: expected it unset for rollout_backend 'vllm', whose mismatch is corrected and "
                 f"logged (vllm_canary_bound bounds it), got {self.rollout_mismatch_bound}"
             )
+
+    @property
+    def vllm_servers(self) -> list[str]:
+        """Addresses of the servers; empty without one."""
+        return [] if self.vllm_server_base_url is None else [x.strip() for x in self.vllm_server_base_url.split(",")]

@@ -200,11 +200,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 "decode_step: expected 'auto' or 'transformers' with shard_base always, where no process holds the "
                 f"weights that others read where they lie, got {self.decode_step!r}"
             )
-        if self.shard_base and self.async_mode == "overlap" and self.rollout_backend == "local":
-            raise ConfigError(
-                "async: expected 'off' or 'replay' with shard_base, of which drawing and learning gather the blocks in "
-                "turn, got 'overlap'"
-            )
         if self.method == "full_ppo":
             if self.rollout_backend != "local":
                 raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 from rlhf_engine.errors import ConfigError
@@ -16,6 +17,15 @@ def launched() -> int:
 def launched_rank() -> int:
     """Rank of this process among those that were launched; 0 without a launcher."""
     return int(os.environ["RANK"]) if launched() > 1 else 0
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that all processes of a run have alike, by name.
+
+    A build of torch for another device counts as the same.
+    """
+    found = {name: importlib.metadata.version(name) for name in ("rlhf-engine", "torch", "transformers")}
+    return found | {"torch": found["torch"].partition("+")[0]}
 
 
 def asked_to_shard() -> bool:

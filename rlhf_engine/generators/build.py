@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
@@ -42,21 +41,19 @@ def make_source(
     step: int,
     policy_version: int,
     reward: bool,
-    world: World = ALONE,
     connect: Connect | None = None,
     serve: Serve | None = None,
 ) -> Source:
     """Make the source of a run's answers.
 
     Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
-    reward role scores, and each rank of `world` draws a share. `connect` serves async_mode 'ray'.
-    `serve` is given where a server draws.
+    reward role scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
 
     Raises:
         ConfigError: 'ray' without `connect`.
     """
     if not config.is_async:
-        return OwnPolicy(rollouts, prompts, world)
+        return OwnPolicy(rollouts, prompts)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError(
             "async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray.connect, got none"
@@ -67,25 +64,27 @@ def make_source(
 
     score = FrozenRoles(model, config, past=None if in_flight else BEHAVIOUR, reward=reward)
 
-    def hold(policy: Snapshot) -> None:
+    stop = threading.Event()
+    served = None if serve is None else ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+
+    def hold(policy: Snapshot) -> dict[str, float]:
         put(policy, model.role_backbone(PAST).slot(PAST))
+        return {} if served is None else served.check(policy.version)
 
     options = EngineOptions.of(config)
     device = model.role_backbone(BEHAVIOUR).device
     threads = _generator_threads(config, device)
-    hurry, stop = threading.Event(), threading.Event()
+    hurry = threading.Event()
     if config.async_mode in ("off", "replay"):
-        if serve is not None:
-            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
-            return PastPolicies(served, store, tracker, prompts, rule, world, hold=hold, end=served.close)
+        if served is not None:
+            return PastPolicies(served, store, tracker, prompts, rule, hold=hold, end=served.close)
         worker = Worker(model, store, options, score=score)
-        return PastPolicies(worker, store, tracker, prompts, rule, world, hold=hold, threads=threads)
+        return PastPolicies(worker, store, tracker, prompts, rule, hold=hold, threads=threads)
 
     def start() -> Transport:
         if config.async_mode == "ray" and connect is not None:
             return connect(model)
-        if serve is not None:  # the learner scores: nothing of this process waits for the server
-            served = ServedWorker(model, store, serve(stop.is_set), stopped=stop.is_set)
+        if served is not None:  # the learner scores: no pass of the model is made beside it
             return GeneratorThread(served, store, stop=stop, device=device, beat=lambda: served.beat, end=served.close)
         # who asks the frozen lanes must not show in their bits
         alike = threads is None or torch.get_num_threads() in (1, 2 * threads)

@@ -16,12 +16,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from rlhf_engine.distributed.launch import versions
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators.policy_store import Snapshot, digest
 from rlhf_engine.generators.work import WorkItem, put_together, take_apart
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
+
+_PACKAGE = "package "
+"""Prefix of the names of packages among a run's fixed parts."""
 
 
 class Parcel(NamedTuple):
@@ -92,9 +96,10 @@ def _digest(values: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def frozen_digests(model: HydraModel) -> dict[str, str]:
-    """SHA-256 of what no update of a run changes, by part: backbones, frozen slots and frozen heads."""
-    found = {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
+def fixed_parts(model: HydraModel) -> dict[str, str]:
+    """What no update of a run changes: versions of packages, SHA-256 of backbones, frozen slots and frozen heads."""
+    found = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
+    found |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
     for role in model.roles.values():
         if role.trainable or role.transient:
             continue
@@ -106,11 +111,16 @@ def frozen_digests(model: HydraModel) -> dict[str, str]:
     return found
 
 
-def require_same_frozen(ours: Mapping[str, str], learners: Mapping[str, str]) -> None:
-    """Raise ConfigError, naming the part, where a generator's frozen weights are not the learner's."""
+def require_same_parts(ours: Mapping[str, str], learners: Mapping[str, str]) -> None:
+    """Raise ConfigError, naming the part, where a generator's packages or frozen weights are not the learner's."""
     for part, found in ours.items():
         if learners.get(part) != found:
             expected = learners.get(part, "none")
+            if part.startswith(_PACKAGE):
+                raise ConfigError(
+                    f"ray_address: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
+                    f"generator's machine, got {found}"
+                )
             raise ConfigError(
                 f"model_name_or_path: expected weights on the generator's machine that are the learner's, got a {part} "
                 f"of hash {found[:12]}…, not {expected[:12]}…"

@@ -63,7 +63,6 @@ class ServedWorker:
         Raises:
             StoppedError: the run has stopped.
             RolloutServerError: the server failed at every attempt, or does not come back.
-            MismatchError: it serves something else.
         """
         began = time.perf_counter()
         self._is_drawing = True
@@ -81,6 +80,20 @@ class ServedWorker:
         finally:
             self._is_drawing = False
         raise AssertionError("unreachable")
+
+    def check(self, version: int) -> dict[str, float]:
+        """Compare the server's log-probs with those of a policy, by the learner, which holds it as the past one.
+
+        Args:
+            version: version of the policy, of which answers have been drawn.
+
+        Returns:
+            Metrics by name; empty where this version was compared before.
+
+        Raises:
+            MismatchError: the server has drawn by something else.
+        """
+        return self._rollouts.check(version)
 
     def close(self) -> None:
         """Unload and remove the adapters of this worker."""

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, take
 from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.served import ServedWorker
@@ -40,8 +39,8 @@ class PastState:
 
 Lap = Callable[[str], None]
 """Called with the name of a phase at its end."""
-Hold = Callable[[Snapshot], None]
-"""Puts a policy where the learner scores answers by it."""
+Hold = Callable[[Snapshot], dict[str, float]]
+"""Puts a policy where the learner scores answers by it, and checks that a server draws by it; metrics by name."""
 
 
 class Source(Protocol):
@@ -84,15 +83,14 @@ class Source(Protocol):
 class OwnPolicy:
     """Every step draws its own answers."""
 
-    def __init__(self, rollouts: Rollouts, prompts: StepPrompts, world: World = ALONE) -> None:
+    def __init__(self, rollouts: Rollouts, prompts: StepPrompts) -> None:
         """Take what draws.
 
         Args:
             rollouts: what draws answers by the present policy.
             prompts: prompts of every step.
-            world: ranks, of which this one draws its share.
         """
-        self._rollouts, self._prompts, self._world = rollouts, prompts, world
+        self._rollouts, self._prompts = rollouts, prompts
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Draw by the present policy. See `Source.draw`.
@@ -108,7 +106,7 @@ class OwnPolicy:
         synced = self._rollouts.sync(version)
         if synced:
             lap("sync")
-        item = self._prompts.items(step, version, self._world.size)[self._world.rank]
+        (item,) = self._prompts.items(step, version)
         began = time.perf_counter()
         rollout = self._rollouts.generate(
             item.prompts.prompts, item.sampling, sample_ids=item.prompts.sample_ids, greedy=item.prompts.greedy
@@ -182,7 +180,6 @@ class PastPolicies:
         tracker: PolicyTracker,
         prompts: StepPrompts,
         rule: StalenessRule,
-        world: World = ALONE,
         *,
         hold: Hold,
         threads: int | None = None,
@@ -196,7 +193,6 @@ class PastPolicies:
             tracker: snapshots of the policy that learns.
             prompts: prompts of every step.
             rule: how old answers may be.
-            world: ranks, of which this one draws its share.
             hold: puts the policy that drew where the learner scores by it.
             threads: threads of the CPU that a generator would take from the learner; None: all. Each side has its own
                 number here as well, because the bits of a product may depend on it.
@@ -204,8 +200,7 @@ class PastPolicies:
         """
         self._end = end
         self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
-        self._world, self._hold = world, hold
-        self._threads = threads
+        self._hold, self._threads = hold, threads
         self._all_threads: int | None = None
         self._after = dict(tracker.after)
         for snapshot in self._after.values():
@@ -220,19 +215,18 @@ class PastPolicies:
             lap: called with the name of a phase at its end.
 
         Returns:
-            The answers of this rank, and no metrics.
+            The answers of this rank, and metrics of a server's check.
 
         Raises:
             EngineError: a policy that is not held any more.
+            MismatchError: a server that draws by something else.
         """
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
-        item = self._prompts.items(step, policy.version, self._world.size)[self._world.rank]
+        (item,) = self._prompts.items(step, policy.version)
         with self._generator_threads():
             rollout = self._worker(item)
         lap("generate")
-        if rollout.frozen is None:
-            self._hold(policy)
-        return rollout, {}
+        return rollout, self._hold(policy) if rollout.frozen is None else {}
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for. See `Source.learned`.
@@ -325,6 +319,7 @@ class Concurrent:
 
         Raises:
             GeneratorError: no generator is left.
+            MismatchError: a server that draws by something else.
         """
         if self._scheduler is None:
             self._scheduler = self._begin()
@@ -346,7 +341,7 @@ class Concurrent:
             "async/speedup": (drawing + learning) / max(wall, longer),
         }
         if not self._mixed and rollout.frozen is None:
-            self._hold(self._store.get(rollout.policy_version))
+            metrics |= self._hold(self._store.get(rollout.policy_version))
         scores = [] if rollout.frozen is None else [x for _, x in rollout.frozen.items()]
         supports = [] if rollout.batch.supports is None else [rollout.batch.supports.words]
         for tensor in (rollout.batch.tokens_T, rollout.logprobs_M, rollout.versions_M, *supports, *scores):

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, batch_indices
-from rlhf_engine.distributed.process_group import World
+from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.hydra import PackedBatch, Scores
 from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.supports import Supports
@@ -45,11 +45,27 @@ class StepPrompts:
     """The prompts of every step of a run, and the work items that they make."""
 
     def __init__(
-        self, config: TrainConfig, prompts: PromptSet, sampling: SamplingConfig, *, step: int, samples: int
+        self,
+        config: TrainConfig,
+        prompts: PromptSet,
+        sampling: SamplingConfig,
+        *,
+        step: int,
+        samples: int,
+        world: World = ALONE,
     ) -> None:
-        """step, samples: how far the run was when it began or was taken up: steps done, answers drawn."""
+        """Take the data, and how far the run is.
+
+        Args:
+            config: options of the run.
+            prompts: prompts that can be answered.
+            sampling: how answers are drawn.
+            step: steps done when the run began or was taken up.
+            samples: answers drawn by then.
+            world: ranks, of which this one draws its share of every step.
+        """
         self._config, self._prompts, self._sampling = config, prompts, sampling
-        self._step, self._samples = step, samples
+        self._step, self._samples, self._world = step, samples, world
 
     def prompts(self, step: int) -> PromptBatch:
         """All prompts of a step."""
@@ -63,19 +79,24 @@ class StepPrompts:
             first_id=self._samples + (step - self._step) * n_answers,
         )
 
-    def shares(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
-        """The prompts of a step, all of them, in so many nearly equal shares; the answers to a prompt stay together."""
-        n_prompts = self._config.prompts_per_step
-        bounds = [round(i * n_prompts / n_shares) * self._config.generations for i in range(n_shares + 1)]
-        return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
+    def own(self, step: int) -> PromptBatch:
+        """This rank's share of the prompts of a step."""
+        return self._shares(self.prompts(step), self._world.size)[self._world.rank]
 
     def items(self, step: int, version: int, n_shares: int = 1) -> list[WorkItem]:
-        """The work items of a step: so many `shares`, or one for each prompt."""
-        n_shares = min(n_shares, self._config.prompts_per_step)
+        """The work items of this rank's share of a step: so many, or one for each prompt."""
+        own = self.own(step)
+        n_shares = min(n_shares, len(own) // self._config.generations)
         return [
             WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)
-            for i, share in enumerate(self.shares(self.prompts(step), n_shares))
+            for i, share in enumerate(self._shares(own, n_shares))
         ]
+
+    def _shares(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
+        """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
+        n = self._config.generations
+        bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
+        return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def join(shares: Sequence[Rollout]) -> Rollout:

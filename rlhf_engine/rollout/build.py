@@ -30,29 +30,35 @@ class Server:
     base: ServedModel
 
 
-def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]]) -> Server | None:
-    """The configured server, before any weights are read; None for local rollouts.
+def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: int = 0) -> Server | None:
+    """The configured server of a rank, before any weights are read; None for local rollouts.
 
     prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
     serves something else.
     """
-    if config.rollout_backend == "local" or config.vllm_server_base_url is None:
+    if config.rollout_backend == "local":
         return None
-    client = VllmClient(config.vllm_server_base_url, timeout=config.vllm_server_timeout)
+    urls = config.vllm_servers
+    client = VllmClient(urls[rank % len(urls)], timeout=config.vllm_server_timeout)
     most = max(len(prompt) for prompt in prompts) + config.max_completion_length
     return Server(client=client, base=find_base(client, config.model_name_or_path, config.vllm_model_name, most))
 
 
 def make_rollouts(
-    config: TrainConfig, model: HydraModel, server: Server | None, prompts: Sequence[Sequence[int]]
+    config: TrainConfig,
+    model: HydraModel,
+    server: Server | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    rank: int = 0,
 ) -> Rollouts:
-    """Backend that draws the actor's answers. prompts: of the training data; a few of them become canaries."""
+    """Backend that draws a rank's answers of the actor. prompts: of the data; a few of them become canaries."""
     if server is None:
         options = EngineOptions.of(config)
         most = max(len(prompt) for prompt in prompts) + config.max_completion_length
         check_options(options, model.role_backbone("actor"), most)
         return LocalRollouts(model, options)
-    return serve(config, model, server, prompts)
+    return serve(config, model, server, prompts, rank=rank)
 
 
 def serve(
@@ -62,11 +68,14 @@ def serve(
     prompts: Sequence[Sequence[int]],
     *,
     role: str = "actor",
+    compared: str | None = None,
+    rank: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> VllmRollouts:
-    """Backend by which a server draws the answers of one role. Roles have adapters of their own there.
+    """Backend by which a server draws the answers of one role. Roles and ranks have adapters of their own there.
 
-    role: `actor`, or `behaviour` of a run whose answers past policies draw. stopped: see `VllmRollouts`.
+    role: `actor`, or `behaviour` of a run whose answers past policies draw. compared: the role whose log-probs the
+    server's have to be; None: the same. stopped: see `VllmRollouts`.
     """
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
@@ -77,11 +86,13 @@ def serve(
         max_tokens=config.max_completion_length,
         bound=config.vllm_canary_bound,
         seed=config.seed,
-        role=role,
+        role=compared or role,
     )
     output = Path(config.output_dir).resolve()
     # folders of the same name are different runs
     run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+    if rank:
+        run = f"{run}-rank{rank}"
     if role != "actor":
         run = f"{run}-{role}"
     return VllmRollouts(

@@ -20,6 +20,7 @@ from torch import nn
 
 from rlhf_engine.algorithms.base import Measured
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.distributed.launch import versions
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.training.update import Schedule, StepPlan
@@ -42,13 +43,18 @@ _PATHS = (
 
 def require_served(config: TrainConfig, world: World) -> None:
     """Raise ConfigError for what several ranks cannot do together, and for different options on different ranks."""
+    if len(config.vllm_servers) > world.size:
+        raise ConfigError(
+            f"vllm_server_base_url: expected at most {world.size} addresses, one for each process, got "
+            f"{len(config.vllm_servers)}"
+        )
     if world.size == 1:
         if config.shard_base:
             raise ConfigError("shard_base: expected several processes to share the base, got one")
         return
     options = {name: value for name, value in config.to_dict().items() if name not in _PATHS}
-    everyone = world.gather(options)
-    for name in options:
+    everyone = world.gather({**versions(), **options})
+    for name in everyone[0]:
         values = [other.get(name) for other in everyone]
         for rank, value in enumerate(values):
             if value != values[0]:
@@ -61,13 +67,11 @@ def require_served(config: TrainConfig, world: World) -> None:
             f"method: expected one with a frozen backbone {where}, where gradients of adapters are summed, got "
             f"{config.method!r}"
         )
-    if config.rollout_backend != "local" and config.is_async:
+    if config.shard_base and config.async_mode == "overlap" and config.rollout_backend == "local":
         raise ConfigError(
-            f"rollout_backend: expected 'local' {where} that learns from answers of past policies (async, "
-            f"batches_per_policy), got {config.rollout_backend!r}"
+            "shard_base: expected it unset with async 'overlap', whose generators draw from the whole base beside the "
+            f"updates, got {config.shard_base!r}; with async 'ray' or rollout_backend 'vllm' other processes draw"
         )
-    if config.async_mode in ("overlap", "ray"):
-        raise ConfigError(f"async: expected 'off' or 'replay' {where}, got {config.async_mode!r}")
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu or cuda {where}, of which each has its own, got {config.device}")
     if config.prompts_per_step < world.size:

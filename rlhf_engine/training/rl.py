@@ -19,7 +19,7 @@ from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import BEHAVIOUR, build_policy_model, shard_base
+from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model, shard_base
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
@@ -86,7 +86,7 @@ class RlTrainer(Run[TrainerState]):
 
     def _load(self, base: HydraModel | None) -> HydraModel:
         """Load the data, and the model as it is before any step."""
-        self._inputs = load_inputs(self.config)
+        self._inputs = load_inputs(self.config, rank=self.world.rank)
         self.total_steps = self._inputs.total_steps
         self.config = replace(self.config, max_steps=self.total_steps)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
@@ -102,10 +102,15 @@ class RlTrainer(Run[TrainerState]):
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
-        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts())
+        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts(), rank=self.world.rank)
         self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
         self._prompts = StepPrompts(
-            config, self.train_set, self._sampling(config.seed), step=self.state.step, samples=self.state.samples
+            config,
+            self.train_set,
+            self._sampling(config.seed),
+            step=self.state.step,
+            samples=self.state.samples,
+            world=self.world,
         )
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
         self.source = self._make_source(inputs.resume)
@@ -224,7 +229,7 @@ class RlTrainer(Run[TrainerState]):
         Returns:
             Those that this rank draws answers to, one per answer.
         """
-        return self._share(self._prompts.prompts(self.state.step))
+        return self._prompts.own(self.state.step)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -243,8 +248,7 @@ class RlTrainer(Run[TrainerState]):
         """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
-        prompts = self._prompts.prompts(state.step)
-        own = self._share(prompts)
+        prompts, own = self._prompts.prompts(state.step), self._prompts.own(state.step)
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
@@ -286,9 +290,6 @@ class RlTrainer(Run[TrainerState]):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _share(self, prompts: PromptBatch) -> PromptBatch:
-        return self._prompts.shares(prompts, self.world.size)[self.world.rank]
-
     def _write_model(self, folder: Path) -> None:
         save_pretrained(self.model, folder)
         self.tokenizer.save_pretrained(folder)
@@ -314,7 +315,16 @@ class RlTrainer(Run[TrainerState]):
         """Backend by which a server draws for past policies."""
         server = self._inputs.server
         assert server is not None
-        return serve(self.config, self.model, server, self._inputs.all_prompts(), role=BEHAVIOUR, stopped=stopped)
+        return serve(
+            self.config,
+            self.model,
+            server,
+            self._inputs.all_prompts(),
+            role=BEHAVIOUR,
+            compared=PAST,
+            rank=self.world.rank,
+            stopped=stopped,
+        )
 
     def _make_source(self, resume: Path | None) -> Source:
         state = self.state
@@ -332,7 +342,6 @@ class RlTrainer(Run[TrainerState]):
             step=state.step,
             policy_version=state.policy_version,
             reward=self.scorer.uses_reward_model,
-            world=self.world,
             connect=self._connect,
             serve=self._serve if self.config.rollout_backend != "local" else None,
         )

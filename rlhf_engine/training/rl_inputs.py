@@ -49,8 +49,10 @@ class RlInputs:
         return [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
 
 
-def load_inputs(config: TrainConfig) -> RlInputs:
+def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     """Check the request and read its data.
+
+    rank: of this process in the run.
 
     Raises:
         ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
@@ -122,7 +124,7 @@ def load_inputs(config: TrainConfig) -> RlInputs:
         reports=reports,
         server=None,
     )
-    return replace(inputs, server=find_server(config, inputs.all_prompts()))
+    return replace(inputs, server=find_server(config, inputs.all_prompts(), rank=rank))
 
 
 def _check_resumed(config: TrainConfig, resume: Path) -> int:

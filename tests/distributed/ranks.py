@@ -1,8 +1,8 @@
-"""What each of two processes of a test does; `python -m tests.distributed.ranks FOLDER` starts both of them.
+"""What each of a few processes of a test does; `python -m tests.distributed.ranks FOLDER` starts all of them.
 
-FOLDER holds `plan.json`, {"timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves `NAME-RANK.json`, and maybe
-tensors beside it. A process that ends leaves `ended-RANK` with its exit status.
-Both are forked from one that has imported everything, which takes longer than most jobs.
+FOLDER holds `plan.json`, {"processes", "timeout", "jobs"}. Each job, {"name", "do", "config", …}, leaves
+`NAME-RANK.json`, and maybe tensors beside it. A process that ends leaves `ended-RANK` with its exit status.
+They are forked from one that has imported everything, which takes longer than most jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,18 @@ def alive() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@contextlib.contextmanager
+def trainer_of(config: TrainConfig, world: World) -> Iterator[RlTrainer]:
+    """A trainer, with generators of its own on Ray where the configuration has them there."""
+    if config.async_mode != "ray":
+        yield RlTrainer(config, world)
+        return
+    from rlhf_engine.generators.ray.connect import generators_on_ray  # not before the processes are forked
+
+    with generators_on_ray(config, world) as connect:
+        yield RlTrainer(config, world, connect=connect)
+
+
 def held_by(trainer: RlTrainer) -> list[int]:
     """Bytes of the backbones that this process holds, by backbone."""
     found = []
@@ -185,16 +197,17 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
         save_file(tensors, folder / f"{job['name']}-{world.rank}.safetensors")
         return rows
     if job["do"] == "run":
-        trainer = RlTrainer(config, world)
-        try:
-            trainer.run(stop_after(job["stop"]) if "stop" in job else None)
-        except Stop:
-            # as if it had been killed, and had left no checkpoint of that step
-            world.on_main("lost", lambda: shutil.rmtree(trainer.output / f"checkpoint-{job['stop']}"))
+        with trainer_of(config, world) as trainer:
+            try:
+                trainer.run(stop_after(job["stop"]) if "stop" in job else None)
+            except Stop:
+                # as if it had been killed, and had left no checkpoint of that step
+                world.on_main("lost", lambda: shutil.rmtree(trainer.output / f"checkpoint-{job['stop']}"))
+        if trainer.state.step < trainer.total_steps:
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
-            trainer = RlTrainer(config, world)
-            assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint
-            trainer.run()
+            with trainer_of(config, world) as trainer:
+                assert trainer.state.step == job["stop"] - 1, trainer.state.step  # stopped before its checkpoint
+                trainer.run()
         save_file(trained(trainer), folder / f"{job['name']}-{world.rank}.safetensors")
         return trainer.state.step
     if job["do"] == "hold":
@@ -214,12 +227,12 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     assert job["do"] == "fail"
     began = time.monotonic()
     try:
-        trainer = RlTrainer(config, world)
-        if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
-            trainer.model.backbone().blocks[1].register_forward_pre_hook(
-                functools.partial(run_out_of_memory, job["learning"])
-            )
-        trainer.run()
+        with trainer_of(config, world) as trainer:
+            if job.get("out_of_memory") == world.rank:  # in the middle of a backbone forward
+                trainer.model.backbone().blocks[1].register_forward_pre_hook(
+                    functools.partial(run_out_of_memory, job["learning"])
+                )
+            trainer.run()
     except EngineError as error:
         return [type(error).__name__, str(error), time.monotonic() - began]
     return None
@@ -266,7 +279,8 @@ def fork(rank: int, size: int, folder: Path) -> int:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    ranks = {fork(rank, 2, place): rank for rank in range(2)}
+    size = json.loads((place / "plan.json").read_text())["processes"]
+    ranks = {fork(rank, size, place): rank for rank in range(size)}
     while ranks:
         child, how = os.wait()
         (place / f"ended-{ranks.pop(child)}").write_text(str(os.waitstatus_to_exitcode(how)))

@@ -26,6 +26,7 @@ from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.generators.ray.connect import generators_on_ray
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
@@ -97,9 +98,9 @@ def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]
     return train_config(model, folder / name / "run", **options).to_dict()
 
 
-def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT) -> subprocess.Popen:
-    """What starts two processes and ends with them. timeout: seconds that a process waits for the other."""
-    (folder / "plan.json").write_text(json.dumps({"timeout": timeout, "jobs": jobs}))
+def start(folder: Path, jobs: list[dict[str, Any]], timeout: float = WAIT, *, processes: int = 2) -> subprocess.Popen:
+    """What starts processes and ends with them. timeout: seconds that a process waits for the others."""
+    (folder / "plan.json").write_text(json.dumps({"processes": processes, "timeout": timeout, "jobs": jobs}))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.distributed.ranks", str(folder)],
         cwd=ROOT,
@@ -116,15 +117,15 @@ def end(launcher: subprocess.Popen) -> None:
     launcher.communicate()
 
 
-def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300) -> list[int]:
-    """Exit statuses of the two."""
+def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300, *, processes: int = 2) -> list[int]:
+    """Exit statuses of the processes."""
     try:
         errors = launcher.communicate(timeout=timeout)[1]
     finally:
         end(launcher)
     print(errors[-6000:])  # shown where a test fails
     assert launcher.returncode == 0
-    return [int((folder / f"ended-{rank}").read_text()) for rank in range(2)]
+    return [int((folder / f"ended-{rank}").read_text()) for rank in range(processes)]
 
 
 def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -176,10 +177,12 @@ def both(model, tmp_path_factory) -> Path:
     ]
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
+    overlap = {**replay, "async_mode": "overlap"}
     shared = {**run, "decode_step": "transformers"}
     for suffix, options in {
         "": run,
         "-replay": replay,
+        "-overlap": overlap,
         "-sharded": {**shared, "shard_base": True},
         "-always": {**shared, "shard_base": "always"},
     }.items():
@@ -278,7 +281,7 @@ def test_processes_in_step_draw_shares_of_any_size_and_hold_few_blocks(both):
         assert held["in step"] < held["before"] + rest + 4.5 * held["block"]
 
 
-@pytest.mark.parametrize("suffix", ["", "-replay", "-sharded", "-always"])
+@pytest.mark.parametrize("suffix", ["", "-replay", "-overlap", "-sharded", "-always"])
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
     other = load_file(both / f"whole{suffix}-1.safetensors")
@@ -288,9 +291,17 @@ def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
         [without_timings(row) for row in read_metrics(both / f"{name}{suffix}" / "run" / "metrics.jsonl")]
         for name in ("whole", "resumed")
     ]
+    # how busy generators were is a matter of time
+    rows = [[{k: v for k, v in row.items() if not k.startswith("async/")} for row in found] for found in rows]
     assert rows[0] == rows[1]
     assert [row["step"] for row in rows[0]] == [1, 2, 3]
-    assert suffix == "-replay" or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+    assert suffix in ("-replay", "-overlap") or {"eval/reward", "eval/kl"} <= rows[0][1].keys()
+
+
+def test_generators_beside_both_processes_draw_what_each_draws_by_itself(both):
+    for rank in range(2):
+        overlap, replay = (load_file(both / f"whole-{mode}-{rank}.safetensors") for mode in ("overlap", "replay"))
+        assert all(torch.equal(overlap[key], replay[key]) for key in replay)
 
 
 def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_path):
@@ -386,20 +397,10 @@ class TwoRanks(World):
     ("options", "message"),
     [
         ({"method": "full_ppo"}, "method: expected one with a frozen backbone in a run of 2 processes"),
-        ({"async_mode": "overlap"}, "async: expected 'off' or 'replay' in a run of 2 processes, .*got 'overlap'"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
         (
             {"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1},
             "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4",
-        ),
-        (
-            {
-                "algorithm": "grpo",
-                "async_mode": "replay",
-                "rollout_backend": "vllm",
-                "vllm_server_base_url": "http://localhost:1",
-            },
-            "rollout_backend: expected 'local' in a run of 2 processes that learns from answers of past policies",
         ),
     ],
 )
@@ -417,13 +418,46 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         train_config(model, tmp_path / "run", shard_base=True, load_in_4bit=True)
     with pytest.raises(ConfigError, match="decode_step: expected 'auto' or 'transformers' with shard_base always"):
         train_config(model, tmp_path / "run", shard_base="always", decode_step="native")
-    with pytest.raises(ConfigError, match="async: expected 'off' or 'replay' with shard_base"):
-        train_config(model, tmp_path / "run", shard_base=True, algorithm="grpo", async_mode="overlap")
     given = ["--model_name_or_path", str(model), "--dataset_name", "d", "--output_dir", "o", "--shard_base"]
     for more, value in (([], True), (["false"], False), (["always"], "always")):
         assert parse_config(TrainConfig, [*given, *more]).shard_base == value
     with pytest.raises(ConfigError, match="shard_base: expected true or false or one of 'always', got 'never'"):
         parse_config(TrainConfig, [*given, "never"])
+    beside = train_config(model, tmp_path / "run", shard_base=True, async_mode="overlap")
+    with pytest.raises(ConfigError, match="shard_base: expected it unset with async 'overlap', whose generators draw"):
+        require_served(beside, TwoRanks(size=2))
+
+
+def test_processes_of_other_versions_are_refused(model, tmp_path):
+    class Older(World):
+        """Says that the other rank has another torch."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, "torch": "1.0"}]
+
+    found = torch.__version__.partition("+")[0]
+    with pytest.raises(ConfigError, match=f"torch: expected the same on every rank, got '{found}' on rank 0 and '1.0'"):
+        require_served(train_config(model, tmp_path / "run"), Older(size=2))
+
+
+def test_each_process_has_a_server(model, tmp_path):
+    servers = "http://a:1, http://b:1"
+    config = train_config(model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=servers)
+    require_served(config, TwoRanks(size=2))
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected at most 1 addresses, one for each process"):
+        require_served(config, ALONE)
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected addresses separated by single commas"):
+        dataclasses.replace(config, vllm_server_base_url="http://a:1,")
+
+
+def test_generators_of_several_processes_are_on_a_running_cluster(model, tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    config = train_config(model, tmp_path / "run", async_mode="ray")
+    with (
+        pytest.raises(ConfigError, match=r"ray_address: expected that of a running cluster \(ray start --head\)"),
+        generators_on_ray(config, TwoRanks(size=2)),
+    ):
+        pass
 
 
 def test_shares():

@@ -261,7 +261,7 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 def test_a_base_that_differs_is_not_tried_again(monkeypatch):
     class Other(Stub):
         def build(self, config, frozen, threads, kernels, tuned):
-            serialize.require_same_frozen({"backbone base": "other"}, {"backbone base": "learner"})
+            serialize.require_same_parts({"backbone base": "other"}, {"backbone base": "learner"})
 
     ray, transport = transport_of(monkeypatch, Other, generators=1, restarts=3)
     scheduler = scheduler_of(transport, 6)
@@ -356,7 +356,7 @@ def config(tmp_path_factory):
 def generator(config) -> Generator:
     found = Generator()
     threads = torch.get_num_threads()
-    found.build(config.to_dict(), serialize.frozen_digests(build_generator_model(config)), threads, [], [])
+    found.build(config.to_dict(), serialize.fixed_parts(build_generator_model(config)), threads, [], [])
     return found
 
 
@@ -366,7 +366,7 @@ def adapter(config, version: int) -> serialize.Parcel:
 
 def test_a_generator_has_the_learner_s_tuned_settings(config):
     row = {"op": "gae", "site": "scan", "dtype": "float32", "sizes": [], "settings": {"BLOCK_T": 512}}
-    digests = serialize.frozen_digests(build_generator_model(config))
+    digests = serialize.fixed_parts(build_generator_model(config))
     try:
         Generator().build(config.to_dict(), digests, None, [], [row])
         assert [found.to_dict() for found in tuning.choices()] == [row]
@@ -403,11 +403,11 @@ def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
-        Generator().build(other.to_dict(), serialize.frozen_digests(build_generator_model(config)), None, [], [])
+        Generator().build(other.to_dict(), serialize.fixed_parts(build_generator_model(config)), None, [], [])
 
 
 def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
-    found, frozen = Generator(), serialize.frozen_digests(build_generator_model(config))
+    found, frozen = Generator(), serialize.fixed_parts(build_generator_model(config))
     found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")], [])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
     found.hold(*adapter(config, 0))

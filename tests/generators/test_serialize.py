@@ -121,8 +121,13 @@ def test_answers_that_were_changed_on_their_way_are_refused():
 
 
 def test_other_frozen_weights_are_refused():
-    serialize.require_same_frozen({"backbone base": "a"}, {"backbone base": "a", "head reward": "b"})
+    serialize.require_same_parts({"backbone base": "a"}, {"backbone base": "a", "head reward": "b"})
     with pytest.raises(ConfigError, match="got a head reward of hash c…, not b…"):
-        serialize.require_same_frozen(
+        serialize.require_same_parts(
             {"backbone base": "a", "head reward": "c"}, {"backbone base": "a", "head reward": "b"}
         )
+
+
+def test_other_versions_of_packages_are_refused():
+    with pytest.raises(ConfigError, match=r"ray_address: expected torch 1\.0, the learner's, on .* machine, got 2\.0"):
+        serialize.require_same_parts({"package torch": "2.0"}, {"package torch": "1.0", "backbone base": "a"})

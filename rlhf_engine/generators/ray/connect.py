@@ -25,10 +25,11 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import resolve_device
+from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.build import Connect
 from rlhf_engine.generators.ray.transport import RayTransport, Room
-from rlhf_engine.generators.serialize import frozen_digests
+from rlhf_engine.generators.serialize import fixed_parts
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR
 
@@ -39,23 +40,33 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 
 @contextlib.contextmanager
-def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
+def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Connect]:
     """Make what `RlTrainer` takes as `connect`.
 
     Ray is started, or a cluster is joined and left at the end. One that this process has joined already is used as it
-    is.
+    is. Several processes join one cluster, where each has generators of its own.
+
+    Args:
+        config: options of the run.
+        world: ranks of the run.
 
     Raises:
         ConfigError: Ray is not installed, cannot be reached, or has no room for the generators.
     """
     ray = _import_ray()
-    device = resolve_device(config.device)
+    if world.size > 1 and config.ray_address is None:
+        raise ConfigError(
+            f"ray_address: expected that of a running cluster (ray start --head) in a run of {world.size} processes, "
+            "each of which has generators of its own there, got None"
+        )
+    device = resolve_device(config.device) if world.device is None else world.device
     threads = torch.get_num_threads()
     ours = not ray.is_initialized()
     if ours:
         _join(ray, config.ray_address, device)
     try:
-        room = room_for(config, device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = room_for(config, device, nodes, learners=world.size)
         if ours and config.ray_address is None and room.threads is not None:
             # they run on the learner's own cores
             torch.set_num_threads(max(1, threads - config.ray_generators * room.threads))
@@ -64,7 +75,7 @@ def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
             return RayTransport(
                 ray,
                 replace(_for_generators(config, device), exact=registry.is_exact()).to_dict(),
-                frozen_digests(model),
+                fixed_parts(model),
                 generators=config.ray_generators,
                 room=room,
                 restarts=config.ray_restarts,
@@ -79,9 +90,9 @@ def generators_on_ray(config: TrainConfig) -> Iterator[Connect]:
             ray.shutdown()
 
 
-def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]]) -> Room:
+def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]], *, learners: int = 1) -> Room:
     """Ray resources of each generator. Raises ConfigError where machines with these resources cannot hold them all."""
-    n, gpus = config.ray_generators, config.ray_gpus_per_generator
+    n, gpus = config.ray_generators * learners, config.ray_gpus_per_generator
     if device.type == "cpu" and gpus is not None:
         raise ConfigError(f"ray_gpus_per_generator: expected it unset where device is cpu, got {gpus}")
     cpus_by_node = [int(node.get("CPU", 0)) for node in nodes]
@@ -103,7 +114,8 @@ def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str,
     if fit < n:
         have = f"{sum(cpus_by_node)} CPUs and {sum(node.get('GPU', 0) for node in nodes):g} GPUs"
         each = f"{room.cpus} CPUs (generator_threads) and {room.gpus:g} GPUs (ray_gpus_per_generator)"
-        raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {n}")
+        given = f"{n}" if learners == 1 else f"{config.ray_generators} for each of {learners} processes"
+        raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {given}")
     return room
 
 
@@ -158,4 +170,4 @@ def _for_generators(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Folders by their whole path, because processes may start elsewhere; the GPU is the one that Ray gives."""
     paths = {name: getattr(config, name) for name in _PATHS}
     found = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
-    return replace(config, **found, device=device.type)  # type: ignore[arg-type]
+    return replace(config, **found, device=device.type, shard_base=False)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class Generator:
     ) -> tuple[int, str]:
         """Load the model of a TrainConfig's values; returns process id and host.
 
-        frozen: the learner's `frozen_digests`. threads: of the CPU. kernels: values of the run's `Choice`s so far.
+        frozen: the learner's `fixed_parts`. threads: of the CPU. kernels: values of the run's `Choice`s so far.
         tuned: its `tuning.choices` as plain values. Raises ConfigError where weights differ, BackendUnavailableError
         where a chosen kernel cannot serve here, TunedTableError where a tuned choice is none of this version.
         """
@@ -61,7 +61,7 @@ class Generator:
         self._threads = threads
         self._use_threads()
         model = build_generator_model(options).eval()
-        serialize.require_same_frozen(serialize.frozen_digests(model), frozen)
+        serialize.require_same_parts(serialize.fixed_parts(model), frozen)
         self._device = model.role_backbone(BEHAVIOUR).device
 
         score = FrozenRoles(model, options, past=BEHAVIOUR, reward="reward" in model.roles)

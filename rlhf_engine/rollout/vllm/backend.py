@@ -12,17 +12,14 @@ vllm.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,7 +44,7 @@ from rlhf_engine.rollout.request import (
     check_prompts,
     row_seed,
 )
-from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.canary import Asked, Canary
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256
@@ -136,8 +133,9 @@ class VllmRollouts:
         """Make a backend of one run.
 
         `run` names its adapters, which are written into `folder`. `server_folder` is the same folder as the server sees
-        it; None stands for the same path. `role` is the policy that is served. `stopped` is asked while answers are
-        waited for; where it is true, the requests under way are ended.
+        it; None stands for the same path. `role` is the policy that is served. Where that is not the actor, the canary
+        is not compared by `sync` but by `check`. `stopped` is asked while answers are waited for; where it is true, the
+        requests under way are ended.
 
         Raises:
             ConfigError: an actor that vLLM cannot serve.
@@ -151,33 +149,44 @@ class VllmRollouts:
         self.policy_version: int | None = None
         self.name = ""
         """Adapter that is drawn from."""
+        self._unchecked: dict[int, Asked] = {}
         self._stuck: set[str] = set()
         self._metrics: dict[str, float] = {}
 
     # ---- the adapter goes there ------------------------------------------------------------------------------------
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Serve the actor's present weights as this version.
+        """Serve the role's present weights as this version.
 
         Raises RolloutServerError where the server fails, MismatchError where it then serves something else, ConfigError
         where the folder cannot be written to. Until all is well, the version before stays loaded and on disk.
         """
         if policy_version == self.policy_version:
             return self._metrics
-        with self._alone():
-            name = self._write(policy_version)
-            # a run that was killed may have left the very same weights there, or another rank has just loaded them
-            if name not in {model.name for model in self.client.models()}:
-                self.client.load_adapter(name, f"{self.server_folder}/{name}")
-        measured = self.canary.check(name, functools.partial(self._complete, prompt_logprobs=True))
-        with self._alone():
-            self._forget_others(name, {model.name for model in self.client.models()}, self.client)
+        name = self._write(policy_version)
+        served = {model.name for model in self.client.models()}
+        if name not in served:  # a run that was killed may have left the very same weights there
+            self.client.load_adapter(name, f"{self.server_folder}/{name}")
+        asked = self.canary.ask(name, functools.partial(self._complete, prompt_logprobs=True))
+        measured = self.canary.check(asked) if self.role == "actor" else {}
+        self._forget_others(name, served, self.client)
         self.policy_version, self.name = policy_version, name
+        if self.role != "actor":
+            self._unchecked[policy_version] = asked
         self._metrics = {
             **measured,
             "vllm/adapters_left": float(len(self._stuck)),
         }
         return self._metrics
+
+    def check(self, policy_version: int) -> dict[str, float]:
+        """Compare what the server has answered by a version, once, with that policy in the canary's role.
+
+        Kept apart from `sync`, which may run beside a learner whose base is in shares. Raises MismatchError where the
+        server has drawn by something else; nothing has been learned from it then.
+        """
+        asked = self._unchecked.pop(policy_version, None)
+        return {} if asked is None else self.canary.check(asked)
 
     def forget(self) -> None:
         """Take nothing for served any more: a server that has started again holds no adapters."""
@@ -196,26 +205,6 @@ class VllmRollouts:
                 if self.stopped() or time.monotonic() >= until:
                     raise
             time.sleep(_LOOK_SECONDS)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """A block that one rank of the run is in at a time: all of them serve the same versions from one folder."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            folder = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
-        try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-                place = f"vllm_adapter_dir: {self.folder} is on a file system without locks ({error.strerror})"
-                warnings.warn(f"{place}; several ranks of a run may disturb each other there", stacklevel=2)
-            yield
-        finally:
-            os.close(folder)
 
     def _write(self, policy_version: int) -> str:
         """Write the actor's slot as a PEFT folder, whole or not at all; its name."""

@@ -45,8 +45,17 @@ class _Given:
     ours: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Answers of a served adapter to the canary prompts, which are compared later."""
+
+    name: str
+    """Name of the adapter."""
+    answers: list[Completion]
+
+
 class Canary:
-    """Compares a served adapter with the model's actor."""
+    """Compares a served adapter with the policy that it was made from."""
 
     def __init__(
         self,
@@ -62,7 +71,7 @@ class Canary:
     ) -> None:
         """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype.
 
-        role: the role that is served, `actor` or `behaviour`.
+        role: the role that answers are compared with: `actor`, or `past` where past policies draw.
         """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one canary prompt, got none")
@@ -76,11 +85,11 @@ class Canary:
         )
         self._last: _Given | None = None
 
-    def check(self, name: str, complete: Complete | None = None) -> dict[str, float]:
-        """Compare the adapter served under a name; mean and largest |difference|.
+    def ask(self, name: str, complete: Complete | None = None) -> Asked:
+        """Have the adapter served under a name answer the canary prompts. No pass of the model is made.
 
         complete: draws the answer to a prompt with its log-probs; None: the client does.
-        Raises MismatchError if it is not the actor, RolloutServerError if the server does not say.
+        Raises RolloutServerError if the server does not answer.
         """
         vocabulary = self.model.role_backbone(self.role).vocabulary
         bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
@@ -91,6 +100,14 @@ class Canary:
                 self.client.complete(name, prompt, body, vocabulary=vocabulary, prompt_logprobs=True)
                 for prompt, body in zip(self.prompts, bodies, strict=True)
             ]
+        return Asked(name, found)
+
+    def check(self, asked: Asked) -> dict[str, float]:
+        """Compare answers with the policy that is in the role's slot now; mean and largest |difference|.
+
+        Raises MismatchError where the server has drawn by something else.
+        """
+        name, found = asked.name, asked.answers
         drawn = torch.tensor([x for answer in found for x in answer.logprobs])
         tokens = [answer.tokens for answer in found]
         gap = (drawn - self._score(self.prompts, tokens, self.sampling.temperature)).abs()
