@@ -439,9 +439,7 @@ def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
     with torch.no_grad():
         list(model.backbone().slot("actor").parameters())[-1].fill_(float("nan"))
     with pytest.raises(MismatchError, match="differ by nan for drawn tokens"):
-        rollouts.canary.check(
-            rollouts.canary.ask(rollouts.name)
-        )  # the server still has the numbers of before
+        rollouts.canary.check(rollouts.canary.ask(rollouts.name))  # the server still has the numbers of before
 
 
 # ---- a server that fails ---------------------------------------------------------------------------------------------
