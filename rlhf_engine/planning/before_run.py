@@ -203,7 +203,8 @@ def _gathered_bytes(trainer: RlTrainer) -> int:
     backbones = [trainer.model.backbone(name) for name in trainer.model.backbones]
     whole = _bytes(p for backbone in backbones for _, p in backbone.base_parameters())
     blocks = [_bytes(block.parameters()) for backbone in backbones for block in backbone.blocks]
-    return whole if trainer.config.shard_base is True else whole - sum(blocks) + GATHERED_BLOCKS * max(blocks)
+    few = min(whole, whole - sum(blocks) + GATHERED_BLOCKS * max(blocks))
+    return few if trainer.config.shard_base == "always" else whole
 
 
 def _draws_here(trainer: RlTrainer) -> bool:

@@ -88,9 +88,8 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     for row, other in zip(*rows, strict=True):
         for name in ("reward", "completions/mean_length", "eval/reward"):
             assert other[name] == pytest.approx(row[name], rel=1e-3), name
-    # every version goes there once, whichever rank is the first
     loaded = [body["lora_name"].rsplit("-", 2)[1] for body in server.requests("/v1/load_lora_adapter")]
-    assert loaded == ["v0", "v1", "v2"] * 2
+    assert sorted(loaded) == sorted(["v0", "v1", "v2"] * 3)  # of one process, and of two
     assert not server.adapters
     assert not (tmp_path / "served" / "vllm").exists()
 
