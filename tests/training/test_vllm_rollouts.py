@@ -79,7 +79,10 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     alone.run()
     expected = trained(alone)
     made = config(model, tmp_path / "served", server, shard_base="always", **options)
-    assert finish(start(tmp_path, [{"name": "ranks", "do": "run", "config": made.to_dict()}]), tmp_path) == [0, 0]
+    ahead = {**options, "algorithm": "grpo", "async_mode": "overlap", "max_steps": 3, "eval_steps": 3}
+    beside = config(model, tmp_path / "ahead", server, shard_base="always", **ahead)
+    jobs = [{"name": name, "do": "run", "config": c.to_dict()} for name, c in (("ranks", made), ("ahead", beside))]
+    assert finish(start(tmp_path, jobs), tmp_path) == [0, 0]
     for rank in range(2):
         found = load_file(tmp_path / f"ranks-{rank}.safetensors")
         for name, tensor in expected.items():
@@ -88,8 +91,15 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     for row, other in zip(*rows, strict=True):
         for name in ("reward", "completions/mean_length", "eval/reward"):
             assert other[name] == pytest.approx(row[name], rel=1e-3), name
-    loaded = [body["lora_name"].rsplit("-", 2)[1] for body in server.requests("/v1/load_lora_adapter")]
+    names = [body["lora_name"] for body in server.requests("/v1/load_lora_adapter")]
+    loaded = [name.rsplit("-", 2)[1] for name in names if not name.startswith("ahead")]
     assert sorted(loaded) == sorted(["v0", "v1", "v2"] * 3)  # of one process, and of two
+    # generators that draw beside the updates are compared by the learners, whose calls are of all ranks
+    rows = read_metrics(tmp_path / "ahead" / "metrics.jsonl")
+    assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0]
+    assert rows[0]["mismatch/canary_max"] < 1e-4
+    one, other = (load_file(tmp_path / f"ahead-{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
     assert not server.adapters
     assert not (tmp_path / "served" / "vllm").exists()
 
