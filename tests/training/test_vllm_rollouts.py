@@ -93,7 +93,8 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
             assert other[name] == pytest.approx(row[name], rel=1e-3), name
     names = [body["lora_name"] for body in server.requests("/v1/load_lora_adapter")]
     loaded = [name.rsplit("-", 2)[1] for name in names if not name.startswith("ahead")]
-    assert sorted(loaded) == sorted(["v0", "v1", "v2"] * 3)  # of one process, and of two
+    # every version goes there once, whichever rank is the first
+    assert loaded == ["v0", "v1", "v2"] * 2
     # generators that draw beside the updates are compared by the learners, whose calls are of all ranks
     rows = read_metrics(tmp_path / "ahead" / "metrics.jsonl")
     assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0]
