@@ -97,7 +97,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def fixed_parts(model: HydraModel) -> dict[str, str]:
-    """What no update of a run changes: versions of packages, SHA-256 of backbones, frozen slots and frozen heads."""
+    """Versions of packages, and SHA-256 of backbones, frozen slots and frozen heads: no update of a run changes them."""
     found = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
     found |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
     for role in model.roles.values():
