@@ -97,7 +97,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def fixed_parts(model: HydraModel) -> dict[str, str]:
-    """Versions of packages, and SHA-256 of backbones, frozen slots and frozen heads: no update of a run changes them."""
+    """Versions of packages, and SHA-256 of backbones, frozen slots and frozen heads: what no update changes."""
     found = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
     found |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
     for role in model.roles.values():
