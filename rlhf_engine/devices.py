@@ -22,7 +22,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 2**30
+_KEPT_BYTES, _PIECE_BYTES = 2**30, 2**18
 
 
 def keep_freed_memory() -> None:
@@ -37,6 +37,18 @@ def keep_freed_memory() -> None:
     # setting either ends glibc's own adapting, so the second only with the first; old versions allow 32 MiB at most
     if libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or libc.mallopt(_M_MMAP_THRESHOLD, 2**25):
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Let this process give back at once what tensors on the CPU free, against `keep_freed_memory`.
+
+    Where weights come and go in pieces of many sizes, a heap keeps several times what is in use. Does nothing where the
+    C library is not glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _PIECE_BYTES)
+    release_memory(torch.device("cpu"))
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")

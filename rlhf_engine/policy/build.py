@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.config.training import TrainingOptions
-from rlhf_engine.devices import DTYPES, release_memory, resolve_device
+from rlhf_engine.devices import DTYPES, resolve_device, return_freed_memory
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
@@ -100,7 +100,7 @@ def shard_base(
     """
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
-    release_memory(torch.device("cpu"))  # that the whole base had
+    return_freed_memory()
     if not isinstance(config, TrainConfig) or config.token_budget is None:
         model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
     return functools.partial(base.in_step, world) if config.shard_base == "always" else base.whole
