@@ -150,6 +150,15 @@ def left(folder: Path, name: str, rank: int) -> Any:
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
+def assert_ended(folder: Path, name: str, kinds: Sequence[str], messages: Sequence[str]) -> None:
+    """What each process has raised in a job, from rank 0 on; those that were killed are left out."""
+    for rank, (kind, message) in enumerate(zip(kinds, messages, strict=True)):
+        found_kind, text, seconds = left(folder, name, rank)
+        assert found_kind == kind
+        assert message in text
+        assert seconds < WAIT / 2  # at once rather than after the longest wait
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
@@ -339,11 +348,7 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
     ],
 )
 def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
-    for rank, (kind, message) in enumerate(zip(kinds, messages, strict=True)):
-        found_kind, text, seconds = left(both, name, rank)
-        assert found_kind == kind
-        assert message in text
-        assert seconds < WAIT / 2  # at once rather than after the longest wait
+    assert_ended(both, name, kinds, messages)
     if name.startswith("raises"):
         assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
 

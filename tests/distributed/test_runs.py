@@ -23,9 +23,9 @@ from rlhf_engine.training.sft import SftTrainer
 from tests.distributed.ranks import KINDS, held_by
 from tests.distributed.test_data_parallel import (
     ROOT,
-    WAIT,
     TwoRanks,
     assert_close,
+    assert_ended,
     assert_same_numbers,
     finish,
     left,
@@ -205,11 +205,7 @@ def test_each_process_holds_its_share_of_weights_and_state(both):
     ],
 )
 def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
-    for rank, (kind, message) in enumerate(zip(kinds, messages, strict=True)):
-        found_kind, text, seconds = left(both, name, rank)
-        assert found_kind == kind
-        assert message in text
-        assert seconds < WAIT / 2  # at once rather than after the longest wait
+    assert_ended(both, name, kinds, messages)
 
 
 @pytest.mark.long
