@@ -150,7 +150,8 @@ def command_of(grid: Grid, point: dict[str, Any]) -> list[str]:
     if grid.command == "recipe":
         values = {**grid.flags, **extra, **point}
         name, first = values.pop("recipe"), values.pop("from", None)
-        changes = [text for option, value in values.items() for text in ("--set", f"{option}={value}")]
+        given = {option: "null" if value is None else value for option, value in values.items()}
+        changes = [text for option, value in given.items() for text in ("--set", f"{option}={value}")]
         return [str(name), *([] if first is None else ["--from", str(first)]), *changes]
     return [grid.command, *flags_of({**grid.flags, **extra}), *flags_of(point)]
 
