@@ -242,7 +242,10 @@ def run(
             options["resume"] = Path(options["out"]).is_file()
         config.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
         print(f"== {name}: {stage_name} (rlhf-engine {command} --config {config})", flush=True)
-        done = subprocess.run([sys.executable, "-m", "rlhf_engine", command, "--config", str(config)])
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf_engine", command, "--config", str(config)],
+            stdout=subprocess.DEVNULL if command == "generate" else None,  # thousands of answers, which are in its file
+        )
         if done.returncode:
             raise RecipeError(f"stage {stage_name}: rlhf-engine {command} ended with {done.returncode}")
         if "rows" in stage:
