@@ -91,8 +91,10 @@ class Grid:
             raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")
         if found.get("command") not in ("train", "demo", "recipe"):
             raise ValueError(f"{path}: expected command train, demo or recipe, got {found.get('command')!r}")
-        if found["command"] == "recipe" and "recipe" not in {**(found.get("flags") or {}), **found["grid"]}:
-            raise ValueError(f"{path}: expected a flag or an axis recipe for command recipe, got none")
+        flags = found.get("flags") or {}
+        recipes = found["grid"].get("recipe") or [flags[name] for name in ("recipe",) if name in flags]
+        if found["command"] == "recipe" and (not recipes or ("from" in flags and len(recipes) > 1)):
+            raise ValueError(f"{path}: recipe: expected a flag or an axis, of one value with `from`, got {recipes}")
         for axis, values in found["grid"].items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
@@ -288,7 +290,7 @@ def recipe_numbers(recipe: str, folder: Path) -> dict[str, Any]:
 def run_start(grid: Grid, extra: list[str]) -> Path:
     """Run the grid's recipe whole, for the stages that its runs share. Returns its folder, which stays."""
     whole = replace(grid, flags={name: value for name, value in grid.flags.items() if name != "from"})
-    argv = command_of(whole, {})
+    argv = command_of(whole, {"recipe": grid.axes["recipe"][0]} if "recipe" in grid.axes else {})
     folder = WORK / grid.name / "start"
     done = subprocess.run([sys.executable, *program(grid), *argv, "--output_dir", str(folder), *extra], check=False)
     if done.returncode != 0:
