@@ -307,10 +307,15 @@ def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str
     return found
 
 
+def _axes(grid: Grid) -> str:
+    """Names of the axes by which runs are grouped."""
+    return " ".join(axis for axis in grid.axes if axis != SEED)
+
+
 def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     """summary.md and curves.png; returns the table."""
     columns = [*grid.final, *(f"seconds to {metric} {level:g}" for metric, level in grid.reach.items())]
-    axes = " ".join(axis for axis in grid.axes if axis != SEED)
+    axes = _axes(grid)
     rows = {}
     for name, members in groups(grid, records).items():
         cells = [_interval([member["final"][metric] for member in members], signed=False) for metric in grid.final]
@@ -407,7 +412,7 @@ def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
     figure.savefig(path, dpi=130)
 
 
@@ -453,7 +458,7 @@ def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
         axes.set_title(metric, fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
     figure.savefig(path, dpi=130)
 
 

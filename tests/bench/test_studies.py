@@ -137,6 +137,12 @@ def test_runs_of_a_recipe_share_the_stages_before_what_varies(tmp_path):
         ({"extra": 1}, "expected the fields"),
         ({"command": "sft"}, "expected command train, demo or recipe, got 'sft'"),
         ({"grid": {"seed": 3}}, r"grid\.seed: expected a list of values, got 3"),
+        ({"command": "recipe"}, r"recipe: expected a flag or an axis, .* got \[\]"),
+        (
+            {"command": "recipe", "flags": {"from": "evaluate"}, "grid": {"recipe": ["perl-hh", "remax-hh"]}},
+            r"recipe: expected a flag or an axis, of one value with `from`, got \['perl-hh', 'remax-hh'\]",
+        ),
+        ({"against": [["reward", "eval/kl"]]}, r"against: expected pairs of \[.*\] or of \['kl', 'reward'\]"),
     ],
 )
 def test_grids_that_are_none(tmp_path, sweep, changes, message):
