@@ -61,6 +61,30 @@ def test_tiny_runs_from_data_to_evaluation(name, tmp_path):
     assert again.returncode == 0
     assert "==" not in again.stdout
     assert seconds < SECONDS * 3  # under a minute on a machine to itself
+    if name == "perl-ticketing":
+        options_may_be_given(name, tmp_path)
+
+
+def options_may_be_given(name, whole):
+    """The last stage alone, on another run's models and with other options; a stage that is done keeps its own."""
+    other, change = whole / "other", ["--set", "evaluate.max_prompts=1"]
+    done = command(name, "--tiny", "--output_dir", other, "--from", "evaluate", "--start", whole, *change)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("== perl-ticketing") == 1
+    results = json.loads((other / "evaluation" / "results.json").read_text())
+    assert results["prompts"] == 1
+    assert results["record"]["config"]["reward_adapter"] == str(whole / "reward" / "final")
+    done = command(name, "--tiny", "--output_dir", whole, *change)
+    assert done.returncode == 2
+    assert "stage evaluate: expected max_prompts 4, with which it was done, got 1; give another" in done.stderr
+    for given, message in [
+        (["--from", "evaluate"], f"from: expected the stages before evaluate done in '{other / 'new'}', got no reward"),
+        (["--start", whole], "start: expected it with --from, got no --from"),
+        (["--set", "sft.seed=1"], "set: expected OPTION=VALUE or STAGE.OPTION=VALUE with a stage of reward, rei"),
+        (["--set", "seed"], "with a stage of reward, reinforce, evaluate, got 'seed'"),
+    ]:
+        done = command(name, "--tiny", "--output_dir", other / "new", *given)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
 def test_a_recipe_without_its_data_says_what_to_fetch(tmp_path):
@@ -76,7 +100,7 @@ def test_a_recipe_without_its_data_says_what_to_fetch(tmp_path):
     assert "recipe: expected one of async-gsm8k" in done.stderr
 
 
-def test_published_layouts_become_rows():
+def test_published_layouts_become_rows(tmp_path):
     sys.path.insert(0, str(RECIPES))
     try:
         from prepare import LAYOUTS
@@ -84,6 +108,7 @@ def test_published_layouts_become_rows():
         sys.path.remove(str(RECIPES))
     found = {name: LAYOUTS[name](RECIPES / "tiny" / folder) for name, folder in [
         ("stack_exchange", "stack_exchange"), ("hh", "hh"), ("tldr", "tldr"), ("gsm8k", "gsm8k"), ("thumbs", "thumbs"),
+        ("taskmaster", "taskmaster"),
     ]}  # fmt: skip
     for name in ("stack_exchange", "hh", "tldr"):
         train, held_out = found[name]["pairs.jsonl"], found[name]["pairs_heldout.jsonl"]
@@ -98,3 +123,11 @@ def test_published_layouts_become_rows():
     assert int(question["answer"]) == a * b
     liked = found["thumbs"]["liked.jsonl"]
     assert len(liked) * 2 == len(found["thumbs"]["thumbs.jsonl"])
+    dialogues = [{row["dialogue"] for row in found["taskmaster"][f"thumbs{of}.jsonl"]} for of in ("", "_heldout")]
+    assert all(dialogues)
+    assert not dialogues[0] & dialogues[1]
+    drawn = [{"prompt": f"p{i}", "completion": text} for i in range(30) for text in ("a", "b" if i else "a")]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    pairs = LAYOUTS["sampled_pairs"](tmp_path)
+    assert [len(pairs[name]) for name in ("pairs.jsonl", "pairs_heldout.jsonl")] == [27, 2]  # p0's answers are equal
+    assert {(row["chosen"], row["rejected"]) for row in pairs["pairs.jsonl"]} == {("a", "b")}

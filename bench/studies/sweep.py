@@ -6,8 +6,8 @@
     python bench/studies/sweep.py GRID.yaml --out DIR --jobs 2  # two seeds side by side, half the cores each
     python bench/studies/sweep.py GRID.yaml --out DIR --summary  # only the table and the plot of what is there
 
-A grid file names the command (`train` or `demo`), flags that all runs share, and the axes of the grid. It also names
-the metrics whose curves are kept and the numbers that the table compares:
+A grid file names the command (`train`, `demo` or `recipe`), flags that all runs share, and the axes of the grid. It
+also names the metrics whose curves are kept and the numbers that the table compares:
 
     command: train
     flags: {config: examples/stories260k.yaml}
@@ -19,7 +19,15 @@ the metrics whose curves are kept and the numbers that the table compares:
 
     reach: {reward: 2.0}                                  # seconds until the smoothed curve of a metric is there
 
-`seconds` is the time of a run's steps so far; it needs `seconds/step` among the curves.
+`seconds` is the time of a run's steps so far; it needs `seconds/step` among the curves. A pair of `against` may also
+be two numbers of `final`: a point for each run, and the mean of each group with its 95 % interval.
+
+With `command: recipe` a run is a whole recipe of examples/recipes. The flag (or axis) `recipe` names it; the others are
+`OPTION` or `STAGE.OPTION`, as of its --set. With a flag `from`, the recipe runs whole once, in runs/sweeps/GRID/start,
+and every run takes the stages before `from` from there. Curves are of its `train` stage. `final` names metrics of that
+stage's last step, `MODEL/FIGURE` of the evaluation, and `STAGE.METRIC` of the step that a reward model was kept at.
+
+    python bench/studies/sweep.py bench/studies/sweeps/async_ticketing.yaml --out DIR -- --data DIR2 --base MODEL
 
 Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
 in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
@@ -43,7 +51,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +61,7 @@ from rlhf_engine.runs.curves import smooth
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 
 WORK = Path("runs/sweeps")
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 SEED = "seed"
 _FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against", "reach"}
 
@@ -80,8 +89,12 @@ class Grid:
         found = yaml.safe_load(path.read_text())
         if not isinstance(found, dict) or not set(found) <= _FIELDS or not found.get("grid"):
             raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")
-        if found.get("command") not in ("train", "demo"):
-            raise ValueError(f"{path}: expected command train or demo, got {found.get('command')!r}")
+        if found.get("command") not in ("train", "demo", "recipe"):
+            raise ValueError(f"{path}: expected command train, demo or recipe, got {found.get('command')!r}")
+        flags = found.get("flags") or {}
+        recipes = found["grid"].get("recipe") or [flags[name] for name in ("recipe",) if name in flags]
+        if found["command"] == "recipe" and (not recipes or ("from" in flags and len(recipes) > 1)):
+            raise ValueError(f"{path}: recipe: expected a flag or an axis, of one value with `from`, got {recipes}")
         for axis, values in found["grid"].items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
@@ -93,8 +106,12 @@ class Grid:
         curves = found.get("curves") or []
         known = {"seconds"} if "seconds/step" in curves else set()
         for pair in found.get("against") or []:
-            if len(pair) != 2 or not set(pair) <= known | set(curves):
-                raise ValueError(f"{path}: against: expected pairs of {sorted(known | set(curves))}, got {pair}")
+            final = found.get("final") or []
+            if len(pair) != 2 or not (set(pair) <= known | set(curves) or set(pair) <= set(final)):
+                raise ValueError(
+                    f"{path}: against: expected pairs of {sorted(known | set(curves))} or of {sorted(final)}, "
+                    f"got {pair}"
+                )
         reach = found.get("reach") or {}
         if reach and not {"seconds/step", *reach} <= set(curves):
             raise ValueError(
@@ -132,13 +149,25 @@ def command_of(grid: Grid, point: dict[str, Any]) -> list[str]:
     """The command of a run, without folders of this machine."""
     presets = [grid.presets.get(axis, {}).get(value, {}) for axis, value in point.items()]
     extra = {name: value for preset in presets for name, value in preset.items()}
+    if grid.command == "recipe":
+        values = {**grid.flags, **extra, **point}
+        name, first = values.pop("recipe"), values.pop("from", None)
+        given = {option: "null" if value is None else value for option, value in values.items()}
+        changes = [text for option, value in given.items() for text in ("--set", f"{option}={value}")]
+        return [str(name), *([] if first is None else ["--from", str(first)]), *changes]
     return [grid.command, *flags_of({**grid.flags, **extra}), *flags_of(point)]
+
+
+def shown_command(grid: Grid, point: dict[str, Any]) -> str:
+    """A run's command as its record has it."""
+    program = ["python", "examples/recipes/run.py"] if grid.command == "recipe" else ["rlhf-engine"]
+    return shlex.join([*program, *command_of(grid, point)])
 
 
 def read_record(grid: Grid, point: dict[str, Any], path: Path) -> dict[str, Any]:
     """A run's record. Raises SystemExit for one that other flags have made."""
     record: dict[str, Any] = json.loads(path.read_text())
-    command = shlex.join(["rlhf-engine", *command_of(grid, point)])
+    command = shown_command(grid, point)
     if record["command"] != command:
         raise SystemExit(
             f"{path}: expected a record of `{command}`, got one of `{record['command']}`; remove it, or give another "
@@ -159,14 +188,14 @@ def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], 
     `jobs` seeds share the cores. Each demo starts from the supervised model of the first, whose folder is kept until
     the last has its record: at equal seeds all of them would train the same one.
     """
-    start: Path | None = None
+    start = WORK / grid.name / "start" if "from" in grid.flags else None
     for path, point in runs.items():
         folder = run_point(grid, point, extra, path, jobs, start)
         if grid.command == "demo" and start is None:
             start = folder
         else:
             shutil.rmtree(folder)
-    if start is not None:
+    if start is not None and grid.command == "demo":
         shutil.rmtree(start)
 
 
@@ -179,14 +208,14 @@ def run_point(
     argv = [*shown, "--output_dir", str(folder), *extra]
     if grid.command == "train":
         argv += ["--resume_from_checkpoint", "auto"]
-    elif folder.exists():
+    elif grid.command == "demo" and folder.exists():
         shutil.rmtree(folder)  # a demo resumes nothing
     if start is not None:
         argv += ["--start", str(start)]
     began = time.perf_counter()
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_engine", *argv],
+        [sys.executable, *program(grid), *argv],
         env=os.environ | share,
         stdout=subprocess.DEVNULL,
         check=False,
@@ -195,12 +224,14 @@ def run_point(
         raise SystemExit(
             f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
         )
-    inner = folder if grid.command == "train" else folder / "rl"
+    inner = training_folder(grid, shown[0], folder)
     rows = read_metrics(inner / "metrics.jsonl")
     facts = json.loads((inner / "run.json").read_text())
     final: dict[str, Any] = dict(rows[-1])
     if grid.command == "demo":
         final |= json.loads((folder / "result.json").read_text())
+    elif grid.command == "recipe":
+        final |= recipe_numbers(shown[0], folder)
     lacking = [name for name in grid.final if name not in final]
     if lacking:
         raise SystemExit(f"final: expected names among {sorted(final)}, got {lacking}")
@@ -208,7 +239,7 @@ def run_point(
         record_path,
         {
             "run": point,
-            "command": shlex.join(["rlhf-engine", *shown]),
+            "command": shown_command(grid, point),
             "final": {name: final[name] for name in grid.final},
             "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
             "seconds": time.perf_counter() - began,
@@ -222,6 +253,51 @@ def run_point(
     return folder
 
 
+def program(grid: Grid) -> list[str]:
+    """Arguments of the interpreter before a command of the grid."""
+    return [str(RECIPES / "run.py")] if grid.command == "recipe" else ["-m", "rlhf_engine"]
+
+
+def stages_of(recipe: str) -> dict[str, dict[str, Any]]:
+    """Stages of a recipe, by name."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["stages"]
+    return found
+
+
+def training_folder(grid: Grid, name: str, folder: Path) -> Path:
+    """The folder of RL in that of a run; `name` is the recipe's, where there is one."""
+    if grid.command == "recipe":
+        return folder / [stage for stage, found in stages_of(name).items() if found["command"] == "train"][-1]
+    return folder / "rl" if grid.command == "demo" else folder
+
+
+def recipe_numbers(recipe: str, folder: Path) -> dict[str, Any]:
+    """`MODEL/FIGURE` of a recipe's evaluation, and `STAGE.METRIC` of the kept step of each reward model that it ran."""
+    models = json.loads((folder / "evaluation" / "results.json").read_text())["models"]
+    found = {
+        f"{model}/{name}": value[0] if isinstance(value, list) else value
+        for model, figures in models.items()
+        for name, value in figures.items()
+    }
+    for stage, of in stages_of(recipe).items():
+        if of["command"] == "reward" and (folder / stage).is_dir():
+            kept = json.loads((folder / stage / "run.json").read_text())["result"]["final_step"]
+            for row in read_metrics(folder / stage / "metrics.jsonl"):
+                found |= {f"{stage}.{name}": value for name, value in row.items() if row["step"] == kept}
+    return found
+
+
+def run_start(grid: Grid, extra: list[str]) -> Path:
+    """Run the grid's recipe whole, for the stages that its runs share. Returns its folder, which stays."""
+    whole = replace(grid, flags={name: value for name, value in grid.flags.items() if name != "from"})
+    argv = command_of(whole, {"recipe": grid.axes["recipe"][0]} if "recipe" in grid.axes else {})
+    folder = WORK / grid.name / "start"
+    done = subprocess.run([sys.executable, *program(grid), *argv, "--output_dir", str(folder), *extra], check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{folder}: the recipe ended with exit code {done.returncode}; run this again to go on")
+    return folder
+
+
 def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Records by everything but their seed."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -231,10 +307,15 @@ def groups(grid: Grid, records: list[dict[str, Any]]) -> dict[str, list[dict[str
     return found
 
 
+def _axes(grid: Grid) -> str:
+    """Names of the axes by which runs are grouped."""
+    return " ".join(axis for axis in grid.axes if axis != SEED)
+
+
 def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     """summary.md and curves.png; returns the table."""
     columns = [*grid.final, *(f"seconds to {metric} {level:g}" for metric, level in grid.reach.items())]
-    axes = " ".join(axis for axis in grid.axes if axis != SEED)
+    axes = _axes(grid)
     rows = {}
     for name, members in groups(grid, records).items():
         cells = [_interval([member["final"][metric] for member in members], signed=False) for metric in grid.final]
@@ -266,10 +347,13 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 def _interval(values: list[float], *, signed: bool) -> str:
     """A mean and half the width of its 95 % interval; the mean alone of a single run."""
     mean = f"{statistics.fmean(values):{'+' if signed else ''}.4g}"
-    if len(values) == 1:
-        return mean
+    return mean if len(values) == 1 else f"{mean} ± {_half_width(values):.2g}"
+
+
+def _half_width(values: list[float]) -> float:
+    """Half the width of the 95 % interval of a mean of two or more values."""
     quantile = _T_95[min(len(values) - 1, len(_T_95)) - 1]  # of fewer degrees of freedom: wider, never narrower
-    return f"{mean} ± {quantile * statistics.stdev(values) / len(values) ** 0.5:.2g}"
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
 def _paired(grid: Grid, records: list[dict[str, Any]]) -> tuple[str, dict[str, list[str]]]:
@@ -314,6 +398,9 @@ def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
     for i, (x, y) in enumerate(grid.against):
         axes = figure.add_subplot(1, len(grid.against), i + 1)
         for name, members in groups(grid, records).items():
+            if x in grid.final and y in grid.final:
+                _plot_points(axes, name, [[member["final"][metric] for member in members] for metric in (x, y)])
+                continue
             lines = [(_curve(member, x), _curve(member, y)) for member in members]
             mean_x, mean_y = (
                 [statistics.fmean(column) for column in zip(*side, strict=True)] for side in zip(*lines, strict=True)
@@ -325,8 +412,18 @@ def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+def _plot_points(axes: Any, name: str, values: list[list[float]]) -> None:
+    """A point for each run, and their mean with the 95 % intervals of both numbers."""
+    (drawn,) = axes.plot(*values, ".", alpha=0.4, markersize=5)
+    spread = [_half_width(side) if len(side) > 1 else 0.0 for side in values]
+    axes.errorbar(
+        *([statistics.fmean(side)] for side in values), xerr=spread[0], yerr=spread[1], fmt="o",
+        color=drawn.get_color(), markersize=6, capsize=3, label=name,
+    )  # fmt: skip
 
 
 def _curve(record: dict[str, Any], name: str) -> list[float]:
@@ -361,7 +458,7 @@ def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
         axes.set_title(metric, fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
     figure.savefig(path, dpi=130)
 
 
@@ -384,6 +481,8 @@ def main() -> None:
     found = {path: read_record(grid, point, path) for point, path in zip(points, paths, strict=True) if path.exists()}
     if not arguments.summary:
         lacking = {path: point for path, point in zip(paths, points, strict=True) if path not in found}
+        if lacking and "from" in grid.flags:
+            run_start(grid, extra)
         seeds: dict[Any, dict[Path, dict[str, Any]]] = {}
         for path, point in lacking.items():
             seeds.setdefault(point.get(SEED), {})[path] = point

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 Rows = dict[str, list[dict[str, Any]]]
 _HELD_OUT = 20
 """One prompt in so many is held out."""
+_HELD_OUT_DIALOGUES = 10
 _FINAL = re.compile(r"####\s*(.+?)\s*$")
 SHOTS = 4
 """Worked examples before a question of GSM8K."""
@@ -141,4 +143,41 @@ def thumbs(folder: Path) -> Rows:
     }
 
 
-LAYOUTS = {function.__name__: function for function in (stack_exchange, hh, tldr, gsm8k, thumbs)}
+def taskmaster(folder: Path) -> Rows:
+    """Thumbs of Taskmaster: one dialogue in ten is held out, with all its turns; turns without text are left out."""
+    from rlhf_engine.data import Tally, load_taskmaster
+
+    read = load_taskmaster(folder, Tally(source=str(folder), argument="--data"))
+    found = [row for row in read if isinstance(row.completion, str) and row.completion.strip()]
+    order = {group: i for i, group in enumerate(dict.fromkeys(row.group for row in found))}
+    parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for row in found:
+        parts[order[row.group] % _HELD_OUT_DIALOGUES == 0].append(
+            {"prompt": row.prompt, "completion": row.completion, "label": row.label, "dialogue": row.group}
+        )
+    random.Random(0).shuffle(parts[True])  # the first so many are of many dialogues
+    return {
+        "thumbs.jsonl": parts[False],
+        "thumbs_heldout.jsonl": parts[True],
+        "written.jsonl": [{"prompt": r["prompt"], "completion": r["completion"]} for r in parts[False]],
+        "prompts.jsonl": _prompts(parts[False]),
+        "prompts_heldout.jsonl": _prompts(parts[True]),
+    }
+
+
+def sampled_pairs(folder: Path) -> Rows:
+    """Two answers that a model has drawn to each prompt, in any order: a gold reward model says which is better."""
+    answers: dict[str, list[str]] = {}
+    for row in _lines(folder, "answers.jsonl"):
+        answers.setdefault(row["prompt"], []).append(row["completion"])
+    pairs = [
+        {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
+        for prompt, texts in sorted(answers.items())
+        if texts[0] != texts[1]
+    ]
+    return {name: rows for name, rows in _pairs(pairs).items() if name.startswith("pairs")}
+
+
+LAYOUTS = {
+    function.__name__: function for function in (stack_exchange, hh, tldr, gsm8k, thumbs, taskmaster, sampled_pairs)
+}

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
 """Run a recipe: a paper's settings from its published data to a trained policy and its evaluation.
 
-    python examples/recipes/run.py NAME --data FOLDER --output_dir OUT [--base MODEL] [--from STAGE]
+    python examples/recipes/run.py NAME --data FOLDER --output_dir OUT [--base MODEL] [--set [STAGE.]OPTION=VALUE …]
+    python examples/recipes/run.py NAME --data FOLDER --output_dir OUT2 --from STAGE --start OUT [--set …]
     python examples/recipes/run.py NAME --tiny --output_dir OUT
 
 A recipe is a YAML file beside this one. Its stages are commands of rlhf-engine, run one after another in OUT; a stage
-that is done is not run again, and one that was stopped goes on. --tiny runs every stage for a few steps on a small
+that is done is not run again, and one that was stopped goes on. --set changes an option of a stage, or of all that are
+run. With --start, the stages before --from are those of another run. --tiny runs every stage for a few steps on a small
 random model and a few rows of the same layout, on a CPU, in under a minute.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -39,11 +42,19 @@ _SMALL_RUN = {
         "num_mini_batches": 1,
     },
     "evaluate": {"max_prompts": 4, "max_completion_length": 8},
+    "generate": {"max_completion_length": 8},
 }
 _SMALL_ALWAYS = {"dtype": "float32", "device": "cpu", "truncation": "keep_end"}
 _SMALL_ADAPTER = {"lora_r": 2}
 _RESUMES = {"sft", "reward", "train"}
-_OF_BOTH = {"train": "max_prompt_length", "sft": "max_length", "reward": "max_length"}
+_LENGTH = {
+    "train": "max_prompt_length",
+    "sft": "max_length",
+    "reward": "max_length",
+    "evaluate": "max_prompt_length",
+    "generate": "max_prompt_length",
+}
+_GOES_ON = ("resume_from_checkpoint", "resume")
 _SMALL_LENGTH = 96
 
 
@@ -76,15 +87,46 @@ def prepare(recipe: Mapping[str, Any], data: Path, out: Path) -> Path:
     folder = out / "data"
     mark = folder / "done"
     if not mark.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in LAYOUTS[recipe["layout"]](data).items():
-            if not rows:
-                raise RecipeError(f"data: expected rows for {name} in {str(data)!r}, got none")
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            (folder / name).write_text("".join(lines), encoding="utf-8")
-            print(f"{name}: {len(rows)} rows", flush=True)
+        write_rows(recipe["layout"], data, folder)
         mark.touch()
     return folder
+
+
+def write_rows(layout: str, source: Path, folder: Path) -> None:
+    """Write the rows that a layout makes of the files in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in LAYOUTS[layout](source).items():
+        if not rows:
+            raise RecipeError(f"data: expected rows for {name} in {str(source)!r}, got none")
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / name).write_text("".join(lines), encoding="utf-8")
+        print(f"{name}: {len(rows)} rows", flush=True)
+
+
+def settings(given: list[str], stages: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options given by --set, for each stage."""
+    found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
+    for text in given:
+        name, is_set, value = text.partition("=")
+        stage, _, option = name.rpartition(".")
+        if not is_set or not option or (stage and stage not in stages):
+            raise RecipeError(
+                f"set: expected OPTION=VALUE or STAGE.OPTION=VALUE with a stage of {', '.join(stages)}, got {text!r}"
+            )
+        for of in [stage] if stage else stages:
+            found[of][option] = yaml.safe_load(value)
+    return found
+
+
+def check_same(stage: str, config: Path, options: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a stage that was done with other options."""
+    was = yaml.safe_load(config.read_text(encoding="utf-8"))
+    for name in sorted((was.keys() | options.keys()) - set(_GOES_ON)):
+        if was.get(name) != options.get(name):
+            raise RecipeError(
+                f"stage {stage}: expected {name} {was.get(name)!r}, with which it was done, got {options.get(name)!r}; "
+                "give another --output_dir"
+            )
 
 
 def small_base(out: Path, data: Path) -> Path:
@@ -123,11 +165,14 @@ def small_base(out: Path, data: Path) -> Path:
     return folder
 
 
-def options_of(stage: Mapping[str, Any], places: Mapping[str, str], tiny: bool) -> dict[str, Any]:
-    """Options of a stage with its places filled in."""
+def options_of(
+    stage: Mapping[str, Any], places: Mapping[str, str], elsewhere: Mapping[str, Path], tiny: bool
+) -> dict[str, Any]:
+    """Options of a stage with its places filled in; `elsewhere` has the folders of stages of another run."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, str):
+            value = re.sub(r"\{out\}/(\w+)", lambda m: str(elsewhere.get(m[1], m[0])), value)
             for name, place in places.items():
                 value = value.replace(f"{{{name}}}", place)
             return value
@@ -143,15 +188,22 @@ def options_of(stage: Mapping[str, Any], places: Mapping[str, str], tiny: bool) 
             options |= _SMALL_ADAPTER
         options.pop("num_train_epochs", None)
         options.pop("warmup_steps", None)
-        if command in _OF_BOTH:
-            options[_OF_BOTH[command]] = _SMALL_LENGTH
-        if command == "evaluate":
-            options["max_prompt_length"] = _SMALL_LENGTH
+        options[_LENGTH[command]] = _SMALL_LENGTH
         options |= stage.get("tiny", {})
     return options
 
 
-def run(name: str, *, data: Path | None, out: Path, base: str | None, first: str | None, tiny: bool) -> None:
+def run(
+    name: str,
+    *,
+    data: Path | None,
+    out: Path,
+    base: str | None,
+    first: str | None,
+    start: Path | None,
+    changes: list[str],
+    tiny: bool,
+) -> None:
     """Run the stages of a recipe that are not done."""
     recipe = load(name)
     source = TINY / recipe["tiny_data"] if tiny else data
@@ -161,27 +213,43 @@ def run(name: str, *, data: Path | None, out: Path, base: str | None, first: str
     stages = recipe["stages"]
     if first is not None and first not in stages:
         raise RecipeError(f"from: expected one of {', '.join(stages)}, got {first!r}")
+    if start is not None and first is None:
+        raise RecipeError("start: expected it with --from, got no --from")
+    changed, earlier = settings(changes, stages), list(stages)[: list(stages).index(first) if first else 0]
+    begun_in = start or out
+    lacking = [stage for stage in earlier if not (begun_in / f"{stage}.done").is_file()]
+    if lacking:
+        raise RecipeError(f"from: expected the stages before {first} done in {str(begun_in)!r}, got no {lacking[0]}")
     out.mkdir(parents=True, exist_ok=True)
-    folder = prepare(recipe, source, out)
-    model = str(small_base(out, source)) if tiny else base or recipe["base"]
+    folder = prepare(recipe, source, begun_in)
+    model = str(small_base(begun_in, source)) if tiny else base or recipe["base"]
     places = {"data": str(folder), "out": str(out), "base": model}
-    begun = first is None
-    for stage_name, stage in stages.items():
-        begun = begun or stage_name == first
-        mark = out / f"{stage_name}.done"
-        if not begun or mark.is_file():
+    elsewhere = {stage: begun_in / stage for stage in earlier}
+    for stage_name in list(stages)[len(earlier) :]:
+        stage = stages[stage_name]
+        mark, config = out / f"{stage_name}.done", out / f"{stage_name}.yaml"
+        options = options_of(stage, places, elsewhere, tiny) | changed[stage_name]
+        if mark.is_file():
+            check_same(stage_name, config, options)
             continue
-        options = options_of(stage, places, tiny)
-        if stage["command"] in _RESUMES and (Path(options["output_dir"]) / "metrics.jsonl").is_file():
+        command = stage["command"]
+        if command in _RESUMES and (Path(options["output_dir"]) / "metrics.jsonl").is_file():
             options["resume_from_checkpoint"] = "auto"
-        elif stage["command"] == "evaluate" and (Path(options["output_dir"]) / "answers.jsonl").is_file():
+        elif command == "evaluate" and (Path(options["output_dir"]) / "answers.jsonl").is_file():
             options["resume"] = True
-        config = out / f"{stage_name}.yaml"
+        elif command == "generate":
+            Path(options["out"]).parent.mkdir(parents=True, exist_ok=True)
+            options["resume"] = Path(options["out"]).is_file()
         config.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        print(f"== {name}: {stage_name} (rlhf-engine {stage['command']} --config {config})", flush=True)
-        done = subprocess.run([sys.executable, "-m", "rlhf_engine", stage["command"], "--config", str(config)])
+        print(f"== {name}: {stage_name} (rlhf-engine {command} --config {config})", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf_engine", command, "--config", str(config)],
+            stdout=subprocess.DEVNULL if command == "generate" else None,  # thousands of answers, which are in its file
+        )
         if done.returncode:
-            raise RecipeError(f"stage {stage_name}: rlhf-engine {stage['command']} ended with {done.returncode}")
+            raise RecipeError(f"stage {stage_name}: rlhf-engine {command} ended with {done.returncode}")
+        if "rows" in stage:
+            write_rows(stage["rows"], out / stage_name, out / stage_name)
         mark.touch()
     print(f"{name}: done, see {out}")
 
@@ -193,11 +261,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder with the published files")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--base", help="another base than the recipe's")
-    parser.add_argument("--from", dest="first", help="first stage to run")
+    parser.add_argument("--from", dest="first", help="first stage to run; those before it have to be done")
+    parser.add_argument("--start", type=Path, help="output folder of another run, whose stages before --from are taken")
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="[STAGE.]OPTION=VALUE",
+        help="another value of an option, of a stage or of all that are run; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a few steps on a small random model")
     given = parser.parse_args(argv)
     try:
-        run(given.name, data=given.data, out=given.output_dir, base=given.base, first=given.first, tiny=given.tiny)
+        run(
+            given.name, data=given.data, out=given.output_dir, base=given.base, first=given.first, start=given.start,
+            changes=given.changes, tiny=given.tiny,
+        )  # fmt: skip
     except RecipeError as error:
         print(f"recipe: {error}", file=sys.stderr)
         return 2

@@ -24,8 +24,8 @@ def load_rows(
 ) -> list[Row]:
     """Read the usable rows of a source, all of the one of `kinds` that its columns show.
 
-    Taskmaster's published rewards (see `data.taskmaster`) are unpaired preferences whose group is their conversation,
-    or the prompts of these.
+    Taskmaster's published rewards (see `data.taskmaster`) are unpaired preferences whose group is their dialogue, or
+    the prompts of these.
 
     Args:
         source: file, folder, or `hub:owner/name`, see `data.read`.

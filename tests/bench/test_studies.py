@@ -105,13 +105,44 @@ def test_demos_of_one_seed_share_their_start(tmp_path):
     assert not list((tmp_path / "runs" / "sweeps" / "tiny").iterdir())
 
 
+@pytest.mark.long
+def test_runs_of_a_recipe_share_the_stages_before_what_varies(tmp_path):
+    grid = write_grid(
+        tmp_path / "tiny.yaml",
+        command="recipe",
+        flags={"recipe": "perl-ticketing", "from": "reinforce", "reward.max_steps": 3, "reward.max_length": None},
+        grid={"reinforce.beta": [0.0, 0.5], "seed": [1]},
+        final=["perl/reward", "perl/kl", "kl"],
+        against=[["perl/kl", "perl/reward"], ["kl", "reward"]],
+    )
+    table = run("sweep.py", grid, "--out", tmp_path / "out", "--", "--tiny", cwd=tmp_path).stdout
+    assert "| 0.5 | 1 | " in table
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*.json"))]
+    assert [record["run"]["reinforce.beta"] for record in records] == [0.0, 0.5]
+    assert records[1]["command"] == (
+        "python examples/recipes/run.py perl-ticketing --from reinforce --set reward.max_steps=3 "
+        "--set reward.max_length=null --set seed=1 --set reinforce.beta=0.5"
+    )
+    assert [len(record["curves"]["reward"]) for record in records] == [2, 2]
+    (start,) = (tmp_path / "runs" / "sweeps" / "tiny").iterdir()  # where the whole run's pages are
+    assert json.loads((start / "reward" / "run.json").read_text())["config"]["max_steps"] == 3
+    assert (start / "evaluation" / "report.html").is_file()
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 5000
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"grid": {}}, r"expected the fields .* with a grid, got"),
         ({"extra": 1}, "expected the fields"),
-        ({"command": "sft"}, "expected command train or demo, got 'sft'"),
+        ({"command": "sft"}, "expected command train, demo or recipe, got 'sft'"),
         ({"grid": {"seed": 3}}, r"grid\.seed: expected a list of values, got 3"),
+        ({"command": "recipe"}, r"recipe: expected a flag or an axis, .* got \[\]"),
+        (
+            {"command": "recipe", "flags": {"from": "evaluate"}, "grid": {"recipe": ["perl-hh", "remax-hh"]}},
+            r"recipe: expected a flag or an axis, of one value with `from`, got \['perl-hh', 'remax-hh'\]",
+        ),
+        ({"against": [["reward", "eval/kl"]]}, r"against: expected pairs of \[.*\] or of \['kl', 'reward'\]"),
     ],
 )
 def test_grids_that_are_none(tmp_path, sweep, changes, message):

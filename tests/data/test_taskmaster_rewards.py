@@ -48,7 +48,8 @@ def test_a_context_is_lines_with_speakers(tmp_path):
         "agent:"
     )
     assert [(row.completion, row.label) for row in rows] == [(" Scream.", True), (' {"book": {"n": 2}}', False)]
-    assert (rows[0].group, rows[1].place) == ("dlg-1", f"{path}:2")
+    begins = "agent: Hi there. Films?\nuser: What is on at the Café?"
+    assert (rows[0].group, rows[1].place) == (begins, f"{path}:2")
     assert tally.report().is_plain
 
 
@@ -61,7 +62,7 @@ def test_published_rows_are_known_by_their_columns(tmp_path):
     assert tally.report().bad[0].places == (f"{path}:3",)
     prompts = load_rows(path, Tally(source=str(path), max_bad_rows=1), kinds=("prompt_only",))
     assert {type(row) for row in prompts} == {PromptOnly}
-    assert [(row.prompt, row.group) for row in prompts] == [(row.prompt, "dlg-1") for row in expected]
+    assert [(row.prompt, row.group) for row in prompts] == [(row.prompt, row.group) for row in expected]
     alone = write_lines(tmp_path / "b.jsonl", published())
     with pytest.raises(ConfigError, match=r"expected the columns \(prompt, chosen, rejected\) or"):
         load_rows(alone, Tally(source=str(alone)), kinds=("preference", "prompt_completion"))
@@ -131,7 +132,7 @@ def real():
 def test_the_published_files_are_read_whole(real):
     rows, tally = real
     assert (len(rows), sum(row.label for row in rows), tally.read, tally.n_bad) == (3667, 573, 3667, 0)
-    assert len({row.group for row in rows}) == 3667  # one judged turn of each conversation
+    assert len({row.group for row in rows}) == 271
     assert rows[0].place == f"{FOLDER / 'reward_00.json.gz'}: row 0"
     assert rows[-1].place == f"{FOLDER / 'reward_07.json.gz'}: row 166"
     assert sum(row.completion.startswith(' {"') for row in rows) == 1972 + 26  # calls, and calls published as text
@@ -150,6 +151,31 @@ def test_published_conversations_are_split_by_group(real):
     split = split_by_group(rows, share=0.1, seed=0)
     assert not {row.group for row in split.train} & {row.group for row in split.held_out}
     assert len(split.train) + len(split.held_out) == 3667
-    assert 0.08 < len(split.held_out) / 3667 < 0.12  # four standard deviations of 3,667 coins
-    positive = [sum(row.label for row in part) / len(part) for part in (split.train, split.held_out)]
-    assert positive == pytest.approx([573 / 3667] * 2, abs=0.08)
+    assert 0.05 < len(split.held_out) / 3667 < 0.2  # a coin for each of 271 dialogues of 1 to 55 rows
+
+
+def test_no_published_dialogue_is_on_both_sides(real):
+    """Each row's id is its own, although most rows hold the turns of another row."""
+    rows, _ = real
+    split = split_by_group(rows, share=0.1, seed=0)
+    learned = {row.prompt + row.completion for row in split.train}
+
+    def beginnings(row):
+        lines = row.prompt.removesuffix("\nagent:").split("\n")
+        return {"\n".join(lines[:i]) for i in range(2, len(lines) + 1)}
+
+    judged = {row.prompt + row.completion for row in rows}
+    assert sum(bool(beginnings(row) & judged) for row in rows) > 2900
+    assert not any(beginnings(row) & learned for row in split.held_out)
+    answered = {row.prompt + row.completion for row in split.held_out}
+    assert not any(beginnings(row) & answered for row in split.train)
+
+
+def test_a_dialogue_of_one_turn_begins_with_its_answer(tmp_path):
+    first = published(context=json.dumps(TURNS[:1]), generation=json.dumps(TURNS[2]))
+    later = published(context=json.dumps([TURNS[0], TURNS[2], TURNS[3]]), conversation_id="dlg-2")
+    rows, _ = load(write_lines(tmp_path / "a.jsonl", first, later))
+    assert rows[0].group == rows[1].group
+    assert [row.group for row in load(write_lines(tmp_path / "b.jsonl", published(context="[]")))[0]] == [
+        "agent: Scream."
+    ]
