@@ -120,8 +120,8 @@ def test_runs_of_a_recipe_share_the_stages_before_what_varies(tmp_path):
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*.json"))]
     assert [record["run"]["reinforce.beta"] for record in records] == [0.0, 0.5]
     assert records[1]["command"] == (
-        "python examples/recipes/run.py perl-ticketing --from reinforce --set reward.max_steps=3 "
-        "--set reward.max_length=null --set seed=1 --set reinforce.beta=0.5"
+        "python examples/recipes/run.py perl-ticketing --from reinforce --set reward.max_length=null "
+        "--set reward.max_steps=3 --set seed=1 --set reinforce.beta=0.5"
     )
     assert [len(record["curves"]["reward"]) for record in records] == [2, 2]
     (start,) = (tmp_path / "runs" / "sweeps" / "tiny").iterdir()  # where the whole run's pages are
