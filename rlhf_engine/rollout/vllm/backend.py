@@ -263,15 +263,16 @@ class VllmRollouts:
         A version that the server would not unload is warned of, so that somebody can.
         """
         client = VllmClient(self.client.url, timeout=min(self.client.timeout, _PARTING_SECONDS))
-        try:
-            self._forget_others("", {model.name for model in client.models()}, client)
-        except RolloutServerError as error:
-            warnings.warn(f"adapters of this run may still be loaded there: {error}", stacklevel=2)
-            self._forget_others("", set(), client)
-        if self._stuck:
-            warnings.warn(f"{client.url} has kept these adapters of this run: {sorted(self._stuck)}", stacklevel=2)
-        with contextlib.suppress(OSError):  # another run's adapters are in it, or it never was
-            self.folder.rmdir()
+        with self._alone() if self.folder.is_dir() else contextlib.nullcontext():
+            try:
+                self._forget_others("", {model.name for model in client.models()}, client)
+            except RolloutServerError as error:
+                warnings.warn(f"adapters of this run may still be loaded there: {error}", stacklevel=2)
+                self._forget_others("", set(), client)
+            if self._stuck:
+                warnings.warn(f"{client.url} has kept these adapters of this run: {sorted(self._stuck)}", stacklevel=2)
+            with contextlib.suppress(OSError):  # another run's adapters are in it, or it never was
+                self.folder.rmdir()
         self.policy_version, self.name = None, ""
 
     # ---- answers come back -----------------------------------------------------------------------------------------
