@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 
+import rlhf_engine
 from rlhf_engine.errors import ConfigError
 
 
@@ -24,8 +25,8 @@ def versions() -> dict[str, str]:
 
     A build of torch for another device counts as the same.
     """
-    found = {name: importlib.metadata.version(name) for name in ("rlhf-engine", "torch", "transformers")}
-    return found | {"torch": found["torch"].partition("+")[0]}
+    found = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+    return {"rlhf-engine": rlhf_engine.__version__, **found}
 
 
 def asked_to_shard() -> bool:

@@ -79,13 +79,13 @@ class StepPrompts:
             first_id=self._samples + (step - self._step) * n_answers,
         )
 
-    def own(self, step: int) -> PromptBatch:
-        """This rank's share of the prompts of a step."""
-        return self._shares(self.prompts(step), self._world.size)[self._world.rank]
+    def own(self, prompts: PromptBatch) -> PromptBatch:
+        """This rank's share of the prompts of a step. prompts: all of them."""
+        return self._shares(prompts, self._world.size)[self._world.rank]
 
     def items(self, step: int, version: int, n_shares: int = 1) -> list[WorkItem]:
         """The work items of this rank's share of a step: so many, or one for each prompt."""
-        own = self.own(step)
+        own = self.own(self.prompts(step))
         n_shares = min(n_shares, len(own) // self._config.generations)
         return [
             WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
+from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.build import Connect, make_source
 from rlhf_engine.generators.sources import PastState, Source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model, shard_base
+from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
@@ -30,7 +30,6 @@ from rlhf_engine.runs.metrics import peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
-    require_same_start,
     require_served,
 )
 from rlhf_engine.training.evaluation import Evaluation
@@ -76,11 +75,7 @@ class RlTrainer(Run[TrainerState]):
         self.config = config
         self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
-        if world.size > 1:
-            weights = fingerprint_of_all(model.parameters())
-            require_same_start(world, weights=weights, rows=self.train_set.ids, step=self._inputs.resumed_step)
-        if config.shard_base:
-            self._whole_base = shard_base(model, self.config, world)
+        self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
         world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
@@ -229,7 +224,7 @@ class RlTrainer(Run[TrainerState]):
         Returns:
             Those that this rank draws answers to, one per answer.
         """
-        return self._prompts.own(self.state.step)
+        return self._prompts.own(self._prompts.prompts(self.state.step))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +243,8 @@ class RlTrainer(Run[TrainerState]):
         """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
-        prompts, own = self._prompts.prompts(state.step), self._prompts.own(state.step)
+        prompts = self._prompts.prompts(state.step)
+        own = self._prompts.own(prompts)
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")

@@ -163,6 +163,16 @@ class Run(ABC, Generic[State]):
         """Resources that are held open while steps are made."""
         return contextlib.nullcontext()
 
+    def _share_out(self, model: HydraModel, *, rows: Any, step: int) -> None:
+        """Have ranks begin alike, with their shares of the base where it is to be in shares.
+
+        rows: plain values that name the data. step: steps done. Raises ConfigError where ranks found something else.
+        """
+        if self.world.size > 1:
+            require_same_start(self.world, weights=fingerprint_of_all(model.parameters()), rows=rows, step=step)
+        if self.config.shard_base:
+            self._whole_base = shard_base(model, self.config, self.world)
+
     @contextlib.contextmanager
     def whole_base(self) -> Iterator[None]:
         """A block in which each rank calls the model at its own pace; all ranks enter it together.
@@ -390,11 +400,8 @@ class SupervisedRun(Run[State]):
         self.output = Path(config.output_dir)
         self.ranks = Ranks(world, in_step=bool(self.config.shard_base))
         model = world.run_on_all_ranks("the start of the run", self.load)
-        if world.size > 1:
-            step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
-            require_same_start(world, weights=fingerprint_of_all(model.parameters()), rows=self.start, step=step)
-        if self.config.shard_base:
-            self._whole_base = shard_base(model, self.config, world)
+        step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
+        self._share_out(model, rows=self.start, step=step)
         world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
             self.policy.require_same(self.state.step)
