@@ -176,12 +176,6 @@ class StandIn:
         }
         if self.ids in ("both", "token_ids") and options.get("return_token_ids"):
             choice |= {"token_ids": list(answer.tokens), "prompt_token_ids": list(prompt)}
-        if options.get("prompt_logprobs") is not None:
-            scores = self._score(model, role, prompt[:1], prompt[1:]) if len(prompt) > 1 else []
-            entries = [
-                {str(t): {"logprob": x}, "0": {"logprob": -0.1}} for t, x in zip(prompt[1:], scores, strict=True)
-            ]
-            choice["prompt_logprobs"] = [None, *entries]
         return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": {}}
 
     # ---- inside ----------------------------------------------------------------------------------------------------

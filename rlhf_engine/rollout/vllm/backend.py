@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -171,7 +170,7 @@ class VllmRollouts:
             # a run that was killed may have left the very same weights there, or another rank has just loaded them
             if name not in {model.name for model in self.client.models()}:
                 self.client.load_adapter(name, f"{self.server_folder}/{name}")
-        asked = self.canary.ask(name, functools.partial(self._complete, prompt_logprobs=True))
+        asked = self.canary.ask(name, self._complete)
         measured = self.canary.check(asked) if self.role == "actor" else {}
         with self._alone():
             self._forget_others(name, {model.name for model in self.client.models()}, self.client)
@@ -335,8 +334,6 @@ class VllmRollouts:
         prompts: Sequence[Sequence[int]],
         bodies: Sequence[dict[str, Any]],
         vocabulary: int,
-        *,
-        prompt_logprobs: bool = False,
     ) -> list[Completion]:
         """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
         group = RequestGroup()
@@ -344,15 +341,7 @@ class VllmRollouts:
         pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS), thread_name_prefix="vllm")
         try:
             futures = [
-                pool.submit(
-                    self.client.complete,
-                    name,
-                    prompt,
-                    body,
-                    vocabulary=vocabulary,
-                    prompt_logprobs=prompt_logprobs,
-                    group=group,
-                )
+                pool.submit(self.client.complete, name, prompt, body, vocabulary=vocabulary, group=group)
                 for prompt, body in zip(prompts, bodies, strict=True)
             ]
             waiting = set(futures)

@@ -1,12 +1,15 @@
-"""Does the server compute what we compute at the same weights? A few prompts, scored on both sides after every sync.
+"""Does the server compute what we compute at the same weights? A few answers, scored on both sides after every sync.
 
-Two kinds of log-probs are compared. Those of the *given* prompt tokens, at temperature 1, tell a wrong base or adapter.
-Those of a few tokens that the server *draws* after them, at the run's temperature, also tell a server that reports
-log-probs of another distribution than it draws from; ours for the same tokens come from `HydraModel.score`.
+The server draws a few tokens after each canary prompt, at the run's temperature. Our log-probs of the same tokens come
+from `HydraModel.score`. Where they differ, the server holds another base or adapter, or it reports log-probs of another
+distribution than it draws from.
 
 The mean |difference| is bounded by dtype. One update moves log-probs by less than bf16 rounds, so an adapter that is
-one version old hides below that bound. It is found in another way: the server's numbers for the same given tokens are,
-to the last bit, those of the version before, although ours have moved.
+one version old hides below that bound. It is found in another way: with the same seeds the server draws the tokens and
+the log-probs of the version before, to the last bit, although ours of these tokens have moved.
+
+Log-probs of given tokens (`prompt_logprobs`) would be one pass without drawing. With an adapter, vLLM computes them by
+the adapters of the other requests in its batch, and may end there (its issues 29955 and 51594).
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ _MOVED = 0.02
 
 
 Complete = Callable[[str, Sequence[Sequence[int]], Sequence[dict[str, Any]], int], list[Completion]]
-"""(name, prompts, bodies, size of the vocabulary) → answers with log-probs of prompts and drawn tokens."""
+"""(name, prompts, bodies, size of the vocabulary) → answers with log-probs of drawn tokens."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """Log-probs of the given tokens [G] at one version."""
+class _Drawn:
+    """Tokens that the server has drawn at one version, and their log-probs [M]."""
 
+    tokens: list[tuple[int, ...]]
     server: torch.Tensor
     ours: torch.Tensor
 
@@ -83,21 +87,21 @@ class Canary:
         self.sampling = SamplingConfig(
             max_completion_length=min(_DRAWN, max_tokens), eos_token_ids=(), temperature=temperature
         )
-        self._last: _Given | None = None
+        self._last: _Drawn | None = None
 
     def ask(self, name: str, complete: Complete | None = None) -> Asked:
         """Have the adapter served under a name answer the canary prompts. No pass of the model is made.
 
-        complete: draws the answer to a prompt with its log-probs; None: the client does.
+        complete: draws the answers; None: the client does.
         Raises RolloutServerError if the server does not answer.
         """
         vocabulary = self.model.role_backbone(self.role).vocabulary
         bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
         if complete is not None:
-            found = [complete(name, [p], [body], vocabulary)[0] for p, body in zip(self.prompts, bodies, strict=True)]
+            found = complete(name, self.prompts, bodies, vocabulary)
         else:
             found = [
-                self.client.complete(name, prompt, body, vocabulary=vocabulary, prompt_logprobs=True)
+                self.client.complete(name, prompt, body, vocabulary=vocabulary)
                 for prompt, body in zip(self.prompts, bodies, strict=True)
             ]
         return Asked(name, found)
@@ -107,39 +111,32 @@ class Canary:
 
         Raises MismatchError where the server has drawn by something else.
         """
-        name, found = asked.name, asked.answers
-        drawn = torch.tensor([x for answer in found for x in answer.logprobs])
-        tokens = [answer.tokens for answer in found]
-        gap = (drawn - self._score(self.prompts, tokens, self.sampling.temperature)).abs()
-        gaps = [gap]
-        long = [prompt for prompt in self.prompts if len(prompt) > 1]
-        if long:
-            given = _Given(
-                server=torch.tensor([x for answer in found for x in answer.prompt_logprobs]),
-                ours=self._score([prompt[:1] for prompt in long], [prompt[1:] for prompt in long], 1.0),
-            )
-            self._require_new(name, given)
-            gaps.append((given.server - given.ours).abs())
-            self._last = given
-        means = [float(gap.mean()) for gap in gaps]
-        if not max(means) <= self.bound:  # also catches NaN
-            raise MismatchError(self._message(name, means, drawn, tokens))
-        return {"mismatch/canary_mean": max(means), "mismatch/canary_max": max(float(gap.max()) for gap in gaps)}
+        name, tokens = asked.name, [answer.tokens for answer in asked.answers]
+        drawn = _Drawn(
+            tokens=tokens,
+            server=torch.tensor([x for answer in asked.answers for x in answer.logprobs]),
+            ours=self._score(tokens, self.sampling.temperature),
+        )
+        self._require_new(name, drawn)
+        gap = (drawn.server - drawn.ours).abs()
+        if not float(gap.mean()) <= self.bound:  # also catches NaN
+            raise MismatchError(self._message(name, drawn))
+        self._last = drawn
+        return {"mismatch/canary_mean": float(gap.mean()), "mismatch/canary_max": float(gap.max())}
 
-    def _score(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
-    ) -> torch.Tensor:
-        batch = PackedBatch.from_lists(prompts, completions, device=self.model.device)
+    def _score(self, completions: Sequence[Sequence[int]], temperature: float) -> torch.Tensor:
+        batch = PackedBatch.from_lists(self.prompts, completions, device=self.model.device)
         scored = self.model.score(batch, (self.role,), temperature=temperature)
         logprobs_M = scored.logprobs_M if self.role == "actor" else scored.past_logprobs_M
         assert logprobs_M is not None
         return logprobs_M.float().cpu()
 
-    def _require_new(self, name: str, given: _Given) -> None:
-        """The server's numbers must not be those of the version before if ours are not."""
-        if self._last is None or not torch.equal(given.server, self._last.server):
+    def _require_new(self, name: str, drawn: _Drawn) -> None:
+        """The server's answers must not be those of the version before where our log-probs of them are not."""
+        last = self._last
+        if last is None or drawn.tokens != last.tokens or not torch.equal(drawn.server, last.server):
             return
-        moved = float((given.ours - self._last.ours).abs().mean())
+        moved = float((drawn.ours - last.ours).abs().mean())
         if moved > _MOVED * self.bound:
             raise MismatchError(
                 f"vllm_server_base_url {self.client.url}: expected new log-probs from adapter {name!r}, got those of "
@@ -147,16 +144,16 @@ class Canary:
                 "still serves the old adapter, or none"
             )
 
-    def _message(self, name: str, means: Sequence[float], drawn: torch.Tensor, tokens: Sequence[Sequence[int]]) -> str:
-        listed = f"{means[0]:.3g} for drawn tokens" + (f", {means[1]:.3g} for given ones" if len(means) > 1 else "")
+    def _message(self, name: str, drawn: _Drawn) -> str:
         text = (
             f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
-            f"{self.bound:g} on average (vllm_canary_bound), got ones that differ by {listed}"
+            f"{self.bound:g} on average (vllm_canary_bound), got ones that differ by "
+            f"{float((drawn.server - drawn.ours).abs().mean()):.3g}"
         )
         temperature = self.sampling.temperature
-        if temperature != 1 and float((drawn - self._score(self.prompts, tokens, 1.0)).abs().mean()) <= self.bound:
+        if temperature != 1 and float((drawn.server - self._score(drawn.tokens, 1.0)).abs().mean()) <= self.bound:
             return (
-                f"{text}; those of drawn tokens are of temperature 1, not of {temperature:g}: start the server with "
+                f"{text}; they are of temperature 1, not of {temperature:g}: start the server with "
                 "--logprobs-mode processed_logprobs"
             )
         return f"{text}; does it serve the same base, in the same dtype?"

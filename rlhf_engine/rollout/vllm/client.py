@@ -5,8 +5,8 @@ The protocol is that of `vllm serve` (its `entrypoints/openai`):
 * An answer's ids stand in `token_ids` since 0.10.2 (asked for by `return_token_ids`), before that only in the names of
   its log-probs, `token_id:17` (`return_tokens_as_token_ids`). Both are asked for; where both come they must agree.
 * What a request leaves open is filled in from the model's `generation_config.json`, so every option is sent.
-* `prompt_logprobs` are of temperature 1 whatever the request's; log-probs of drawn tokens are of the distribution they
-  were drawn from only where the server runs with `--logprobs-mode processed_logprobs`.
+* Log-probs of drawn tokens are of the distribution they were drawn from only where the server runs with
+  `--logprobs-mode processed_logprobs`.
 * Ids that end an answer are part of it; texts are found in the tokens that completed them. With `min_tokens` = m the
   earliest end is token m + 1.
 """
@@ -57,8 +57,6 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: str
     stop_reason: int | str | None
-    prompt_logprobs: tuple[float, ...] = ()
-    """Of the prompt's tokens but the first, at temperature 1; empty unless asked for."""
 
 
 def sampling_body(sampling: SamplingConfig, *, seed: int, greedy: bool = False) -> dict[str, Any]:
@@ -157,7 +155,6 @@ class VllmClient:
         body: Mapping[str, Any],
         *,
         vocabulary: int,
-        prompt_logprobs: bool = False,
         group: RequestGroup | None = None,
     ) -> Completion:
         """One answer of a served model to a prompt of token ids; body: as `sampling_body` makes it.
@@ -173,11 +170,9 @@ class VllmClient:
             "return_tokens_as_token_ids": True,
             **body,
         }
-        if prompt_logprobs:
-            request["prompt_logprobs"] = 1
         payload = self._json("POST", "/v1/completions", request, group)
         try:
-            found = _completion(payload, model, prompt, prompt_logprobs)
+            found = _completion(payload, model, prompt)
             unknown = [token for token in found.tokens if not 0 <= token < vocabulary]
             if unknown:
                 raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
@@ -207,7 +202,7 @@ class _Unusable(ValueError):
     """An answer that does not say what is needed: "<what was expected>, got <what came>"."""
 
 
-def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int], with_prompt: bool) -> Completion:
+def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -> Completion:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise _Unusable(f"one choice, got {_short(choices)}")
@@ -237,7 +232,6 @@ def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int], w
         logprobs=tuple(_number(value) for value in values),
         finish_reason=reason,
         stop_reason=stop,
-        prompt_logprobs=_of_prompt(choice.get("prompt_logprobs"), prompt) if with_prompt else (),
     )
 
 
@@ -260,19 +254,6 @@ def _token_ids(direct: Any, names: Any) -> tuple[int, ...]:
     if named is not None and named != tuple(direct):
         raise _Unusable(f"the same tokens in token_ids and logprobs.tokens, got {_short(direct)} and {_short(names)}")
     return tuple(direct)
-
-
-def _of_prompt(found: Any, prompt: Sequence[int]) -> tuple[float, ...]:
-    """Log-probs of a prompt's tokens but the first, out of [None, {"17": {"logprob": …}, …}, …]."""
-    if not isinstance(found, list) or len(found) != len(prompt):
-        raise _Unusable(f"prompt_logprobs of the {len(prompt)} tokens of the prompt, got {_short(found)}")
-    values = []
-    for token, entry in zip(prompt[1:], found[1:], strict=True):
-        own = entry.get(str(token)) if isinstance(entry, dict) else None
-        if not isinstance(own, dict):
-            raise _Unusable(f"the log-prob of token {token} in prompt_logprobs, got {_short(entry)}")
-        values.append(_number(own.get("logprob")))
-    return tuple(values)
 
 
 def _number(value: Any) -> float:
