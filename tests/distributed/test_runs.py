@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.runs.checkpoint import list_checkpoints
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.run import Run
 from rlhf_engine.training.sft import SftTrainer
@@ -27,11 +29,13 @@ from tests.distributed.test_data_parallel import (
     assert_close,
     assert_ended,
     assert_same_numbers,
+    end,
     finish,
     left,
     start,
 )
 from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_resume import steps_logged, wait_for
 from tests.training.test_reward import reward_config, toy_pairs
 from tests.training.test_rl import without_timings
 
@@ -223,6 +227,46 @@ def test_a_launcher_runs_the_command(kind, model, tmp_path):
     record = json.loads((Path(config["output_dir"]) / "run.json").read_text())
     assert (record["processes"], record["config"]["shard_base"]) == (2, shares)
     assert record["result"]["steps"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["sft-full", "rl-full"])
+def test_a_signal_writes_a_checkpoint_of_shares_and_the_run_goes_on(case, model, tmp_path):
+    def launched(name: str, steps: int) -> subprocess.Popen:
+        changes = {"max_steps": steps, "save_steps": 0, "lr_scheduler_type": "constant"}
+        kind, config = options(tmp_path, name, case, model, resume_from_checkpoint="auto", **changes)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(KINDS[kind][0](**config).to_yaml())
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command = {"rl": "train"}.get(kind, kind)
+        launcher += ["-m", "rlhf_engine", command, "--config", str(file)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(launcher, cwd=ROOT, start_new_session=True, **pipes)
+
+    output = tmp_path / "stopped" / "run"
+    process = launched("stopped", 300)
+    try:
+        wait_for(lambda: steps_logged(output) >= 2, process)
+        process.send_signal(signal.SIGTERM)  # of which the launcher sends each rank one
+        errors = process.communicate(timeout=120)[1]
+    finally:
+        end(process)
+    assert process.returncode != 0
+    assert "stopping after this step, with a checkpoint" in errors
+    (checkpoint,) = list_checkpoints(output)
+    stopped = int(checkpoint.name.rpartition("-")[2])
+    assert 2 <= stopped == steps_logged(output) < 300
+    for name in ("whole", "stopped"):
+        process = launched(name, stopped + 2)
+        try:
+            errors = process.communicate(timeout=300)[1]
+        finally:
+            end(process)
+        assert process.returncode == 0, errors[-3000:]
+    whole, resumed = (tensors(tmp_path / name / "run") for name in ("whole", "stopped"))
+    assert whole
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert steps_logged(output) == stopped + 2
 
 
 def test_state_that_cannot_be_shared_out(model, tmp_path):
