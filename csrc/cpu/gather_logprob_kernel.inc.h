@@ -17,12 +17,22 @@ struct Storage {
     using T = S;
     RLHF_INLINE typename Lanes<T>::V load(const S* p) { return Lanes<T>::load(p); }
     RLHF_INLINE void store(S* p, typename Lanes<T>::V x) { Lanes<T>::store(p, x); }
+    RLHF_INLINE void store_two(S* p, typename Lanes<T>::V a, typename Lanes<T>::V b) {
+        store(p, a);
+        store(p + Lanes<T>::count, b);
+    }
+    RLHF_INLINE typename Lanes<T>::V probability(typename Lanes<T>::V log_p) { return Lanes<T>::exp(log_p); }
 };
 template <>
 struct Storage<Bfloat16> {
     using T = float;
     RLHF_INLINE Lanes<T>::V load(const Bfloat16* p) { return Lanes<T>::load(&p->bits); }
     RLHF_INLINE void store(Bfloat16* p, Lanes<T>::V x) { Lanes<T>::store(&p->bits, x); }
+    RLHF_INLINE void store_two(Bfloat16* p, Lanes<T>::V a, Lanes<T>::V b) { Lanes<T>::store_two(&p->bits, a, b); }
+    // The result is rounded to 8 bits: an error in the last digits of log_p is nothing.
+    RLHF_INLINE Lanes<T>::V probability(Lanes<T>::V log_p) {
+        return Lanes<T>::exp2_of_negative(log_p * Lanes<T>::splat(1.4426950408889634f));
+    }
 };
 
 template <typename T>
@@ -181,7 +191,7 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
         const V held = L::at_least(x, finite);  // -inf times a rest of 0 would be NaN
         const V z = kFused ? L::fma(held, inverse, held * inverse_rest) : held / divisor;
         const V log_p = z - lse;
-        const V p = L::exp(log_p);
+        const V p = Storage<S>::probability(log_p);
         V factor = on_p;
         if (has_entropy) factor = L::fma(on_log_p, L::at_least(log_p, no_chance) + entropy, factor);
         if (has_squares) factor = L::fma(squares, p, factor);
@@ -190,6 +200,10 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
     // The target's own, before the row may be overwritten.
     const V there = gradient(load_some(row + target, 1, T(0))) + L::splat(T(slopes.at_target / temperature));
     int64_t i = 0;
+    for (; i + 2 * L::count <= vocab; i += 2 * L::count) {
+        const V first = gradient(Storage<S>::load(row + i)), second = gradient(Storage<S>::load(row + i + L::count));
+        Storage<S>::store_two(d_row + i, first, second);
+    }
     for (; i + L::count <= vocab; i += L::count) Storage<S>::store(d_row + i, gradient(Storage<S>::load(row + i)));
     S some[L::count];
     if (i < vocab) {

@@ -37,11 +37,22 @@ RLHF_INLINE V rounded(V x) {
     if constexpr (sizeof(T) == sizeof(float)) {
         return x;
     } else {
-        T narrow[L::count];
-        L::store(narrow, x);
-        return L::load(narrow);
+        return (V)(bf16_bits(x) << 16);
     }
 }
+
+// y[i] = f(i, elements from i on), a vector each. Two at a time: words of 16 bits are put in order once for both, and one
+// long chain of operations fills the gaps of the other.
+template <typename T, typename F>
+RLHF_INLINE void store_each(T* y, int64_t n, const F& f) {
+    int64_t i = 0;
+    for (; i + 2 * L::count <= n; i += 2 * L::count) {
+        const V first = f(i, L::count), second = f(i + L::count, L::count);
+        L::store_two(y + i, first, second);
+    }
+    for (; i < n; i += L::count) store(y + i, n - i, f(i, n - i));
+}
+#define RLHF_EACH [&](int64_t i, int64_t left) __attribute__((always_inline))
 
 // A norm's rstd: every L::count-th square has a sum, and the sums are added up by halves, as in `rstd_of`.
 template <typename T>
@@ -64,14 +75,9 @@ RLHF_INLINE float norm(const T* x, const T* weight, bool plus_one, float eps, in
     const float rstd = root_mean_square(x, width, eps);
     const V scale = L::splat(rstd);
     if (plus_one) {  // in float, rounded once
-        for (int64_t i = 0; i < width; i += L::count) {
-            store(y + i, width - i, (1.0f + load(weight + i, width - i)) * (load(x + i, width - i) * scale));
-        }
-        return rstd;
-    }
-    for (int64_t i = 0; i < width; i += L::count) {
-        const V normed = rounded<T>(load(x + i, width - i) * scale);
-        store(y + i, width - i, load(weight + i, width - i) * normed);
+        store_each(y, width, RLHF_EACH { return (1.0f + load(weight + i, left)) * (load(x + i, left) * scale); });
+    } else {
+        store_each(y, width, RLHF_EACH { return load(weight + i, left) * rounded<T>(load(x + i, left) * scale); });
     }
     return rstd;
 }
@@ -87,10 +93,10 @@ RLHF_INLINE void norm_gradient(const T* dy, const T* x, const T* weight, bool pl
     }
     const double dot = lane_sum<float>(sums[0] + sums[1]);
     const V scale = L::splat(rstd), slope = L::splat(float(-dot * rstd * rstd * rstd / double(width)));
-    for (int64_t i = 0; i < width; i += L::count) {
-        const V g = load(dy + i, width - i) * (load(weight + i, width - i) + offset);
-        store(dx + i, width - i, L::fma(slope, load(x + i, width - i), g * scale));
-    }
+    store_each(dx, width, RLHF_EACH {
+        const V g = load(dy + i, left) * (load(weight + i, left) + offset);
+        return L::fma(slope, load(x + i, left), g * scale);
+    });
 }
 
 // The halves (a, b) of a head become (a cos - b sin, b cos + a sin), with the angles of either half.
@@ -121,16 +127,9 @@ RLHF_INLINE V gated(V gate, V up) {
     return rounded<T>(gate / (1.0f + L::exp(-gate))) * up;
 }
 
-// Two vectors at a time: the exponential is one long chain of operations, and the second fills the first one's gaps.
 template <typename T>
 RLHF_INLINE void swiglu(const T* gate, const T* up, int64_t n, T* y) {
-    int64_t i = 0;
-    for (; i + 2 * L::count <= n; i += 2 * L::count) {
-        const int64_t k = i + L::count;
-        const V a = gated<T>(L::load(gate + i), L::load(up + i)), b = gated<T>(L::load(gate + k), L::load(up + k));
-        L::store_two(y + i, a, b);
-    }
-    for (; i < n; i += L::count) store(y + i, n - i, gated<T>(load(gate + i, n - i), load(up + i, n - i)));
+    store_each(y, n, RLHF_EACH { return gated<T>(load(gate + i, left), load(up + i, left)); });
 }
 
 struct GatedGradients {
@@ -143,7 +142,7 @@ RLHF_INLINE GatedGradients gated_gradients(V dy, V gate, V up) {
     return {dy * up * (s * L::fma(gate, 1.0f - s, L::splat(1.0f))), dy * (gate * s)};
 }
 
-// Two vectors at a time, as above.
+// Two vectors at a time, as in `store_each`.
 template <typename T>
 RLHF_INLINE void swiglu_gradient(const T* dy, const T* gate, const T* up, int64_t n, T* d_gate, T* d_up) {
     int64_t i = 0;
@@ -222,25 +221,16 @@ RLHF_INLINE V slope(Normal, V x) {
     return L::fma(within_bounds(x), d.density, d.share);
 }
 
-// Two vectors at a time, as above.
 template <typename F, typename T>
 RLHF_INLINE void activation(F f, const T* x, int64_t n, T* y) {
-    int64_t i = 0;
-    for (; i + 2 * L::count <= n; i += 2 * L::count) {
-        L::store_two(y + i, value(f, L::load(x + i)), value(f, L::load(x + i + L::count)));
-    }
-    for (; i < n; i += L::count) store(y + i, n - i, value(f, load(x + i, n - i)));
+    store_each(y, n, RLHF_EACH { return value(f, load(x + i, left)); });
 }
 
 template <typename F, typename T>
 RLHF_INLINE void activation_gradient(F f, const T* dy, const T* x, int64_t n, T* dx) {
-    int64_t i = 0;
-    for (; i + 2 * L::count <= n; i += 2 * L::count) {
-        const int64_t k = i + L::count;
-        L::store_two(dx + i, L::load(dy + i) * slope(f, L::load(x + i)), L::load(dy + k) * slope(f, L::load(x + k)));
-    }
-    for (; i < n; i += L::count) store(dx + i, n - i, load(dy + i, n - i) * slope(f, load(x + i, n - i)));
+    store_each(dx, n, RLHF_EACH { return load(dy + i, left) * slope(f, load(x + i, left)); });
 }
+#undef RLHF_EACH
 
 }  // namespace block_rows
 
