@@ -172,8 +172,8 @@ RLHF_INLINE void forward(const S* row, int64_t vocab, int64_t target, double tem
 }
 
 // d_row = (p (on_p - on_log_p (log p + entropy) + on_p_squared p) + everywhere + at_target [j = t]) / temperature
-template <typename S, typename T = typename Storage<S>::T>
-RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes,
+template <bool kHasEntropy, bool kHasSquares, typename S, typename T = typename Storage<S>::T>
+RLHF_INLINE void backward_of(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes,
                           S* d_row) {
     using L = Lanes<T>;
     using V = typename L::V;
@@ -186,15 +186,14 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
     const V on_p = L::splat(T(slopes.on_p / temperature)), on_log_p = L::splat(T(-slopes.on_log_p / temperature));
     const V entropy = L::splat(T(slopes.entropy)), squares = L::splat(T(slopes.on_p_squared / temperature));
     const V everywhere = L::splat(T(slopes.everywhere / temperature));
-    const bool has_entropy = slopes.on_log_p != 0, has_squares = slopes.on_p_squared != 0;
     const auto gradient = [&](V x) __attribute__((always_inline)) {
         const V held = L::at_least(x, finite);  // -inf times a rest of 0 would be NaN
         const V z = kFused ? L::fma(held, inverse, held * inverse_rest) : held / divisor;
         const V log_p = z - lse;
         const V p = Storage<S>::probability(log_p);
         V factor = on_p;
-        if (has_entropy) factor = L::fma(on_log_p, L::at_least(log_p, no_chance) + entropy, factor);
-        if (has_squares) factor = L::fma(squares, p, factor);
+        if (kHasEntropy) factor = L::fma(on_log_p, L::at_least(log_p, no_chance) + entropy, factor);
+        if (kHasSquares) factor = L::fma(squares, p, factor);
         return L::fma(p, factor, everywhere);
     };
     // The target's own, before the row may be overwritten.
@@ -212,6 +211,17 @@ RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double te
     }
     Storage<S>::store(some, there);
     d_row[target] = some[0];
+}
+
+// What a loss does not use is in no loop: registers are few, and a test in each vector takes as long as the rest.
+template <typename S>
+RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes,
+                          S* d_row) {
+    const bool has_entropy = slopes.on_log_p != 0, has_squares = slopes.on_p_squared != 0;
+    if (!has_entropy && !has_squares) return backward_of<false, false>(row, vocab, target, temperature, slopes, d_row);
+    if (!has_squares) return backward_of<true, false>(row, vocab, target, temperature, slopes, d_row);
+    if (!has_entropy) return backward_of<false, true>(row, vocab, target, temperature, slopes, d_row);
+    backward_of<true, true>(row, vocab, target, temperature, slopes, d_row);
 }
 
 }  // namespace gather_rows
