@@ -98,7 +98,7 @@ class Canary:
         vocabulary = self.model.role_backbone(self.role).vocabulary
         bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
         found = []
-        # one at a time: what a server draws beside it may move an answer's last digits, by which a stale adapter is found
+        # one at a time: what is drawn beside an answer may move its last digits, by which a stale adapter is found
         for prompt, body in zip(self.prompts, bodies, strict=True):
             if complete is not None:
                 found += complete(name, [prompt], [body], vocabulary)
