@@ -360,7 +360,11 @@ def start(config, path: Path) -> subprocess.Popen:
     path.write_text(config.to_yaml())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
     command = [sys.executable, "-m", "rlhf_engine", "train", "--config", str(path)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # tests under nohup ignore SIGHUP, and what they start would do so
+    return subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **pipes
+    )
 
 
 def wait_for(condition, process, seconds: float = 120.0) -> None:
