@@ -39,6 +39,29 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def arguments_in_processes(
+    parser: argparse.ArgumentParser, work: Callable[[dict[str, Any]], dict[str, Any] | None], study: str
+) -> argparse.Namespace | None:
+    """Arguments of a study whose arms are several processes; None in one of these, after its work.
+
+    Args:
+        parser: of the flags, `--processes` among them.
+        work: what a process does; what it returns, the main one alone, is printed.
+        study: the name of the files in `--out`.
+    """
+    arguments = parser.parse_args()
+    if arguments.request:
+        found = work(arguments.request)
+        if found is not None:
+            print(json.dumps(found))
+        return None
+    if arguments.out is None:
+        parser.error(f"--out: expected a folder for {study}.json and {study}.md")
+    if arguments.processes < 2:
+        parser.error(f"--processes: expected at least 2, got {arguments.processes}")
+    return arguments
+
+
 def setting_of(arguments: argparse.Namespace, **defaults: int) -> Setting:
     """Flags win over --quick, and that over the script's defaults."""
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Setting)}

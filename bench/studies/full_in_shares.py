@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import in_turn, make_parser, measure, setting_of, write_results
+from arms import arguments_in_processes, in_turn, make_parser, measure, setting_of, write_results
 from rlhf_bench.workload import PROMPTS_FILE, Setting, prepare
 from torch.distributed.tensor import DTensor
 
@@ -89,16 +89,9 @@ def table(medians: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
-    if arguments.request:
-        found = work(arguments.request)
-        if found is not None:
-            print(json.dumps(found))
+    arguments = arguments_in_processes(parser, work, "full_in_shares")
+    if arguments is None:
         return
-    if arguments.out is None:
-        parser.error("--out: expected a folder for full_in_shares.json and full_in_shares.md")
-    if arguments.processes < 2:
-        parser.error(f"--processes: expected at least 2, got {arguments.processes}")
     setting = setting_of(arguments, batch=16)
     arms = {"one process": 1, f"{arguments.processes} processes": arguments.processes}
     options = {name: getattr(arguments, name) for name in ("device", "dtype")}

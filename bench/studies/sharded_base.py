@@ -19,14 +19,13 @@ A random Llama, the same prompts, every answer as long as allowed. Arms alternat
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import in_turn, make_parser, measure, setting_of, trainer_of, write_results
+from arms import arguments_in_processes, in_turn, make_parser, measure, setting_of, trainer_of, write_results
 from rlhf_bench.workload import PHASES, Setting, prepare
 from torch.distributed.tensor import DTensor
 
@@ -85,16 +84,9 @@ def main() -> None:
     parser.add_argument(
         "--decode_step", default="auto", help="transformers: the step that serves the last arm, in all of them"
     )
-    arguments = parser.parse_args()
-    if arguments.request:
-        found = work(arguments.request)
-        if found is not None:
-            print(json.dumps(found))
+    arguments = arguments_in_processes(parser, work, "sharded_base")
+    if arguments is None:
         return
-    if arguments.out is None:
-        parser.error("--out: expected a folder for sharded_base.json and sharded_base.md")
-    if arguments.processes < 2:
-        parser.error(f"--processes: expected at least 2, got {arguments.processes}")
     setting = setting_of(arguments, batch=16)
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "processes", "decode_step")}
     with tempfile.TemporaryDirectory() as folder:

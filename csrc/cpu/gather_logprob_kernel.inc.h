@@ -213,7 +213,7 @@ RLHF_INLINE void backward_of(const S* row, int64_t vocab, int64_t target, double
     d_row[target] = some[0];
 }
 
-// What a loss does not use is in no loop: registers are few, and a test in each vector takes as long as the rest.
+// What a loss does not use is in no loop: registers are few, and with AVX2 in fp32 a tenth of the time went to it.
 template <typename S>
 RLHF_INLINE void backward(const S* row, int64_t vocab, int64_t target, double temperature, const RowSlopes& slopes,
                           S* d_row) {

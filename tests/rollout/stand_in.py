@@ -130,6 +130,8 @@ class StandIn:
         if body["model"] not in (self.name, *self.adapters):
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
         options = {**DEFAULTS, **body}
+        if "prompt_logprobs" in body:
+            raise Refusal(400, "with adapters vLLM computes them by those of the other requests, or ends there")
         if options["repetition_penalty"] != 1.0:
             raise Refusal(400, "the stand-in has no penalties: the request left its defaults in place")
         role = "base" if body["model"] == self.name else "actor"

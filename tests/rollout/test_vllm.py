@@ -426,7 +426,7 @@ def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
         list(model.backbone().slot("actor").parameters())[-1].fill_(float("nan"))
     with pytest.raises(MismatchError, match="differ by nan;"):
         # of the server, which still has the numbers of before
-        rollouts.canary.check(rollouts.canary.ask(rollouts.name))
+        rollouts.canary.check(rollouts.canary.ask(rollouts.name, rollouts._complete))
 
 
 # ---- a server that fails ---------------------------------------------------------------------------------------------

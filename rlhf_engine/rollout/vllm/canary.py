@@ -89,21 +89,18 @@ class Canary:
         )
         self._last: _Drawn | None = None
 
-    def ask(self, name: str, complete: Complete | None = None) -> Asked:
+    def ask(self, name: str, complete: Complete) -> Asked:
         """Have the adapter served under a name answer the canary prompts. No pass of the model is made.
 
-        complete: draws the answers; None: the client does.
+        complete: draws the answers.
         Raises RolloutServerError if the server does not answer.
         """
         vocabulary = self.model.role_backbone(self.role).vocabulary
         bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
-        found = []
+        found: list[Completion] = []
         # one at a time: what is drawn beside an answer may move its last digits, by which a stale adapter is found
         for prompt, body in zip(self.prompts, bodies, strict=True):
-            if complete is not None:
-                found += complete(name, [prompt], [body], vocabulary)
-            else:
-                found.append(self.client.complete(name, prompt, body, vocabulary=vocabulary))
+            found += complete(name, [prompt], [body], vocabulary)
         return Asked(name, found)
 
     def check(self, asked: Asked) -> dict[str, float]:
