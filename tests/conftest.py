@@ -5,13 +5,14 @@ What takes seconds to import is imported where it is used: tests of the kernels 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -153,7 +154,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which instruction sets native code was tested on: another CPU has others. (`-q` hides the header.)"""
+    """Count skips by reason, and name the instruction sets that ran. (`-q` hides the header.)"""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:4}: {reason}")
     reason = native.missing()
     sets = f"{', '.join(native.isas())}; elsewhere {native.isa()}" if reason is None else reason
     terminalreporter.write_line(f"native code, where tests ask for every instruction set: {sets}")
@@ -211,11 +216,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(OneOfEach())
 
 
+def _words(callspec: Any) -> Iterator[str]:
+    """The strings among a test's parameters, also those in tuples."""
+    for value in [] if callspec is None else callspec.params.values():
+        yield from (word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str))
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `make unit`, and skip what needs a GPU on a machine without one, saying so."""
+    """Mark the tests of `make unit` and `make test-long`; skip what needs a GPU on a machine without one, saying so."""
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    between = set(native.isas()[1:-1]) if native.missing() is None else set()
     for item in items:
+        # `portable` and the best set here run on every push; the best one elsewhere is another
+        if between & set(_words(getattr(item, "callspec", None))):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(skip)
         # the fixture `device` compiles CUDA sources for the host
