@@ -46,7 +46,7 @@ COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models
 COMMANDS += [
     CONCEPTS / "memory.md",
     *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("time", "vllm")),
+    ROOT / "docs" / "vllm.md",
 ]
 # pages of the site that are held to short lines and sentences; the others are older
 PLAIN = [
@@ -61,7 +61,6 @@ PLAIN = [
             "benchmarks",
             "status",
             "cpus",
-            "time",
             "trl",
             "scaling",
             "vllm",

@@ -32,7 +32,7 @@ from rlhf_engine.planning.predict import Planner
 from rlhf_engine.planning.presets import PRESETS
 from rlhf_engine.planning.rows import Between
 from rlhf_engine.planning.table import PATH, STATE, encode
-from rlhf_engine.planning.tracing import Timeline, extrapolated_peak, memory_alone
+from rlhf_engine.planning.tracing import Timeline, extrapolated_peak
 from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,8 +110,7 @@ def curve(planner: Planner, phase: str, repeats: int, apart: bool) -> list[int]:
     ends = (ROWS[0], ROWS[-1])
 
     def timelines(n: int) -> list[Timeline]:
-        with memory_alone():
-            few, many = (planner._timeline(phase, rows, repeats, n, apart) for rows in ends)
+        few, many = (planner._timeline(phase, rows, repeats, n, apart) for rows in ends)
         return Between(few, many, ends, planner.setting.device_type).timelines(ROWS)
 
     if period is None or 3 * period >= n_layers:

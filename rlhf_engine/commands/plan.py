@@ -1,4 +1,4 @@
-"""`rlhf-engine plan`: memory and time of a run before it is begun."""
+"""`rlhf-engine plan`: memory of a run before it is begun."""
 
 from __future__ import annotations
 
@@ -17,10 +17,5 @@ def run(argv: Sequence[str]) -> int:
         return 0
     prepare("auto")
     with as_request_errors():
-        if config.time:
-            from rlhf_engine.planning.time_report import run_time_plan
-
-            run_time_plan(config)
-        else:
-            run_plan(config)
+        run_plan(config)
     return 0

@@ -1,4 +1,4 @@
-"""Options of `rlhf-engine plan`: how much memory and time a run will take, before anything is downloaded."""
+"""Options of `rlhf-engine plan`: how much memory a run will take, before anything is downloaded."""
 
 # ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
 
@@ -18,15 +18,12 @@ from rlhf_engine.config.training import (
 from rlhf_engine.errors import ConfigError
 
 CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}
-"""Cards whose data-sheet `plan` has, and their memory."""
+"""Cards that `--gpu` knows by name, and their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """Memory that each method takes, and the largest batches that fit, from a model's config alone.
-
-    With --time: how many seconds a step takes, and what they are spent on.
-    """
+    """Memory that each method takes, and the largest batches that fit, from a model's config alone."""
 
     model: str = required(
         "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed"
@@ -48,11 +45,7 @@ class PlanConfig(Options):
     )
     gpu: str = option(
         "80GB",
-        f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)}); with --time "
-        "a card, or cpu for this machine",
-    )
-    time: bool = option(
-        False, "seconds of a step by phase and part in place of memory; the ceilings of a cpu are measured first"
+        f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)})",
     )
     reserve: str = option("1GB", "of it, left to the driver, libraries and fragmentation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
@@ -96,9 +89,7 @@ class PlanConfig(Options):
             )
         if self.processes > 1:
             self._check_processes()
-        if self.time:
-            self._check_time()
-        elif self.budget_bytes <= 0:
+        if self.budget_bytes <= 0:
             raise ConfigError(f"reserve: expected less than gpu ({self.gpu}), got {self.reserve!r}")
 
     def _check_processes(self) -> None:
@@ -110,26 +101,11 @@ class PlanConfig(Options):
                 f"batch: expected at least {self.processes * self.num_generations} {where}, a prompt of "
                 f"{self.num_generations} answers for each, got {self.batch}"
             )
-        if self.time and self.gpu == "cpu":
-            raise ConfigError(f"gpu: expected a card {where} and time, whose links are known, got 'cpu'")
 
     @property
     def share(self) -> int:
         """Most answers of a step that one process draws: those to a prompt stay together."""
         return -(-(self.batch // self.num_generations) // self.processes) * self.num_generations
-
-    def _check_time(self) -> None:
-        if self.gpu not in (*CARDS, "cpu"):
-            raise ConfigError(f"gpu: expected one of {', '.join(CARDS)}, cpu with time, got {self.gpu!r}")
-        if self.gpu != "cpu" and self.device != "cuda":
-            raise ConfigError(f"device: expected cuda with gpu {self.gpu!r} and time, got {self.device!r}")
-        if self.out is not None:
-            raise ConfigError(f"out: expected none with time, of which there is no chart, got {self.out!r}")
-
-    @property
-    def device_type(self) -> str:
-        """The type of device whose kernels run."""
-        return "cpu" if self.gpu == "cpu" else self.device
 
     @property
     def memory_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Prediction of the memory and time that PPO will take, from a model's config alone: `rlhf-engine plan`.
+"""Prediction of the memory that PPO will take, from a model's config alone: `rlhf-engine plan`.
 
 presets   shapes of common models by name
 tracing   the engine's own code run on tensors without data, and what it allocates
@@ -7,7 +7,4 @@ fit       peaks and largest batches of a method, from traced numbers
 predict   these numbers from traces; rows: for every number of rows from two traces
 table     these numbers of presets, looked up without torch
 report    table, bar chart, JSON
-work      FLOPs and bytes of every op of a trace
-machines  how fast a card or a CPU does them; ceilings measures a CPU
-duration  seconds of a step by phase and part; time_report prints them
 """

@@ -66,13 +66,13 @@ def make_setting(config: PlanConfig) -> Setting:
     found = find_config(config.model)
     budget = config.token_budget
     if budget is None:
-        budget = default_token_budget(torch.device(config.device_type), found.get_text_config().hidden_size)
+        budget = default_token_budget(torch.device(config.device), found.get_text_config().hidden_size)
     return Setting(
         config=found,
         dtype=DTYPES[config.dtype],
         adapter_dtype=DTYPES[config.adapter_dtype],
         optim=config.optim,
-        device_type=config.device_type,
+        device_type=config.device,
         slot=SlotConfig(r=config.lora_r, dropout=config.lora_dropout, target_modules=targets),
         prompt_length=config.max_prompt_length,
         completion_length=config.max_completion_length,
@@ -226,8 +226,7 @@ def trace_token(model: HydraModel, s: Setting, rows: int, context: int) -> Timel
     goes_on = SamplingConfig(max_completion_length=2, eos_token_ids=())
     whole = traced(lambda: generate(model, _prompts(s, rows, context - 1), goes_on), _known(model), s.device_type)
     draws = [i for i, event in enumerate(whole.events) if event.op.startswith("rlhf_kernels.sample")]
-    works = [i for i, work in enumerate(whole.work) if work.kind == "sample"]
-    return Timeline(events=whole.events[draws[-2] + 1 :], work=whole.work[works[-2] + 1 :] if works else [])
+    return Timeline(events=whole.events[draws[-2] + 1 :])
 
 
 def _prompts(s: Setting, rows: int, length: int) -> list[list[int]]:

@@ -49,7 +49,7 @@ from rlhf_engine.planning.phases import (
     trace_inference,
     trace_update,
 )
-from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak, memory_alone
+from rlhf_engine.planning.tracing import Timeline, Tracker, extrapolated_peak
 from rlhf_engine.planning.workspace import backend_of
 from rlhf_engine.policy.adamw import gradient_dtype, state_layout, temporary_bytes
 from rlhf_engine.rollout.steps import native as native_step
@@ -262,14 +262,13 @@ class Planner(Fit):
     def _trace(self, phase: str, rows: int, repeats: int, apart: bool) -> int:
         n_layers = self.setting.config.get_text_config().num_hidden_layers
         period = layer_period(self.setting.config)
-        with memory_alone():
-            if period is not None and 3 * period < n_layers:
-                layers = (2 * period, 3 * period)
-                short, long = (self._timeline(phase, rows, repeats, n, apart) for n in layers)
-                peak = extrapolated_peak(short, long, layers, n_layers)
-                if peak is not None:
-                    return peak
-            return self._timeline(phase, rows, repeats, n_layers, apart).peak
+        if period is not None and 3 * period < n_layers:
+            layers = (2 * period, 3 * period)
+            short, long = (self._timeline(phase, rows, repeats, n, apart) for n in layers)
+            peak = extrapolated_peak(short, long, layers, n_layers)
+            if peak is not None:
+                return peak
+        return self._timeline(phase, rows, repeats, n_layers, apart).peak
 
     def _timeline(self, phase: str, rows: int, repeats: int, n_layers: int, apart: bool = False) -> Timeline:
         model = self._model(n_layers)

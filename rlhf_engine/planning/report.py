@@ -78,7 +78,7 @@ def run_plan(config: PlanConfig) -> list[Prediction]:
 
 def is_tabled(config: PlanConfig) -> bool:
     """Whether a plan is looked up, which needs no torch."""
-    return not config.time and table.fits(config, []) is not None
+    return table.fits(config, []) is not None
 
 
 def _fits(config: PlanConfig) -> Iterator[Fit]:
@@ -158,7 +158,7 @@ def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list
         lines.append(
             f"{method}: for every token each process then receives {gigabytes(fit.received_bytes)} GB. A vLLM server "
             f"on {more} reads {gigabytes(base // gpus)} GB of its own memory instead, and is the fast way: "
-            "--rollout_backend vllm beside --shard_base always. plan --time has the seconds."
+            "--rollout_backend vllm beside --shard_base always."
         )
     return lines
 

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rlhf_kernels.runtime.cost import Work, round_up
+from rlhf_kernels.runtime.cost import round_up
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlhf_engine.planning.work import work_of
 from rlhf_engine.planning.workspace import workspace_bytes
 
 _READS = frozenset(
@@ -82,29 +79,14 @@ class Shaped:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """Everything that allocated, and what was computed, in order."""
+    """Everything that allocated, in order."""
 
     events: list[Event] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    """Of every op in order, those that allocate nothing included; empty within `memory_alone`."""
 
     @property
     def peak(self) -> int:
         """Most bytes alive at once."""
         return max((event.live for event in self.events), default=0)
-
-
-_counts_work: ContextVar[bool] = ContextVar("counts_work", default=True)
-
-
-@contextmanager
-def memory_alone() -> Iterator[None]:
-    """A block whose traces leave out what is computed."""
-    token = _counts_work.set(False)
-    try:
-        yield
-    finally:
-        _counts_work.reset(token)
 
 
 class Tracker(TorchDispatchMode):
@@ -151,8 +133,6 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and args[0].dtype is torch.int64 and args[0].dim() == 1:
             with unset_fake_temporarily():
                 self._sums[out.untyped_storage()._cdata] = sum(args[0].tolist())
-        if _counts_work.get():
-            self.timeline.work += work_of(func, args, kwargs, out)
         before = self._n_storages
         added = sum(self._hold(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         inside = workspace_bytes(func, args, out, self._device_type)

@@ -337,17 +337,6 @@ def test_auto_takes_the_native_code_where_it_serves():
         attention(*tensors, [5], scale=0.3, backend="cpu")
 
 
-def test_work_counts_what_the_masks_leave():
-    from rlhf_kernels.attention import cost
-
-    for lengths, parents, window in ((LENGTHS, (-1,) * 8, None), (FAMILIES, PARENTS, None), (FAMILIES, PARENTS, 9)):
-        seen = [len(keys) if window is None else min(len(keys), window) for keys in rows_seen(lengths, parents)]
-        q, k, v = case((4, 2, 8), lengths)
-        args = (q, k, v, None, lengths, parents, 0.3, window, None, "cpu")
-        (work,) = cost.work("attention", args, (q, q))
-        assert work.flops == 4.0 * 4 * 8 * sum(seen)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

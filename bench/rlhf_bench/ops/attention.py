@@ -8,12 +8,12 @@ Floor: a bare copy of inputs, results and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rlhf_kernels.attention import attention, cost, reference
+from rlhf_kernels.attention import attention, reference
 from torch import Tensor
 
 from rlhf_bench.case import Baseline, Case, NotHereError, Tensors, differentiate, leaves_of
@@ -110,6 +110,12 @@ def _case(s: PackedSize, dtype: torch.dtype, kind: str) -> Case:
             Baseline(name="matmul + softmax + matmul", prepare=lambda inputs: lambda: finish(plain, inputs)),
             Baseline(name="F.scaled_dot_product_attention", prepare=sdpa),
         ),
-        flops=14.0 * s.Hq * s.D * cost.pairs(lengths, parents, None),
+        flops=14.0 * s.Hq * s.D * _pairs(lengths, parents),
         moved_bytes=moved,
     )
+
+
+def _pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
+    """Pairs of a query and a key that it sees: its own sequence's up to itself, and all of its parent's."""
+    before = [lengths[parent] if parent >= 0 else 0 for parent in parents]
+    return sum(n * (n + 1) // 2 + n * seen for n, seen in zip(lengths, before, strict=True))

@@ -1,4 +1,4 @@
-"""Work and memory of `attention`: what the masks leave of the products, and one pass over the tensors."""
+"""Memory that `attention` takes inside."""
 
 from __future__ import annotations
 
@@ -6,33 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kernels.runtime import native
-from rlhf_kernels.runtime.cost import ATTENTION, BackendOf, Work, all_bytes, round_up
+from rlhf_kernels.runtime.cost import BackendOf, round_up
 
 QUERY_ROWS, SCORES, TILE = 32, 1 << 18, 16
 """Rows and scores of a block of queries, and positions of a tile: csrc/cpu/attention_rows.h."""
-
-
-def pairs(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> int:
-    """Pairs of a query and a key that it sees."""
-    total = 0
-    for length, parent in zip(lengths, parents, strict=True):
-        end = length + (lengths[parent] if parent >= 0 else 0)
-        total += _seen(end, window) - _seen(end - length, window)
-    return total
-
-
-def _seen(positions: int, window: int | None) -> int:
-    """Keys that the first queries of a sequence see together."""
-    most = positions if window is None else min(positions, window)
-    return most * (most + 1) // 2 + (positions - most) * most
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
-    """Forward 4 D per pair of query and key, backward 10 D: two and five products."""
-    back = name == "attention_backward"
-    q, (lengths, parents, _, window, _) = args[1 if back else 0], args[-6:-1]
-    flops = (10.0 if back else 4.0) * q.shape[1] * q.shape[2] * pairs(lengths, parents, window)
-    return [Work(name, ATTENTION, flops, all_bytes([*args, *out]), longest(lengths, parents), q.dtype)]
 
 
 def longest(lengths: Sequence[int], parents: Sequence[int]) -> int:

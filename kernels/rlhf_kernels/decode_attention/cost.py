@@ -1,4 +1,4 @@
-"""Work and memory of `decode_attention`: keys and values are read once, and splits of the positions leave sums."""
+"""Memory that `decode_attention` takes inside: splits of the positions leave sums."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kernels.runtime.cost import ATTENTION, BackendOf, Traced, Work
+from rlhf_kernels.runtime.cost import BackendOf, Traced
 
 SPLIT, MAX_SPLITS = 256, 64
 """Positions of a split in Triton, and most splits; beyond, splits grow."""
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
-    """4 N h S D for S positions that a row's table holds, or as many as the window lets through."""
-    q, keys, _, _, table, _, window = args[:7]
-    positions = table.shape[1] * keys.shape[1]
-    positions = positions if window is None else min(positions, window)
-    moved = 2.0 * q.shape[0] * positions * keys.shape[2] * keys.shape[3] * keys.element_size()
-    return [Work("decode_attention", ATTENTION, 4.0 * q.numel() * positions, moved, 0, q.dtype, 2)]
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int | Traced:

@@ -1,29 +1,12 @@
-"""Work and memory of `linear`: one product forward, one per gradient backward."""
+"""Memory that `linear` takes inside."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from rlhf_kernels.runtime import native
-from rlhf_kernels.runtime.cost import GEMMS, BackendOf, Work, all_bytes, round_up, tensor_bytes
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
-    """2 N K M per product; inputs and results are moved once, the weight once per product."""
-    if name == "linear":
-        return [linear_work(name, args[0], args[1], 1, out)]
-    return [linear_work(name, args[0], args[2], sum(args[3:5]), out)]
-
-
-def linear_work(kind: str, x: torch.Tensor, weight: torch.Tensor, products: int, out: Any) -> Work:
-    """Work of `products` products of x [..., K] with a weight [M, K]."""
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = products * tensor_bytes(weight) + all_bytes([x, *tree_leaves(out)])
-    return Work(kind, GEMMS, 2.0 * products * rows * weight.numel(), moved, rows, weight.dtype, products)
+from rlhf_kernels.runtime.cost import BackendOf, round_up
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:

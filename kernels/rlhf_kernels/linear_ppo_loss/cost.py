@@ -1,19 +1,12 @@
-"""Work and memory of `linear_ppo_loss`, whose forward makes the gradients."""
+"""Memory that `linear_ppo_loss` takes inside; its forward makes the gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kernels.runtime.cost import BackendOf, Work
-from rlhf_kernels.vocab.cost import head_work, sweep_bytes
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
-    """The logits and every gradient; the logits again where the gradients take a second sweep."""
-    needs = [need for need in args[-2].split(",") if need]
-    second = bool(needs) and not _is_ahead(args)
-    return [head_work(args[0], args[1], 1 + len(needs) + second)]
+from rlhf_kernels.runtime.cost import BackendOf
+from rlhf_kernels.vocab.cost import sweep_bytes
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:

@@ -1,13 +1,12 @@
-"""Work and memory of multi-LoRA linears: the base product, and what is added to the adapted rows."""
+"""Memory that multi-LoRA linears take inside."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kernels.linear.cost import linear_work
 from rlhf_kernels.runtime import native, registry
-from rlhf_kernels.runtime.cost import LORA, BackendOf, Work, all_bytes, next_power, round_up
+from rlhf_kernels.runtime.cost import BackendOf, next_power, round_up
 
 EXACT_SPLITS = 4
 """Parts of the features that Triton's h is added up from in exact mode, where the number of rows may not decide."""
@@ -18,32 +17,6 @@ _PLACES = {
     "lora_delta_backward": (1, 2),
 }
 """Places of x and of the list of A among the arguments of each op; B, scales, starts, ends and slots follow A."""
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work] | None:
-    """2 n r (K + M) forward; backward up to five halves of it: h and dh again, then dx, dA and dB where needed."""
-    if name not in _PLACES:  # decoding in place, which no plan traces
-        return None
-    A, B, _, starts, ends, slots = args[_PLACES[name][1] : _PLACES[name][1] + 6]
-    backward = name.endswith("_backward")
-    found = []
-    if name.startswith("lora_linear"):
-        weight = args[2 if backward else 1]
-        products = sum(args[-6:-4]) if backward else 1  # need_x, need_weight
-        found.append(linear_work("linear_backward" if backward else "linear", args[0], weight, products, out))
-    k, m, e = A[0].shape[1], B[0].shape[0], args[0].element_size()
-    halves: float = 2.0
-    if backward:
-        need_A, need_B = args[-3:-1]
-        need_x = args[-6] if name.startswith("lora_linear") else args[-4]
-        halves = 2.0 + need_x + any(need_A) + any(need_B)
-    ranks = [(end - start) * A[slot].shape[0] for slot, start, end in zip(slots, starts, ends, strict=True)]
-    n_on = sum(ends) - sum(starts)
-    kind = "lora_backward" if backward else "lora" if name.startswith("lora_linear") else "lora_delta"
-    moved = n_on * e * ((2.0 * k + m) * (1.0 + backward) if backward else k + 2.0 * m) + all_bytes([*A, *B])
-    calls = 0 if found else 1
-    found.append(Work(kind, LORA, halves * sum(ranks) * (k + m), moved, n_on, args[0].dtype, int(halves), calls))
-    return found
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int:

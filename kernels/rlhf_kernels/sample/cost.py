@@ -1,11 +1,11 @@
-"""Work and memory of `sample`: one product, and partial results per share of the vocabulary."""
+"""Memory that `sample` takes inside: partial results per share of the vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kernels.runtime.cost import SAMPLING, BackendOf, Traced, Work, all_bytes
+from rlhf_kernels.runtime.cost import BackendOf, Traced
 from rlhf_kernels.vocab.cost import SHARES
 from rlhf_kernels.vocab.logits import HeadOptions
 
@@ -13,13 +13,6 @@ PROGRAMS = SHARES
 """Shares of the vocabulary that Triton makes."""
 FIELDS, CHOICES = 4, 2
 """Numbers that a share leaves per row: m, s, w and the best column's logit; the best score's key and its column."""
-
-
-def work(name: str, args: Sequence[Any], out: Any) -> list[Work]:
-    """2 N H V; W and hidden are read once."""
-    hidden, weight = args[:2]
-    flops = 2.0 * hidden.shape[0] * weight.numel()
-    return [Work("sample", SAMPLING, flops, all_bytes(args[:2]), hidden.shape[0], weight.dtype, 2)]
 
 
 def workspace(name: str, args: Sequence[Any], backend_of: BackendOf) -> int | Traced:

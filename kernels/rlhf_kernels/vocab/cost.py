@@ -1,4 +1,4 @@
-"""Work and memory of one sweep of the vocabulary, by backend; the ops with a head call these from their `cost.py`."""
+"""Memory of one sweep of the vocabulary, by backend; the ops with a head call these from their `cost.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.runtime import native, registry
-from rlhf_kernels.runtime.cost import HEADS, Work, next_power, round_up, tensor_bytes
+from rlhf_kernels.runtime.cost import next_power, round_up
 from rlhf_kernels.vocab.logits import TILE_ELEMENTS
 
 TILE_ROWS, TILE_COLUMNS = 4096, 8192
@@ -19,13 +19,6 @@ SHARE_FIELDS = 12
 """Numbers that a share leaves per row."""
 SMALL_TILE = 2**23
 """Elements of a tile that need no saving: 32 MiB of fp32, which an H100's L2 cache holds."""
-
-
-def head_work(hidden: Tensor, weight: Tensor, products: int) -> Work:
-    """Work of `products` products of N · H · V: each reads W once, and hidden twice."""
-    flops = 2.0 * products * hidden.shape[0] * weight.numel()
-    moved = products * (tensor_bytes(weight) + 2.0 * tensor_bytes(hidden))
-    return Work("head", HEADS, flops, moved, hidden.shape[0], weight.dtype, 2 * products)
 
 
 def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahead: bool, keeps_sums: bool) -> int:
