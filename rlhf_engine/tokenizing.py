@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from rlhf_engine.hydra.loading import read_config
 from rlhf_engine.manifest import check_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_BEGINNINGS = ("", "\n", "x", ".", "a", "0")
+"""Texts after which an answer is tokenized as it is in the middle of one; which of them serves depends on both."""
 _ELSEWHERE = "a reward model with another tokenizer can be one of the reward_funcs"
 
 
@@ -112,22 +115,52 @@ def _ends(tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | None, v
     return tuple(sorted(set(found)))
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text alone, to which the tokenizer adds none of its special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt with the tokenizer's own beginning, but never an end-of-sequence token at its end."""
-    ids = list(tokenizer(prompt)["input_ids"])
-    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
+    """Token ids of a prompt with the tokenizer's own beginning, and without the end that it adds to texts.
 
-
-def encode_completion(
-    tokenizer: PreTrainedTokenizerBase, completion: str, end_ids: Sequence[int] | None = None
-) -> list[int]:
-    """Token ids of a whole answer.
-
-    Where its text does not end with one of `end_ids`, the end-of-sequence token ends it. None stands for that token.
+    What the text itself says stays: an end-of-sequence token at its end, and a beginning, which is not doubled then.
     """
-    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    encoded = tokenizer(prompt, return_special_tokens_mask=True)
+    ids, added = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
+    while len(ids) > 1 and added[len(ids) - 1]:
+        ids.pop()
+    n = next((i for i, special in enumerate(added) if not special), 0)
+    return ids[n:] if ids[:n] == ids[n : 2 * n] else ids
+
+
+def encode_continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_ids: list[int], whole: str, whole_ids: list[int]
+) -> list[int]:
+    """Token ids of an answer where it stands: those of prompt and answer together, without the prompt's.
+
+    A token of both together may reach across the border. Generation begins with the prompt's own ids, so these stay,
+    and the answer gets ids with which both decode to the same text: those that it has after some other beginning. A
+    tokenizer that does not keep white space may have none such; the answer then has the ids that it has alone.
+    """
+    if whole_ids[: len(prompt_ids)] == prompt_ids:
+        return whole_ids[len(prompt_ids) :]
+    answer, decode = whole[len(prompt) :], partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    for beginning in _BEGINNINGS:
+        first, ids = encode(tokenizer, beginning), encode(tokenizer, beginning + answer)
+        rest = ids[len(first) :]
+        if [*first, *rest] == ids and decode([*prompt_ids, *rest]) == decode(whole_ids):
+            return rest
+    return encode(tokenizer, answer)
+
+
+def end_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_ids: Sequence[int] | None = None) -> list[int]:
+    """Token ids up to the last one of `end_ids` (None: the end-of-sequence token), where reward models are read.
+
+    White space after it, which chat templates write, is left out. Ids that do not end so get the end-of-sequence token.
+    """
     assert tokenizer.eos_token_id is not None
-    ends = (int(tokenizer.eos_token_id),) if end_ids is None else end_ids
-    return ids if ids and ids[-1] in ends else [*ids, int(tokenizer.eos_token_id)]
+    ends = end_ids or (int(tokenizer.eos_token_id),)
+    last = next((i for i in reversed(range(len(ids))) if ids[i] in ends), None)
+    if last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip():
+        return ids[: last + 1]
+    return [*ids, int(tokenizer.eos_token_id)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.errors import ConfigError
@@ -27,8 +27,14 @@ class RowOptions(Options):
     truncation: Literal["error", "drop", "keep_end", "keep_start", "both"] = option(
         "error",
         "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go), keep_start (the "
-        "answer's last tokens go) or both (the prompt's down to half of the length, then the answer's)",
+        "answer's last tokens go) or both (the prompt's down to half of the length, then the answer's); of conversations "
+        "whole turns go",
     )
+    system_prompt: str | None = option(None, "system turn of conversations that have none", is_text=True)
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None, "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'; a column of that name comes first"
+    )
+    dataset_streaming: bool = option(False, "fetch rows of the Hub as they are read, and keep no copy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +61,7 @@ class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
+    dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,7 @@ import difflib
 import errno
 import inspect
 import itertools
+import json
 import os
 import re
 import sys
@@ -184,6 +185,8 @@ def _describe(hint: Any) -> str:
     for kind in _alternatives(hint):
         if typing.get_origin(kind) is Literal:
             parts.append("one of " + ", ".join(repr(v) for v in typing.get_args(kind)))
+        elif typing.get_origin(kind) is dict:
+            parts.append("a JSON object")
         elif typing.get_origin(kind) is list:
             parts.append("a list of strings" if typing.get_args(kind)[0] is str else "a list of numbers")
         else:
@@ -196,6 +199,8 @@ def _matches(kind: Any, value: Any) -> bool:
         return value in typing.get_args(kind)
     if typing.get_origin(kind) is list:
         return isinstance(value, (list, tuple)) and all(_matches(typing.get_args(kind)[0], v) for v in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if kind is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # also an int that is no float
     if kind is int:
@@ -351,10 +356,12 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
             return text.lower() in _TRUE
         if any(typing.get_origin(other) is Literal and _matches(other, text) for other in _alternatives(hint)):
             return text
-    elif kind in (int, float):
+    elif kind in (int, float) or typing.get_origin(kind) is dict:
         try:
-            return kind(text)
-        except ValueError:
+            value = json.loads(text) if typing.get_origin(kind) is dict else kind(text)
+            if _matches(kind, value) or kind in (int, float):
+                return value
+        except (ValueError, RecursionError):
             pass  # reported below, with the option's name
     else:
         return text
@@ -481,7 +488,7 @@ def _add_to_help(group: argparse._ArgumentGroup, field: dataclasses.Field, hint:
     elif any(typing.get_origin(k) is list for k in kinds):
         shown = "VALUE ..."
     else:
-        shown = {bool: "[BOOL]", int: "INT", float: "FLOAT"}.get(kinds[0], "TEXT")
+        shown = {bool: "[BOOL]", int: "INT", float: "FLOAT", dict: "JSON"}.get(typing.get_origin(kinds[0]) or kinds[0], "TEXT")
     alias = field.metadata["alias"]
     names = [f"--{n}" for n in ((alias,) if alias else ()) + (field.name, *field.metadata["switches"])]
     group.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))

@@ -57,7 +57,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
 
     eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
-    dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)

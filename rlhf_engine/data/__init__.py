@@ -20,9 +20,7 @@ from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
 from rlhf_engine.data.tokenize import (
     Tokenized,
     Truncation,
-    encode_text,
     fit_to_length,
-    plain_text,
     tokenize_row,
     tokenize_rows,
 )
@@ -61,7 +59,6 @@ __all__ = [
     "Truncation",
     "UnpairedPreference",
     "batch_indices",
-    "encode_text",
     "epoch_order",
     "fit_to_length",
     "group_fraction",
@@ -70,7 +67,6 @@ __all__ = [
     "pack",
     "parse_row",
     "plain_prompts",
-    "plain_text",
     "read_records",
     "recognise",
     "render_turn",

@@ -7,16 +7,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
-from rlhf_engine.data.read import read_records, usable_rows
-from rlhf_engine.data.tally import Tally
+from rlhf_engine.config.data import RowOptions
+from rlhf_engine.data.read import Record, read_records, usable_rows
+from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster, prompt_of
-from rlhf_engine.data.types import KINDS, Kind, Row, parse_row, recognise
+from rlhf_engine.data.types import KINDS, Kind, Row, parse_row, recognise, with_known_columns
+
+R = TypeVar("R", bound=Row)
 
 
 def load_rows(
     source: str | os.PathLike[str],
     tally: Tally,
+    options: RowOptions | None = None,
     *,
     kinds: Sequence[Kind] = KINDS,
     limit: int | None = None,
@@ -30,6 +35,7 @@ def load_rows(
     Args:
         source: file, folder, or `hub:owner/name`, see `data.read`.
         tally: counts what is read and what is bad; its `argument` names the source in messages.
+        options: whether the source is streamed, and what conversations are given; None: no and nothing.
         kinds: types that can be used, the preferred ones first.
         limit: most rows to read, the first ones; None: all.
         group_column: column whose values are the rows' groups; None: the prompts are.
@@ -40,18 +46,47 @@ def load_rows(
     Raises:
         ConfigError: a source that cannot be read, columns of no type, too many bad rows, or no row left.
     """
-    records = list(islice(read_records(source, argument=tally.argument), limit))
+    streaming = options is not None and options.dataset_streaming
+    read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
+    records = [part for record in read for part in _known_parts(record, kinds)]
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
     columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
     if _is_taskmaster(columns, kinds, group_column):
-        found = usable_rows(records, tally, lambda value, place: parse_taskmaster(value, place=place))
+        found = usable_rows(
+            records, tally, lambda value, place: with_options(parse_taskmaster(value, place=place), options)
+        )
         return list(found) if "unpaired_preference" in kinds else [prompt_of(row) for row in found]
     kind = recognise(columns, kinds, argument=tally.argument)
     rows = usable_rows(
-        records, tally, lambda value, place: parse_row(value, kind, place=place, group_column=group_column)
+        records,
+        tally,
+        lambda value, place: with_options(parse_row(value, kind, place=place, group_column=group_column), options),
     )
     return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
+
+
+def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
+    """The record with TRL's columns, in several where it is a conversation of several answers."""
+    try:
+        return [replace(record, value=value) for value in with_known_columns(record.value, kinds)]
+    except RowError as error:
+        return [replace(record, value=None, error=error)]
+
+
+def with_options(row: R, options: RowOptions | None) -> R:
+    """Give a conversation the system prompt, unless it has one, and template arguments beside its own.
+
+    Raises RowError for a row of strings, which no chat template writes.
+    """
+    if options is None or (options.system_prompt is None and not options.chat_template_kwargs):
+        return row
+    if isinstance(row.prompt, str):
+        raise RowError("messages for system_prompt and chat_template_kwargs", shown(row.prompt))
+    prompt = row.prompt
+    if options.system_prompt is not None and prompt[0]["role"] != "system":
+        prompt = ({"role": "system", "content": options.system_prompt}, *prompt)
+    return replace(row, prompt=prompt, template={**(options.chat_template_kwargs or {}), **row.template})
 
 
 def _is_taskmaster(columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None) -> bool:

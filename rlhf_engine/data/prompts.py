@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.tally import Tally
-from rlhf_engine.data.tokenize import Truncation, plain_text, tokenize_rows
+from rlhf_engine.data.tokenize import Truncation, tokenize_rows
 from rlhf_engine.data.types import PromptOnly, Row
 
 _TAKEN = ("prompts", "completions", "completion_ids")
@@ -23,7 +23,7 @@ class PromptSet:
     rows: list[Row]
     """Rows that the prompts come from."""
     prompts: list[str]
-    """As text: of messages, what the chat template makes of them. Whole, even where tokens were cut."""
+    """As text that the model reads: of messages, what the chat template makes of them. Without what was cut."""
     ids: list[list[int]]
     """Token ids of the prompts."""
 
@@ -110,6 +110,6 @@ def tokenize_prompts(
     )
     return PromptSet(
         rows=[tokens.row for tokens in found],
-        prompts=[plain_text(tokenizer, tokens.row.prompt) for tokens in found],
+        prompts=[tokens.text for tokens in found],
         ids=[tokens.prompt for tokens in found],
     )

@@ -52,12 +52,15 @@ class Record:
     """Reason why there is no value; None where there is one."""
 
 
-def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_name") -> Iterator[Record]:
+def read_records(
+    source: str | os.PathLike[str], *, argument: str = "dataset_name", streaming: bool = False
+) -> Iterator[Record]:
     """Read the rows of a source, one after another.
 
     Args:
         source: file, folder, or dataset of the Hub, see the module.
         argument: name of the option, for messages.
+        streaming: fetch rows of the Hub as they are read, without keeping the dataset.
 
     Returns:
         An iterator over the rows, which reads as it goes.
@@ -73,7 +76,7 @@ def read_records(source: str | os.PathLike[str], *, argument: str = "dataset_nam
         return _folder(path, argument)
     name = os.fspath(source)
     if name.startswith("hub:") or (_HUB.fullmatch(name) is not None and not name.endswith(SUFFIXES)):
-        return _hub(name, argument)
+        return _hub(name, argument, streaming)
     raise ConfigError(
         f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or owner/name of the Hub, got "
         f"{name!r} which is not a file"
@@ -240,7 +243,7 @@ def _saved_dataset(path: Path) -> Iterator[Record]:
         yield Record(place=f"{path}: row {i}", value=row)
 
 
-def _hub(name: str, argument: str) -> Iterator[Record]:
+def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
     found = _HUB.fullmatch(name)
     if found is None:
         full = "hub:owner/name/subset@revision:split"
@@ -252,7 +255,9 @@ def _hub(name: str, argument: str) -> Iterator[Record]:
             f"{datasets.__version__}"
         )
     try:
-        rows = datasets.load_dataset(found[1], found[2], revision=found[3], split=found[4] or "train")
+        rows = datasets.load_dataset(
+            found[1], found[2], revision=found[3], split=found[4] or "train", streaming=streaming
+        )
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline; no such split; a script
         neither = "" if name.startswith("hub:") else ", which is no file or folder here"
         raise ConfigError(f"{argument}: expected to load {name!r}{neither}, got {_first_line(error)}") from error

@@ -1,23 +1,26 @@
 """Rows to token ids: plain strings or chat templates, and what happens to rows that are too long.
 
-Strings: a prompt has the tokenizer's own beginning, an answer ends with the end-of-sequence token (`tokenizing.py`).
-An empty prompt of an answer is the beginning-of-sequence token, or the end-of-sequence token where there is none.
+The tokens of an answer are those that it has after its prompt (`tokenizing.encode_continuation`); those of the prompt
+are the ones that generation begins with. An answer ends with its last end token, at which rollouts stop as well: the
+tokenizer's end-of-sequence token or another that the model's generation config names (`tokenizing.end_answer`).
 
-Conversations: the prompt is the chat template's text of its messages with the generation prompt; prompt and answer are
-the template's text of all messages. The prompt's tokens have to be the first of prompt and answer together, or the row
-is bad: a policy would be trained on answers to a prompt that it is never given. The answer ends with its last end
-token, at which rollouts stop as well: the tokenizer's end-of-sequence token or another that the model's generation
-config names. White space that some templates write after it is left out; where the template writes none, the
-end-of-sequence token is added.
+Strings: a prompt has the tokenizer's own beginning. An empty prompt of an answer is the beginning-of-sequence token, or
+the end-of-sequence token where there is none.
+
+Conversations: the prompt is the chat template's text of its messages with the generation prompt, or, where they end
+with the assistant's words, up to these; prompt and answer are the template's text of all messages. The latter has to
+begin with the text of the prompt's messages, or the row is bad: a policy would be trained on answers to a prompt that
+it is never given. Some templates open thoughts in the generation prompt and write none in answers. As in TRL, such a
+prompt ends where the two texts part, with a warning.
 
 `truncation` says what becomes of a row of more than `max_length` tokens:
 
     error        the row is bad, which stops the run unless max_bad_rows allows for it
     drop         the row is left out and counted as dropped
     keep_end     the prompt's oldest tokens go until the row fits, but not its beginning-of-sequence token; answers
-                 stay whole
+                 stay whole. Of a conversation the oldest turns go, whole, up to one of the user's; a system turn stays
     keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
-    both         the prompt's oldest tokens go, down to half of max_length, and then the answer's last ones
+    both         as keep_end, down to half of max_length, and then the answer's last tokens go
 
 Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
 the prompt stays, and where answers are cut one of each; a row that cannot be made to fit is bad.
@@ -26,7 +29,8 @@ the prompt stays, and where answers are cut one of each; a row that cannot be ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, Text, UnpairedPreference
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.tokenizing import encode_completion, encode_prompt
+from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 
 Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
 
@@ -46,11 +50,13 @@ class Tokenized:
     """A row with its token ids."""
 
     row: Row
-    """Row that the tokens are of."""
+    """Row that the tokens are of; where turns of a conversation were cut, without these."""
     prompt: list[int]
     """Token ids of the prompt, at least one."""
     answers: tuple[list[int], ...]
     """Token ids of the answers: none of a prompt alone, one completion, or chosen and rejected."""
+    text: str = ""
+    """Prompt as the model reads it; without the beginning that the tokenizer adds."""
     truncated: bool = False
     """Whether tokens were cut."""
 
@@ -95,8 +101,7 @@ def tokenize_rows(
             tokens = tokenize_row(row, tokenizer, end_ids)
             if vocabulary is not None:
                 _require_known(tokens, vocabulary, tokenizer)
-            kept = int(tokens.prompt[0] == tokenizer.bos_token_id)
-            one = fit_to_length(tokens, max_length, truncation, limit_name, keep_first=kept)
+            one = fit_to_length(tokens, max_length, truncation, limit_name, tokenizer=tokenizer, end_ids=end_ids)
         except RowError as error:
             tally.bad(row.place, error)
             continue
@@ -125,19 +130,36 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
         RowError: a prompt without tokens, or messages that the chat template does not take.
         ConfigError: messages without a chat template.
     """
-    texts: tuple[Text, ...] = ()
+    answers: tuple[Text, ...] = ()
     if isinstance(row, Preference):
-        texts = (row.chosen, row.rejected)
+        answers = (row.chosen, row.rejected)
     elif isinstance(row, (PromptCompletion, UnpairedPreference)):
-        texts = (row.completion,)
-    prompt = encode_text(tokenizer, row.prompt)
-    if not prompt and not row.prompt and texts:
+        answers = (row.completion,)
+    if isinstance(row.prompt, str):
+        text, encoded = row.prompt, encode_prompt
+        wholes = [f"{text}{answer}" for answer in answers]
+    else:
+        text, encoded = _template(tokenizer, row, row.prompt, opens_answer=True), encode
+        wholes = [_template(tokenizer, row, _joined(row.prompt, answer)) for answer in answers]
+    prompt = encoded(tokenizer, text)
+    if not prompt and not row.prompt and answers:
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         prompt = [int(first)]  # type: ignore[arg-type]
+        ids = [[*prompt, *encoded(tokenizer, whole)] for whole in wholes]
+    else:
+        ids = [encoded(tokenizer, whole) for whole in wholes]
+    if not all(whole.startswith(text) for whole in wholes):
+        prompt = _shared_beginning(tokenizer, row, prompt, wholes, ids)
+        ends = [one[len(prompt) :] for one in ids]
+    else:
+        ends = [
+            encode_continuation(tokenizer, text, prompt, whole, one) for whole, one in zip(wholes, ids, strict=True)
+        ]
     if not prompt:
         raise RowError("a prompt of at least one token", shown(row.prompt))
-    answers = tuple(_answer(tokenizer, row.prompt, prompt, text, end_ids) for text in texts)
-    return Tokenized(row=row, prompt=prompt, answers=answers)
+    return Tokenized(
+        row=row, prompt=prompt, answers=tuple(end_answer(tokenizer, end, end_ids) for end in ends), text=text
+    )
 
 
 def _require_known(tokens: Tokenized, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -149,44 +171,14 @@ def _require_known(tokens: Tokenized, vocabulary: int, tokenizer: PreTrainedToke
         )
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
-    """Token ids of a prompt, a string or messages.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        prompt: string or messages.
-
-    Returns:
-        Token ids, without an end-of-sequence token at the end of a string.
-
-    Raises:
-        RowError: messages that the chat template does not take.
-        ConfigError: messages without a chat template.
-    """
-    if isinstance(prompt, str):
-        return encode_prompt(tokenizer, prompt)
-    return _ids(tokenizer, plain_text(tokenizer, prompt))
-
-
-def plain_text(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
-    """Text of a prompt as the model reads it.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        prompt: string or messages.
-
-    Returns:
-        The string itself, or the chat template's text with the generation prompt.
-
-    Raises:
-        RowError: messages that the chat template does not take.
-        ConfigError: messages without a chat template.
-    """
-    return prompt if isinstance(prompt, str) else _template(tokenizer, prompt, generation_prompt=True)
-
-
 def fit_to_length(
-    tokens: Tokenized, max_length: int, truncation: Truncation, limit_name: str, *, keep_first: int = 0
+    tokens: Tokenized,
+    max_length: int,
+    truncation: Truncation,
+    limit_name: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    end_ids: Sequence[int] | None = None,
 ) -> Tokenized | None:
     """Cut a row to max_length tokens, or leave it out.
 
@@ -195,7 +187,9 @@ def fit_to_length(
         max_length: most tokens of prompt and longest answer.
         truncation: what becomes of a longer row: a `Truncation`, see the module.
         limit_name: name of max_length's tokens, for messages.
-        keep_first: tokens that stay at the beginning of a prompt that is cut.
+        tokenizer: tokenizer of the model; None: nothing is known to be the beginning of a prompt, and strings alone can
+            be cut.
+        end_ids: as of `tokenize_row`.
 
     Returns:
         The row within max_length tokens; None if it is dropped.
@@ -209,35 +203,59 @@ def fit_to_length(
         return tokens
     if truncation == "drop":
         return None
-    if truncation == "keep_end" and longest + keep_first < max_length:
-        kept = tokens.prompt[len(tokens.prompt) - (max_length - longest - keep_first) :]
-        prompt = tokens.prompt[:keep_first] + kept
-        return Tokenized(row=tokens.row, prompt=prompt, answers=tokens.answers, truncated=True)
     room = max_length - len(tokens.prompt)
-    half = max(room, max_length // 2)
-    if truncation == "both" and (half > 0 or not tokens.answers):
-        answers = tuple(answer[:half] for answer in tokens.answers)
-        shorter = dataclasses.replace(tokens, answers=answers, truncated=True)
-        return fit_to_length(shorter, max_length, "keep_end", limit_name, keep_first=keep_first)
-    if truncation == "keep_start" and tokens.answers and room > 0:
-        answers = tuple(answer[:room] for answer in tokens.answers)
-        return Tokenized(row=tokens.row, prompt=tokens.prompt, answers=answers, truncated=True)
-    hint = "truncation=drop leaves such rows out, keep_end cuts their prompts" if truncation == "error" else ""
+    most = min(longest, {"keep_start": room, "both": max(room, max_length // 2)}.get(truncation, longest))
+    shorter: Tokenized | None = None
+    if truncation != "error" and (most > 0 or not tokens.answers):
+        shorter = tokens if room >= most else _with_shorter_prompt(tokens, max_length - most, tokenizer, end_ids)
+    if shorter is not None and (truncation != "keep_start" or tokens.answers):
+        most = max_length - len(shorter.prompt)
+        return dataclasses.replace(shorter, answers=tuple(a[:most] for a in shorter.answers), truncated=True)
+    hint = "truncation=drop leaves such rows out" + ", keep_end cuts their prompts" * (truncation == "error")
     raise RowError(f"at most {max_length} {limit_name}", str(length), hint)
+
+
+def _with_shorter_prompt(
+    tokens: Tokenized, room: int, tokenizer: PreTrainedTokenizerBase | None, end_ids: Sequence[int] | None
+) -> Tokenized | None:
+    """The row with a prompt of at most `room` tokens, without its oldest tokens or turns; None where nothing is left."""
+    prompt = tokens.row.prompt
+    if isinstance(prompt, str):
+        first = int(tokenizer is not None and tokens.prompt[0] == tokenizer.bos_token_id)
+        kept = tokens.prompt[max(first, len(tokens.prompt) - room + first) :]
+        text = tokens.text if tokenizer is None else str(tokenizer.decode(kept))
+        whole = dataclasses.replace(tokens, prompt=[*tokens.prompt[:first], *kept], text=text)
+        return whole if room > first else None
+    n = next((i for i, message in enumerate(prompt) if message["role"] not in ("system", "developer")), len(prompt))
+    for i in range(n + 1, len(prompt)):
+        if prompt[i]["role"] == "user" and tokenizer is not None:
+            row = dataclasses.replace(tokens.row, prompt=(*prompt[:n], *prompt[i:]))
+            shorter = tokenize_row(row, tokenizer, end_ids)
+            if len(shorter.prompt) <= room:
+                return shorter
+    return None
 
 
 # ---- chat templates --------------------------------------------------------------------------------------------------
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+def _template(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: Sequence[Message], *, opens_answer: bool = False
+) -> str:
+    """The chat template's text of messages. opens_answer: with what an answer goes on from."""
     if not tokenizer.chat_template:
         raise ConfigError(
             "model_name_or_path: expected a tokenizer with a chat template for rows of messages, got one without; set "
             "chat_template in its tokenizer_config.json, or give strings"
         )
+    goes_on = opens_answer and messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=opens_answer and not goes_on,
+            continue_final_message=goes_on,
+            **row.template,
         )
     except (TemplateError, TypeError, ValueError) as error:  # what templates raise for messages they do not know
         reason = str(error).strip().partition("\n")[0]
@@ -246,35 +264,31 @@ def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *
     return text
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # the template writes special tokens itself
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _joined(prompt: Sequence[Message], answer: Text) -> list[Message]:
+    """Messages of prompt and answer; an answer that goes on with the assistant's words is in one message with them."""
+    assert not isinstance(answer, str)
+    if prompt[-1]["role"] != "assistant":
+        return [*prompt, *answer]
+    words = f"{prompt[-1]['content'] or ''}{answer[0]['content'] or ''}"
+    return [*prompt[:-1], {**prompt[-1], **answer[0], "content": words}, *answer[1:]]
 
 
-def _answer(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Text,
-    prompt_ids: list[int],
-    answer: Text,
-    end_ids: Sequence[int] | None,
+def _shared_beginning(
+    tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[int], wholes: list[str], ids: list[list[int]]
 ) -> list[int]:
-    if isinstance(prompt, str) or isinstance(answer, str):
-        assert isinstance(answer, str)
-        return encode_completion(tokenizer, answer, end_ids)
-    whole = _ids(tokenizer, _template(tokenizer, [*prompt, *answer], generation_prompt=False))
-    if whole[: len(prompt_ids)] != prompt_ids:
-        i = next((i for i, pair in enumerate(zip(whole, prompt_ids, strict=False)) if pair[0] != pair[1]), len(whole))
+    """The prompt's tokens with which prompt and answers begin, where no answer goes on from the generation prompt."""
+    assert not isinstance(row.prompt, str)
+    n = next((i for i, tokens in enumerate(zip(prompt, *ids, strict=False)) if len(set(tokens)) > 1), len(prompt))
+    history = _template(tokenizer, row, row.prompt)
+    if not all(whole.startswith(history) for whole in wholes):
         raise RowError(
             "a chat template whose text of prompt and answer begins with that of the prompt",
-            f"other tokens from token {i} on",
+            f"other tokens from token {n} on",
         )
-    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    return _ended(whole[len(prompt_ids) :], eos, end_ids or (eos,), tokenizer.decode)  # type: ignore[arg-type]
-
-
-def _ended(ids: list[int], eos: int, ends: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """The answer up to its last end token, if only white space follows that, or with eos added."""
-    last = max((i for i, token in enumerate(ids) if token in ends), default=None)
-    if last is not None and not decode(ids[last + 1 :]).strip():
-        return ids[: last + 1]
-    return [*ids, eos]
+    warnings.warn(
+        f"the chat template begins answers with {tokenizer.decode(prompt[n:])!r}, and writes the answers of the data "
+        "without it: they are learned without it, too. chat_template_kwargs such as '{\"enable_thinking\": false}' may "
+        "ask for the beginning that they have",
+        stacklevel=4,
+    )
+    return prompt[:n]

@@ -9,9 +9,21 @@
 | prompt-only         | prompt                             | PromptOnly         |
 
 A text is a string (standard) or a list of messages {role, content} (conversational). A completion in messages is the
-assistant's alone, and a prompt ends before it. `label` is true or false, 1 or 0. Other columns are kept. A
-prompt that is a string may be empty where there is an answer. Such a row is a group of its own: two answers to nothing
-do not answer the same.
+assistant's alone; where the prompt ends with the assistant's words, it continues them. `label` is true or false, 1 or
+0. Other columns are kept. A prompt that is a string may be empty where there is an answer. Such a row is a group of its
+own: two answers to nothing do not answer the same.
+
+Rows of other forms get these columns (`with_known_columns`):
+
+| columns                      | prompt and completion                                                               |
+|------------------------------|-------------------------------------------------------------------------------------|
+| messages, conversations      | each turn of the assistant and what is before it; of a prompt alone, the last turn  |
+| instruction, (input), output | a user's turn and the assistant's                                                   |
+| text                         | an empty prompt and the text                                                        |
+
+Messages may have ShareGPT's keys {from, value}, with `human` and `gpt`. Content may be a list of text parts, which are
+joined, and null where there are tool calls. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations
+go to the chat template.
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
 longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
@@ -20,14 +32,16 @@ splits no word either, its `extract_prompt` finds the same. What it is a group o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from rlhf_engine.data.tally import RowError, shown
 from rlhf_engine.errors import ConfigError
 
+R = TypeVar("R", bound="Row")
 Message: TypeAlias = Mapping[str, Any]
 Text: TypeAlias = "str | tuple[Message, ...]"
 Kind = Literal["preference", "implicit_preference", "unpaired_preference", "prompt_completion", "prompt_only"]
@@ -40,6 +54,8 @@ _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "prompt_only": ("prompt",),
 }
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_OTHER_FORMS = ", or messages, conversations, or instruction and output"
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +70,8 @@ class Row:
     """Place in the source, for messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template beside the messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +107,44 @@ class UnpairedPreference(Row):
     """Whether the answer was liked."""
 
 
+def recast(row: Row, kind: type[R], **texts: Text) -> R:
+    """Make a row of another type of the same prompt, with its group, place, columns and template arguments."""
+    return kind(**{f.name: getattr(row, f.name) for f in dataclasses.fields(Row)}, **texts)
+
+
+def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
+    """Give a record of another form TRL's columns, as the module says; one of TRL's form comes back as it is.
+
+    Where the wanted types have answers and no prompt alone, a conversation becomes a record for each turn of the
+    assistant. Raises RowError for one that is no list of messages.
+    """
+    if not isinstance(value, Mapping) or any(value.get(name) is not None for name in ("prompt", "chosen")):
+        return [value]
+    has_answers = "prompt_completion" in wanted and "prompt_only" not in wanted
+    if value.get("label") is None and {"prompt_completion", "prompt_only"}.isdisjoint(wanted):
+        return [value]  # no pair, nor liked or not
+    name = next((name for name in ("messages", "conversations") if value.get(name) is not None), "instruction")
+    turns, system = value.get(name), value.get("system")
+    if name == "instruction":
+        if not isinstance(turns, str) or value.get("output") is None:
+            is_text = has_answers and value.get("text") is not None
+            return [{**value, "prompt": "", "completion": value["text"]}] if is_text else [value]
+        asked = "\n\n".join(part for part in (turns, value.get("input")) if part)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+    if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise RowError(f"a list of messages in column {name!r}", shown(turns))
+    turns = [_known_keys(turn) for turn in turns]
+    if isinstance(system, str) and system.strip():
+        turns = [{"role": "system", "content": system}, *turns]
+    spoken = [turn.get("role") == "assistant" for turn in turns]
+    ends = [i for i in range(1, len(turns) + 1) if spoken[i - 1] and not any(spoken[i : i + 1])]
+    starts = [i for i in range(len(turns)) if spoken[i] and not any(spoken[i - 1 : i])]
+    parts = [{"prompt": turns[:i], "completion": turns[i:k]} for i, k in zip(starts, ends, strict=True) if i]
+    if not has_answers:
+        parts = parts[-1:] if any(spoken[-1:]) else [{"prompt": turns}]
+    return [{**value, **part} for part in parts or [{"prompt": turns}]]
+
+
 def recognise(
     columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
 ) -> Kind:
@@ -121,7 +177,8 @@ def recognise(
     best = max(candidates, key=fit)  # the first of equals
     if columns and fit(best)[0] == 0:
         types = " or ".join("(" + ", ".join(_COLUMNS[kind]) + ")" for kind in wanted)
-        raise ConfigError(f"{argument}: expected the columns {types}, got {sorted(set().union(*columns))}")
+        more = "" if {"prompt_completion", "prompt_only"}.isdisjoint(wanted) else _OTHER_FORMS
+        raise ConfigError(f"{argument}: expected the columns {types}{more}, got {sorted(set().union(*columns))}")
     return best
 
 
@@ -156,6 +213,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
         "place": place,
         "group": _group(value, group_column, texts["prompt"] or place),
         "columns": {name: v for name, v in value.items() if name not in names},
+        "template": {} if isinstance(texts["prompt"], str) else template_arguments(value),
     }
     if kind == "unpaired_preference":
         return UnpairedPreference(label=_label(value.get("label")), **fields)
@@ -213,16 +271,50 @@ def _text(value: Any, name: str, may_be_empty: bool) -> Text:
     return tuple(_message(message, name) for message in value)
 
 
+def _known_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message's keys that have a value, ShareGPT's `from` and `value` by the names that templates read."""
+    found = {key: v for key, v in message.items() if v is not None}  # tables give every row every key
+    if isinstance(found.get("from"), str) and "role" not in found:
+        role, content = found.pop("from"), found.pop("value", None)
+        found = {"role": _ROLES.get(role, role), "content": content, **found}
+    return found
+
+
 def _message(value: Any, name: str) -> Message:
     if not isinstance(value, Mapping):
         raise RowError(f"messages {{role, content}} in column {name!r}", shown(value))
-    for key in ("role", "content"):
-        if not isinstance(value.get(key), str):
-            raise RowError(f"a string as {key} of every message in column {name!r}", shown(value.get(key)))
-    if not value["role"]:
+    message = _known_keys(value)
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise RowError(f"text as every part of a message in column {name!r}", shown(content))
+        content = "".join(texts)
+    if not isinstance(message.get("role"), str):
+        raise RowError(f"a string as role of every message in column {name!r}", shown(message.get("role")))
+    if not message["role"]:
         raise RowError(f"a role for every message in column {name!r}", "an empty one")
-    require_unicode(value["content"], name)
-    return {key: v for key, v in value.items() if v is not None}  # tables give every row every key
+    if content is not None or not message.get("tool_calls"):  # null is how OpenAI's format writes calls without words
+        if not isinstance(content, str):
+            raise RowError(f"a string as content of every message in column {name!r}", shown(content))
+        require_unicode(content, name)
+    return {**message, "content": content}
+
+
+def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the columns of a conversation say to its chat template, as TRL reads them."""
+    found: dict[str, Any] = {}
+    for name, kind, form in (("tools", list, "a list"), ("chat_template_kwargs", dict, "an object")):
+        value = row.get(name)
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{form} or its JSON in column {name!r}", str(error)) from error
+        if value is not None and not isinstance(value, kind):
+            raise RowError(f"{form} or its JSON in column {name!r}", shown(value))
+        found[name] = value or None
+    options = {key: v for key, v in (found["chat_template_kwargs"] or {}).items() if v is not None}
+    return options if found["tools"] is None else {"tools": found["tools"], **options}
 
 
 def require_unicode(text: str, name: str) -> str:
@@ -246,11 +338,9 @@ def _check_speaker(text: Text, name: str) -> None:
     """Raise RowError for messages of a column whose speaker has no turn there, or that are empty."""
     if isinstance(text, str):
         return
-    if not any(message["content"].strip() for message in text):
+    if not any((message["content"] or "").strip() or message.get("tool_calls") for message in text):
         raise RowError(f"text in column {name!r}", f"an empty {name}")
     roles = [message["role"] for message in text]
-    if name == "prompt" and roles[-1] == "assistant":
-        raise RowError("a prompt that ends before the assistant's turn", f"messages of {shown(roles)}")
     if name != "prompt" and set(roles) != {"assistant"}:
         raise RowError(f"messages of the assistant alone in column {name!r}", f"messages of {shown(roles)}")
 

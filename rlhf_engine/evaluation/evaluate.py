@@ -25,12 +25,14 @@ from rlhf_engine.data import (
     Row,
     RowError,
     Tally,
+    Tokenized,
     UnpairedPreference,
     load_rows,
     tokenize_prompts,
     tokenize_row,
 )
-from rlhf_engine.data.types import Kind, Text
+from rlhf_engine.data.load import with_options
+from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.evaluation import measure
@@ -104,13 +106,13 @@ class Evaluation:
         self.config = config
         self.candidates = find_candidates(config)
         tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
-        rows = load_rows(config.dataset_name, tally, kinds=KINDS, limit=config.max_prompts)
+        rows = load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         if config.reward_model_path is not None:
             require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
         self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
         self.prompts: PromptSet = tokenize_prompts(
-            [_prompt_of(row) for row in rows],
+            [recast(row, PromptOnly) for row in rows],
             self.tokenizer,
             tally,
             context_length=self._context,
@@ -122,7 +124,9 @@ class Evaluation:
         self.report = tally.report()
         """Report on the rows of prompts."""
         by_place = {row.place: row for row in rows}
-        self.references = [_reference(by_place[row.place]) for row in self.prompts.rows]
+        self._rows = [by_place[row.place] for row in self.prompts.rows]
+        answers = map(_reference, self._rows)
+        self.references = [None if answer is None else text_of(answer) for answer in answers]
         """Reference answers; None of a row without one."""
         self.scorer = AnswerScorer(config.sources, config.reward_weights) if config.sources else None
         if self.scorer is not None:
@@ -304,11 +308,12 @@ class Evaluation:
             by_prompt: dict[str, str] = {}
             for row in rows:
                 assert isinstance(row, PromptCompletion)
-                by_prompt.setdefault(_key(row.prompt), text_of(row.completion))
+                asked = row if isinstance(row.prompt, str) else with_options(row, self.config)
+                by_prompt.setdefault(_key(asked.prompt), text_of(row.completion))
             # `generate --out` writes the text of the chat template as the prompt
             texts = [
                 by_prompt.get(_key(row.prompt), by_prompt.get(text))
-                for row, text in zip(self.prompts.rows, self.prompts.prompts, strict=True)
+                for row, text in zip(self._rows, self.prompts.prompts, strict=True)
             ]
             where = f"models: expected an answer to every prompt in {candidate.place!r}"
         lacking = [row.place for row, text in zip(self.prompts.rows, texts, strict=True) if text is None]
@@ -323,7 +328,7 @@ class Evaluation:
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
         row = self.prompts.rows[i]
-        ids = _answer_ids(row, text, self.tokenizer)
+        ids = _tokenized(row, text, self.tokenizer).answers[0]
         if not finished:
             ids = ids[:-1]
         return ids[: self._context - len(self.prompts.ids[i])]
@@ -338,15 +343,15 @@ class Evaluation:
                 measure.divergences(model, role, [self.prompts.ids[i] for i, _ in flat], [ids for _, ids in flat])
             )
             of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
-        texts = self.references
-        if any(text is None for text in texts):
+        references = list(map(_reference, self._rows))
+        if None in references:
             of.missing["perplexity"] = "the data have no answers of their own"
             return
-        encoded = [
-            (self.prompts.ids[i] if tokenizer is self.tokenizer else tokenize_row(row, tokenizer).prompt,
-             _answer_ids(row, text or "", tokenizer))
-            for i, (row, text) in enumerate(zip(self.prompts.rows, texts, strict=True))
-        ]  # fmt: skip
+        encoded = []
+        for row, cut, reference in zip(self.prompts.rows, self.prompts.ids, references, strict=True):
+            one = _tokenized(row, reference or "", tokenizer)
+            is_cut = tokenizer is self.tokenizer and isinstance(row.prompt, str)
+            encoded.append((cut if is_cut else one.prompt, one.answers[0]))
         limit = read_context_length(
             self.config.model_name_or_path if of.candidate.kind != "model" else of.candidate.place
         )
@@ -439,24 +444,19 @@ def _mean_of_both(first: float | None, second: float | None) -> float | None:
     return None if first is None or second is None else (first + second) / 2
 
 
-def _prompt_of(row: Row) -> Row:
-    """The row as a prompt alone, with its other columns."""
-    return PromptOnly(prompt=row.prompt, group=row.group, place=row.place, columns=row.columns)
-
-
-def _reference(row: Row) -> str | None:
+def _reference(row: Row) -> Text | None:
     """The answer that the data have: a completion, the chosen one, or one that was liked."""
     if isinstance(row, PromptCompletion) or (isinstance(row, UnpairedPreference) and row.label):
-        return text_of(row.completion)
-    return text_of(row.chosen) if isinstance(row, Preference) else None
+        return row.completion
+    return row.chosen if isinstance(row, Preference) else None
 
 
-def _answer_ids(row: Row, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of an answer in text, with its end; [end] of an empty one."""
-    completion: Text = text if isinstance(row.prompt, str) else ({"role": "assistant", "content": text},)
-    whole = PromptCompletion(prompt=row.prompt, completion=completion, group=row.group, place=row.place)
+def _tokenized(row: Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
+    """Token ids of a row and of an answer to it, in text or in messages, with its end; [end] of an empty one."""
+    if isinstance(answer, str) and not isinstance(row.prompt, str):
+        answer = ({"role": "assistant", "content": answer},)
     try:
-        return tokenize_row(whole, tokenizer).answers[0]
+        return tokenize_row(recast(row, PromptCompletion, completion=answer), tokenizer)
     except RowError as error:
         raise ConfigError(f"dataset_name: {row.place}: {error}") from error
 

@@ -249,7 +249,7 @@ def summary(session: AnswerSession) -> str:
 def read_prompts(config: GenerateConfig, tally: Tally) -> list[Row]:
     """Prompts that the request names. Raises ConfigError for none, an empty one, and as `load_rows` does."""
     if config.dataset_name is not None:
-        return load_rows(config.dataset_name, tally, kinds=("prompt_only",))
+        return load_rows(config.dataset_name, tally, config, kinds=("prompt_only",))
     if config.prompt_file is None:
         prompts = dict(enumerate(config.prompt or (), start=1))
     else:

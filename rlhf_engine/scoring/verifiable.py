@@ -62,7 +62,7 @@ os._exit(0)
 
 def text_of(completion: Any) -> str:
     """Text of an answer: a string, or of TRL's conversations the last message's content."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
 
 
 def fenced(text: str) -> str:

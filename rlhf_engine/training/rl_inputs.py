@@ -86,7 +86,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         found = tokenize_prompts(
-            load_rows(path, tally, kinds=("prompt_only",), limit=limit),
+            load_rows(path, tally, config, kinds=("prompt_only",), limit=limit),
             tokenizer,
             tally,
             context_length=context,

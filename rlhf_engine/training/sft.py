@@ -31,6 +31,7 @@ from rlhf_engine.data import (
     require_room,
 )
 from rlhf_engine.data import tokenize_rows as tokenize
+from rlhf_engine.data.types import recast
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import (
@@ -139,7 +140,9 @@ def tokenize_rows(
         ConfigError: messages without a chat template, too many bad rows, or no row left.
     """
     if not pairs:  # nor does their length matter
-        rows = [_chosen_alone(row) if isinstance(row, Preference) else row for row in rows]
+        rows = [
+            recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
+        ]
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None)
         for t in tokenize(
@@ -152,12 +155,6 @@ def tokenize_rows(
             vocabulary=vocabulary,
         )
     ]
-
-
-def _chosen_alone(row: Preference) -> PromptCompletion:
-    return PromptCompletion(
-        prompt=row.prompt, completion=row.chosen, group=row.group, place=row.place, columns=row.columns
-    )
 
 
 def packed_batch(
@@ -267,7 +264,13 @@ class SftTrainer(SupervisedRun[SftState]):
         require_trackers(config.report_to)
         require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
-        rows = load_rows(config.dataset_name, tally, kinds=("preference", "implicit_preference", "prompt_completion"))
+        rows = load_rows(
+            config.dataset_name,
+            tally,
+            config,
+            kinds=("preference", "implicit_preference", "prompt_completion"),
+            limit=config.dataset_limit,
+        )
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         context = read_context_length(config.model_name_or_path)

@@ -37,7 +37,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     expected = dict(
         REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
         kl_in="to_go", advantage_clip=None, divide_by_own_length=False, max_bad_rows=0.0, truncation="error",
-        dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False, dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
         eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
@@ -76,6 +76,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
         max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,
         max_bad_rows=0.0, truncation="error",
+        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False, dataset_limit=None,
         gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,

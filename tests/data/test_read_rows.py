@@ -193,11 +193,11 @@ def test_what_is_asked_of_the_hub(monkeypatch):
     calls = stand_in(monkeypatch)
     assert read("hub:owner/my.name")[1] == Record(place="hub:owner/my.name: row 1", value=ROWS[1])
     assert len(read("hub:owner/name:test_2")) == 2
-    assert len(read("owner/name/main@v1:test")) == 2
+    assert len(list(read_records("owner/name/main@v1:test", streaming=True))) == 2
     assert calls == [
-        (("owner/my.name", None), {"revision": None, "split": "train"}),
-        (("owner/name", None), {"revision": None, "split": "test_2"}),
-        (("owner/name", "main"), {"revision": "v1", "split": "test"}),
+        (("owner/my.name", None), {"revision": None, "split": "train", "streaming": False}),
+        (("owner/name", None), {"revision": None, "split": "test_2", "streaming": False}),
+        (("owner/name", "main"), {"revision": "v1", "split": "test", "streaming": True}),
     ]
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from rlhf_engine.commands.demo.task import build_tokenizer
-from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, plain_text, tokenize_row, tokenize_rows
+from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, tokenize_row, tokenize_rows
 from rlhf_engine.data.tally import RowError
-from rlhf_engine.data.tokenize import _ended
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.tokenizing import encode_completion, encode_prompt, read_eos_token_ids
+from rlhf_engine.tokenizing import encode, encode_prompt, end_answer, read_eos_token_ids
 from tests.data.texts import CHATML, chat_tokenizer, said
 
 WORDS = build_tokenizer(["one two three four five six seven eight"])
@@ -33,12 +33,13 @@ PAIR = row(prompt="one two three", chosen="four five", rejected="six")  # 4 toke
 def test_strings_are_tokens_as_ever():
     found = tokenize_row(PAIR, WORDS)
     assert found.prompt == encode_prompt(WORDS, "one two three")
-    assert found.answers == (encode_completion(WORDS, "four five"), encode_completion(WORDS, "six"))
+    # words alone: a tokenizer that splits at white space and drops it joins with spaces
+    assert found.answers == tuple([*encode(WORDS, text), WORDS.eos_token_id] for text in ("four five", "six"))
     assert found.n_tokens == 2 * 4 + 3 + 2
     assert tokenize_row(row("prompt_only", prompt="one"), WORDS).answers == ()
     assert tokenize_row(row("prompt_only", prompt="one"), WORDS).n_tokens == 2
     liked = row("unpaired_preference", prompt="one", completion="two", label=1)
-    assert tokenize_row(liked, WORDS).answers == (encode_completion(WORDS, "two"),)
+    assert tokenize_row(liked, WORDS).answers == ([*encode(WORDS, "two"), WORDS.eos_token_id],)
 
 
 def test_conversations_are_the_template_s_text():
@@ -47,8 +48,8 @@ def test_conversations_are_the_template_s_text():
     # up to the end token, without the line feed after it; a rollout stops there, too
     assert [CHAT.decode(a) for a in found.answers] == ["blue<|im_end|>", "green\n<|im_end|>"]
     assert found.answers[0].count(CHAT.eos_token_id) == 1
-    assert plain_text(CHAT, (ASK,)) == CHAT.decode(found.prompt)
-    assert plain_text(CHAT, "as it is") == "as it is"
+    assert found.text == CHAT.decode(found.prompt)
+    assert tokenize_row(row("prompt_only", prompt="as it is"), CHAT).text == "as it is"
 
 
 def test_the_template_writes_special_tokens_itself():
@@ -66,13 +67,14 @@ def test_the_template_writes_special_tokens_itself():
 
 def test_where_an_answer_ends():
     decode = lambda ids: "".join({9: "\n", 1: "a"}.get(i, "?") for i in ids)  # noqa: E731 - 7 is the end token
-    assert _ended([1, 7, 9], 7, (7,), decode) == [1, 7]
-    assert _ended([1, 7], 7, (7,), decode) == [1, 7]
-    assert _ended([1, 9], 7, (7,), decode) == [1, 9, 7]  # no end token of its own
-    assert _ended([1, 7, 1, 7, 9, 9], 7, (7,), decode) == [1, 7, 1, 7]
-    assert _ended([7, 1], 7, (7,), decode) == [7, 1, 7]  # an end token inside ends nothing
-    assert _ended([], 7, (7,), decode) == [7]
-    assert _ended([1, 6, 9], 7, (6, 7), decode) == [1, 6]  # an end of turn that is not the tokenizer's own
+    tokenizer = SimpleNamespace(decode=decode, eos_token_id=7)
+    assert end_answer(tokenizer, [1, 7, 9]) == [1, 7]
+    assert end_answer(tokenizer, [1, 7]) == [1, 7]
+    assert end_answer(tokenizer, [1, 9]) == [1, 9, 7]  # no end token of its own
+    assert end_answer(tokenizer, [1, 7, 1, 7, 9, 9]) == [1, 7, 1, 7]
+    assert end_answer(tokenizer, [7, 1]) == [7, 1, 7]  # an end token inside ends nothing
+    assert end_answer(tokenizer, []) == [7]
+    assert end_answer(tokenizer, [1, 6, 9], (6, 7)) == [1, 6]  # an end of turn that is not the tokenizer's own
 
 
 def test_answers_end_where_rollouts_stop(tmp_path):
@@ -94,7 +96,8 @@ def test_answers_end_where_rollouts_stop(tmp_path):
 
 
 def test_an_answer_that_ends_already_gets_no_second_end():
-    assert encode_completion(WORDS, "one<eos>") == encode_completion(WORDS, "one")
+    rows = [row("prompt_completion", prompt="two", completion=text) for text in (" one<eos>", " one")]
+    assert tokenize_row(rows[0], WORDS).answers == tokenize_row(rows[1], WORDS).answers
 
 
 def test_a_tokenizer_without_a_template_is_refused():
@@ -107,11 +110,6 @@ def test_a_tokenizer_without_a_template_is_refused():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        # the generation prompt thinks, the answer does not: as with templates that strip thoughts
-        (
-            CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"),
-            "begins with .*, got other tokens from",
-        ),
         ("{{ messages | length }}" + CHATML, "begins with that of the prompt, got other tokens from token 0 on"),
         ("{{ raise_exception('no system here') }}", "messages that the chat template takes, got no system here"),
         ("{{ messages[5]['role'] }}", "messages that the chat template takes, got "),

@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_engine.data import Record, Row, Tally, load_rows, read_records
@@ -27,6 +36,57 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     fast.chat_template = template
     return fast
+
+
+STORY = [
+    "Once upon a time, there was a little girl named Lily.",
+    "She was told to go out in the world, and she said: Hello world!",
+    "Is Lily a girl? She is.",
+    "The sky is blue. The answer is 42, not 123.",
+    "A cat and a dog were old friends in the cold wood. Words, words, words.",
+] * 5
+
+
+def family(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of one of the families, trained on STORY; <s> comes before each text.
+
+    unigram and bpe are SentencePiece's forms, with a space before each text; first: before the first word alone;
+    bytes: as GPT-2's; wordpiece: as BERT's.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if name == "unigram":
+        made = Tokenizer(models.Unigram())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=150, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    elif name == "wordpiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    elif name == "bytes":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    else:
+        scheme = "first" if name == "first" else "always"
+        made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        special += [f"<0x{i:02X}>" for i in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
+    made.train_from_iterator(STORY, trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+FAMILIES = ("unigram", "bpe", "first", "bytes", "wordpiece")
 
 
 def said(role: str, content: str) -> dict[str, str]:

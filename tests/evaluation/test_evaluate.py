@@ -22,6 +22,7 @@ from rlhf_engine.evaluation.evaluate import Evaluation
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from tests.conftest import randomise
+from tests.data.texts import FAMILIES, family
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -111,6 +112,31 @@ def test_all_models_are_in_one_table_with_intervals(evaluated, place, capsys):
     shown = capsys.readouterr().out
     for word in ("win rate", "KL from the base", "perplexity", "two", "[low, high]", str(output / "report.html")):
         assert word in shown
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_perplexity_is_that_of_the_text(name, tmp_path):
+    """Of references in strings, whatever the tokenizer does at a border, beside a plain loop over whole texts."""
+    write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
+    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [
+        {"prompt": "Once upon a time", "completion": "? She said."},
+        {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    config = EvaluateConfig(
+        model_name_or_path=str(tmp_path / "base"), models=[], dataset_name=str(data), output_dir=str(tmp_path / "out"),
+        max_completion_length=1,
+    )  # fmt: skip
+    (of,) = Evaluation(config).run().values()
+    for i, row in enumerate(rows):
+        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]])
+        n = len(tokenizer(row["prompt"])["input_ids"])
+        with torch.no_grad():
+            logprobs = plain(ids).logits[0, n - 1 : -1].log_softmax(-1)
+        assert of.reference_tokens[i] == ids.shape[1] - n
+        assert of.surprise[i] == pytest.approx(-logprobs.gather(1, ids[0, n:, None]).sum().item(), rel=1e-5)
 
 
 def test_answers_are_those_of_generate(evaluated, place, tmp_path):

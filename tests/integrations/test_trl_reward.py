@@ -17,6 +17,8 @@ from trl import RewardConfig, RewardTrainer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
 from rlhf_engine.tokenizing import load_tokenizer
+from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS
+from tests.data.texts import chat_tokenizer, said
 from tests.integrations.test_trl_ppo import config
 from tests.integrations.trl_runs import LORA, trained, watched
 from tests.training.test_data import PROMPTS, write_model
@@ -139,6 +141,30 @@ def test_pairs_are_trl_s(folder, tmp_path):
     right = [float(row["loss"]) for row in ours.state.log_history if "loss" in row]
     assert right == pytest.approx(left, rel=1e-3)
     assert "eval_auc" not in ours.evaluate()
+
+
+def test_conversations_are_read_where_rollouts_stop(tmp_path):
+    """Chat templates write a line feed after the end of a turn; a reward read behind it is of no token that is drawn."""
+    tokenizer = chat_tokenizer(WITH_TOOLS)
+    tokenizer.pad_token = "<|im_start|>"
+    end = tokenizer.eos_token_id
+    write_model(tmp_path / "m", reward_head=False, vocab_size=len(tokenizer), eos_token_id=end, bos_token_id=None)
+    tokenizer.save_pretrained(tmp_path / "m")
+    ask, tools = [said("user", "Sky?")], {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}
+    pairs = [{"prompt": ask, "chosen": [said("assistant", "blue")], "rejected": [said("assistant", "red")], **tools}]
+    thumbs = [{"prompt": ask, "completion": pairs[0][name], "label": name == "chosen", **tools} for name in
+              ("chosen", "rejected")]  # fmt: skip
+    texts = {
+        name: tokenizer.apply_chat_template([*ask, *pairs[0][name]], tokenize=False, tools=TOOLS)
+        for name in ("chosen", "rejected")
+    }
+    assert all(text.startswith("<|im_start|>tools") and text.endswith("<|im_end|>\n") for text in texts.values())
+    read = {name: tokenizer(text.removesuffix("\n"))["input_ids"] for name, text in texts.items()}
+    trainer = make(tmp_path / "m", tmp_path / "a", pairs, tokenizer=tokenizer)
+    row = trainer.train_dataset[0]
+    assert {name: row[f"{name}_ids"] for name in read} == read
+    trainer = make(tmp_path / "m", tmp_path / "b", thumbs, tokenizer=tokenizer)
+    assert [row["completion_ids"] for row in trainer.train_dataset] == [read["chosen"], read["rejected"]]
 
 
 def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):

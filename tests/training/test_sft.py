@@ -22,6 +22,7 @@ from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
+from tests.data.texts import FAMILIES, family
 from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
@@ -68,6 +69,44 @@ def test_the_language_model_loss_is_transformers_cross_entropy_on_chosen_tokens(
             out = plain(torch.tensor([e.prompt + e.chosen]), labels=labels)
             total += out.loss.item() * len(e.chosen)
         assert stats["lm_loss"].item() == pytest.approx(total / N_TOKENS, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_loss_is_transformers_on_the_text(name, tmp_path):
+    """Rows of strings from a file, whatever the tokenizer does at a border, beside transformers on the whole texts."""
+    write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
+    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [
+        {"prompt": "Once upon a time", "completion": "? She said."},
+        {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
+        {"prompt": "", "completion": "Hello world!"},
+        {"prompt": "She said:", "completion": " Hello world!"},
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    trainer = SftTrainer(sft_config(tmp_path / "base", tmp_path / "out", dataset_name=str(data), learning_rate=0.0))
+    total, n = 0.0, 0
+    for row in rows:
+        ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+        begin = len(tokenizer(row["prompt"])["input_ids"])
+        labels = [-100] * begin + ids[begin:]
+        total += plain(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item() * (len(ids) - begin)
+        n += len(ids) - begin
+    trainer.model.train()
+    assert trainer.step()["lm_loss"] == pytest.approx(total / n, rel=1e-5)
+
+
+def test_the_pretrained_model_s_loss_is_that_of_its_text(stories, tmp_path):
+    rows = [{"prompt": "Once upon a time", "completion": ", there was a little girl named Lily."}]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    trainer = SftTrainer(sft_config(stories, tmp_path / "out", dataset_name=str(data), learning_rate=0.0))
+    trainer.model.train()
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    ids = torch.tensor([tokenizer("Once upon a time, there was a little girl named Lily.")["input_ids"] + [2]])
+    n = len(tokenizer("Once upon a time")["input_ids"])
+    with torch.no_grad():
+        expected = F.cross_entropy(plain(ids).logits[0, n - 1 : -1], ids[0, n:]).item()
+    assert trainer.step()["lm_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():

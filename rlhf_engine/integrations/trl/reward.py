@@ -6,7 +6,8 @@
 w is 1, or with pos_weight "balanced" (number of false) / (number of true). Source: PERL (arXiv 2403.10704), whose
 reward models are LoRA on a frozen base; a PeftModel's layers run on our kernels. The folder that is saved is one
 for `AutoPeftModelForSequenceClassification`, and for `reward_adapter` of the trainers and of `rlhf-engine train`: the
-policy then runs on the same base.
+policy then runs on the same base. r is read at the token that ends the answer, where rollouts stop; RewardTrainer reads
+it behind the white space that many chat templates write there.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from datasets import Dataset
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf_engine.data.types import template_arguments
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.integrations.peft import Fusion, fuse_lora
 from rlhf_engine.integrations.trl import papers
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.policy.adamw import warn_without_masters
+from rlhf_engine.tokenizing import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.training.reward_model.metrics import pointwise_metrics
 
 require_trl()
@@ -41,6 +44,7 @@ SERVED_FOR_THUMBS = (
 )
 """Options that RewardConfig adds to those of all trainers and that thumbs read; its others are refused there."""
 _COLUMNS = ("completion_ids", "label")
+_PAIRS = {"chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids"}
 _OVERRIDDEN = {
     "_prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -97,6 +101,7 @@ class PerlRewardTrainer(RewardTrainer):
         if train_dataset is None:
             raise ConfigError("train_dataset: expected rows, got None")
         columns = set(next(iter(train_dataset)))
+        self._base_name = model if isinstance(model, str) else str(model.config._name_or_path)
         self.thumbs = {"completion", "label"} <= columns or set(_COLUMNS) <= columns
         args = args or PerlRewardConfig("reward-model")
         if not self.thumbs and getattr(args, "pos_weight", "none") != "none":
@@ -147,9 +152,15 @@ class PerlRewardTrainer(RewardTrainer):
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        if not self.thumbs:
-            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         columns = set(next(iter(dataset)))
+        processes = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+        ends = read_eos_token_ids(processing_class, self._base_name) if self._base_name else None
+        if not self.thumbs:
+            pairs = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+            names = sorted(set(next(iter(pairs))) & _PAIRS - columns)  # given as tokens they stay as they are
+            return pairs.map(
+                lambda row: {name: end_answer(processing_class, row[name], ends) for name in names}, **processes
+            )
         if set(_COLUMNS) <= columns:
             return dataset
         if not {"completion", "label"} <= columns:
@@ -158,9 +169,9 @@ class PerlRewardTrainer(RewardTrainer):
         def tokenize(row: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(row["label"], (bool, int)) or row["label"] not in (0, 1):
                 raise ConfigError(f"{dataset_name}_dataset: expected label true or false, got {row['label']!r}")
-            return {"completion_ids": _tokens(row, processing_class), "label": bool(row["label"])}
+            tokens = end_answer(processing_class, _tokens(row, processing_class), ends)
+            return {"completion_ids": tokens, "label": bool(row["label"])}
 
-        processes = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
         found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}), **processes)
         if args.max_length is not None:
             short = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length, **processes)
@@ -258,15 +269,12 @@ def _require_read(args: RewardConfig) -> None:
 
 
 def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:
-    """Prompt and answer with its end, as RewardTrainer has a pair's."""
+    """Prompt and answer, as RewardTrainer has a pair's."""
     answer, prompt = row["completion"], row.get("prompt")
+    if processing_class.eos_token is None:
+        raise ConfigError("processing_class: expected a tokenizer with an eos_token, got one without")
     if isinstance(answer, str):
-        end = processing_class.eos_token
-        if end is None:
-            raise ConfigError("processing_class: expected a tokenizer with an eos_token, got one without")
-        text = (prompt or "") + answer
-        found: list[int] = processing_class(text=text if text.endswith(end) else text + end)["input_ids"]
-        return found
+        return encode_prompt(processing_class, (prompt or "") + answer)
     talk = [*(prompt or []), *answer]
-    ids: list[int] = processing_class.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
-    return ids
+    encoded = processing_class.apply_chat_template(talk, tokenize=True, return_dict=True, **template_arguments(row))
+    return list(encoded["input_ids"])

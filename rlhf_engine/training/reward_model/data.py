@@ -13,12 +13,12 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.config.data import RowOptions
 from rlhf_engine.data import (
     Kind,
     Preference,
     Row,
     Tally,
-    Truncation,
     UnpairedPreference,
     load_rows,
     tokenize_rows,
@@ -58,12 +58,13 @@ def load_examples(
     tally: Tally,
     tokenizer: PreTrainedTokenizerBase,
     objective: str,
+    options: RowOptions,
     *,
     max_length: int,
-    truncation: Truncation,
     end_ids: Sequence[int],
     vocabulary: int,
     group_column: str | None = None,
+    limit: int | None = None,
 ) -> list[RewardExample]:
     """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
 
@@ -71,7 +72,7 @@ def load_examples(
     `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
     vocabulary: number of the model's token ids.
     """
-    rows = load_rows(source, tally, kinds=_KINDS[objective], group_column=group_column)
+    rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column, limit=limit)
     if objective == "auto" and all(_has_both(row) for row in rows):
         raise ConfigError(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
@@ -82,7 +83,7 @@ def load_examples(
         tokenizer,
         tally,
         max_length=max_length,
-        truncation=truncation,
+        truncation=options.truncation,
         end_ids=end_ids,
         vocabulary=vocabulary,
     )

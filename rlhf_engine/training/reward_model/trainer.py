@@ -307,11 +307,12 @@ class RewardTrainer(SupervisedRun[RewardState]):
             tally,
             self.tokenizer,
             objective,
+            config,
             max_length=min(config.max_length or context, context),
-            truncation=config.truncation,
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             vocabulary=read_vocabulary(config.model_name_or_path),
             group_column=config.group_column,
+            limit=config.dataset_limit if argument == "dataset_name" else None,
         )
         self.reports[argument] = tally.report()
         return found
