@@ -145,10 +145,11 @@ def encode_continuation(
     if whole_ids[: len(prompt_ids)] == prompt_ids:
         return whole_ids[len(prompt_ids) :]
     answer, decode = whole[len(prompt) :], partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    text = decode(whole_ids)
     for beginning in _BEGINNINGS:
         first, ids = encode(tokenizer, beginning), encode(tokenizer, beginning + answer)
         rest = ids[len(first) :]
-        if [*first, *rest] == ids and decode([*prompt_ids, *rest]) == decode(whole_ids):
+        if [*first, *rest] == ids and decode([*prompt_ids, *rest]) == text:
             return rest
     return encode(tokenizer, answer)
 

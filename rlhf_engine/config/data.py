@@ -1,5 +1,7 @@
 """Options of how data are read; names as in TRL where TRL has the option."""
 
+# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,13 +28,14 @@ class RowOptions(Options):
     )
     truncation: Literal["error", "drop", "keep_end", "keep_start", "both"] = option(
         "error",
-        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go), keep_start (the "
-        "answer's last tokens go) or both (the prompt's down to half of the length, then the answer's); of conversations "
-        "whole turns go",
+        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go, of conversations "
+        "turns), keep_start (the answer's last tokens go) or both (the prompt's down to half of the length, then the "
+        "answer's)",
     )
     system_prompt: str | None = option(None, "system turn of conversations that have none", is_text=True)
     chat_template_kwargs: dict[str, Any] | None = option(
-        None, "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'; a column of that name comes first"
+        None,
+        "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'; a column of that name comes first",
     )
     dataset_streaming: bool = option(False, "fetch rows of the Hub as they are read, and keep no copy")
 

@@ -91,7 +91,9 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
             if getattr(self, name) is not None:
                 not_empty(name, getattr(self, name))
         if self.dataset_name is None and (self.system_prompt is not None or self.chat_template_kwargs):
-            raise ConfigError("dataset_name: expected conversations for system_prompt and chat_template_kwargs, got none")
+            raise ConfigError(
+                "dataset_name: expected conversations for system_prompt and chat_template_kwargs, got none"
+            )
         if self.prompt_file is not None and self.prompt_file.endswith(SUFFIXES):
             raise ConfigError(
                 f"prompt_file: expected a text file, got {self.prompt_file!r}; dataset_name reads such files"

@@ -488,7 +488,9 @@ def _add_to_help(group: argparse._ArgumentGroup, field: dataclasses.Field, hint:
     elif any(typing.get_origin(k) is list for k in kinds):
         shown = "VALUE ..."
     else:
-        shown = {bool: "[BOOL]", int: "INT", float: "FLOAT", dict: "JSON"}.get(typing.get_origin(kinds[0]) or kinds[0], "TEXT")
+        shown = {bool: "[BOOL]", int: "INT", float: "FLOAT", dict: "JSON"}.get(
+            typing.get_origin(kinds[0]) or kinds[0], "TEXT"
+        )
     alias = field.metadata["alias"]
     names = [f"--{n}" for n in ((alias,) if alias else ()) + (field.name, *field.metadata["switches"])]
     group.add_argument(*names, dest=field.name, metavar=shown, help=text.replace("%", "%%"))

@@ -20,7 +20,6 @@ from rlhf_engine.data.taskmaster import load_taskmaster, render_turn
 from rlhf_engine.data.tokenize import (
     Tokenized,
     Truncation,
-    fit_to_length,
     tokenize_row,
     tokenize_rows,
 )
@@ -34,9 +33,6 @@ from rlhf_engine.data.types import (
     Row,
     Text,
     UnpairedPreference,
-    parse_row,
-    recognise,
-    split_prompt,
 )
 
 __all__ = [
@@ -60,20 +56,16 @@ __all__ = [
     "UnpairedPreference",
     "batch_indices",
     "epoch_order",
-    "fit_to_length",
     "group_fraction",
     "load_rows",
     "load_taskmaster",
     "pack",
-    "parse_row",
     "plain_prompts",
     "read_records",
-    "recognise",
     "render_turn",
     "require_room",
     "side_by_side",
     "split_by_group",
-    "split_prompt",
     "tokenize_prompts",
     "tokenize_row",
     "tokenize_rows",

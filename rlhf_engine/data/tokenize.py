@@ -141,20 +141,15 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
     else:
         text, encoded = _template(tokenizer, row, row.prompt, opens_answer=True), encode
         wholes = [_template(tokenizer, row, _joined(row.prompt, answer)) for answer in answers]
-    prompt = encoded(tokenizer, text)
-    if not prompt and not row.prompt and answers:
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        prompt = [int(first)]  # type: ignore[arg-type]
-        ids = [[*prompt, *encoded(tokenizer, whole)] for whole in wholes]
-    else:
-        ids = [encoded(tokenizer, whole) for whole in wholes]
+    prompt, ids = encoded(tokenizer, text), [encoded(tokenizer, whole) for whole in wholes]
     if not all(whole.startswith(text) for whole in wholes):
         prompt = _shared_beginning(tokenizer, row, prompt, wholes, ids)
         ends = [one[len(prompt) :] for one in ids]
     else:
-        ends = [
-            encode_continuation(tokenizer, text, prompt, whole, one) for whole, one in zip(wholes, ids, strict=True)
-        ]
+        ends = [encode_continuation(tokenizer, text, prompt, *both) for both in zip(wholes, ids, strict=True)]
+    if not prompt and not row.prompt and answers:
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        prompt = [int(first)]  # type: ignore[arg-type]
     if not prompt:
         raise RowError("a prompt of at least one token", shown(row.prompt))
     return Tokenized(
@@ -180,22 +175,10 @@ def fit_to_length(
     tokenizer: PreTrainedTokenizerBase | None = None,
     end_ids: Sequence[int] | None = None,
 ) -> Tokenized | None:
-    """Cut a row to max_length tokens, or leave it out.
+    """Cut a row to max_length tokens of prompt and longest answer; None if it is dropped.
 
-    Args:
-        tokens: the row.
-        max_length: most tokens of prompt and longest answer.
-        truncation: what becomes of a longer row: a `Truncation`, see the module.
-        limit_name: name of max_length's tokens, for messages.
-        tokenizer: tokenizer of the model; None: nothing is known to be the beginning of a prompt, and strings alone can
-            be cut.
-        end_ids: as of `tokenize_row`.
-
-    Returns:
-        The row within max_length tokens; None if it is dropped.
-
-    Raises:
-        RowError: a longer row that `truncation` cannot make fit, or does not.
+    Raises RowError for a longer row that `truncation` cannot make fit, or does not. tokenizer: None cuts strings alone,
+    and knows no beginning of a prompt that stays.
     """
     longest = max(map(len, tokens.answers), default=0)
     length = len(tokens.prompt) + longest
@@ -218,7 +201,7 @@ def fit_to_length(
 def _with_shorter_prompt(
     tokens: Tokenized, room: int, tokenizer: PreTrainedTokenizerBase | None, end_ids: Sequence[int] | None
 ) -> Tokenized | None:
-    """The row with a prompt of at most `room` tokens, without its oldest tokens or turns; None where nothing is left."""
+    """The row without its prompt's oldest tokens or turns, of which `room` tokens stay at most; None: none can."""
     prompt = tokens.row.prompt
     if isinstance(prompt, str):
         first = int(tokenizer is not None and tokens.prompt[0] == tokenizer.bos_token_id)
@@ -278,7 +261,8 @@ def _shared_beginning(
 ) -> list[int]:
     """The prompt's tokens with which prompt and answers begin, where no answer goes on from the generation prompt."""
     assert not isinstance(row.prompt, str)
-    n = next((i for i, tokens in enumerate(zip(prompt, *ids, strict=False)) if len(set(tokens)) > 1), len(prompt))
+    places = enumerate(zip(prompt, *ids, strict=False))
+    n = next((i for i, tokens in places if len(set(tokens)) > 1), min(map(len, (prompt, *ids))))
     history = _template(tokenizer, row, row.prompt)
     if not all(whole.startswith(history) for whole in wholes):
         raise RowError(

@@ -36,6 +36,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from rlhf_engine.data.tally import RowError, shown
@@ -113,56 +114,44 @@ def recast(row: Row, kind: type[R], **texts: Text) -> R:
 
 
 def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
-    """Give a record of another form TRL's columns, as the module says; one of TRL's form comes back as it is.
+    """Give a record of another form TRL's columns, as the module says. Raises RowError for what is no conversation.
 
-    Where the wanted types have answers and no prompt alone, a conversation becomes a record for each turn of the
-    assistant. Raises RowError for one that is no list of messages.
+    Where types with answers alone are wanted, a conversation becomes a record for each turn of the assistant.
     """
-    if not isinstance(value, Mapping) or any(value.get(name) is not None for name in ("prompt", "chosen")):
+    learned = "prompt_completion" in wanted and "prompt_only" not in wanted
+    if not isinstance(value, Mapping) or any(value.get(name) is not None for name in ("chosen", "completion")):
         return [value]
-    has_answers = "prompt_completion" in wanted and "prompt_only" not in wanted
-    if value.get("label") is None and {"prompt_completion", "prompt_only"}.isdisjoint(wanted):
-        return [value]  # no pair, nor liked or not
+    is_pair = value.get("label") is None and {"prompt_completion", "prompt_only"}.isdisjoint(wanted)
     name = next((name for name in ("messages", "conversations") if value.get(name) is not None), "instruction")
-    turns, system = value.get(name), value.get("system")
+    turns, system, has_prompt = value.get(name), value.get("system"), value.get("prompt") is not None
+    if is_pair or (has_prompt and (name == "instruction" or not learned)):
+        return [value]
     if name == "instruction":
         if not isinstance(turns, str) or value.get("output") is None:
-            is_text = has_answers and value.get("text") is not None
+            is_text = learned and value.get("text") is not None
             return [{**value, "prompt": "", "completion": value["text"]}] if is_text else [value]
         asked = "\n\n".join(part for part in (turns, value.get("input")) if part)
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
     if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
         raise RowError(f"a list of messages in column {name!r}", shown(turns))
-    turns = [_known_keys(turn) for turn in turns]
-    if isinstance(system, str) and system.strip():
-        turns = [{"role": "system", "content": system}, *turns]
-    spoken = [turn.get("role") == "assistant" for turn in turns]
-    ends = [i for i in range(1, len(turns) + 1) if spoken[i - 1] and not any(spoken[i : i + 1])]
-    starts = [i for i in range(len(turns)) if spoken[i] and not any(spoken[i - 1 : i])]
-    parts = [{"prompt": turns[:i], "completion": turns[i:k]} for i, k in zip(starts, ends, strict=True) if i]
-    if not has_answers:
-        parts = parts[-1:] if any(spoken[-1:]) else [{"prompt": turns}]
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    turns = [*first, *map(_known_keys, turns)]
+    runs = [list(run) for _, run in groupby(turns, lambda turn: turn.get("role") == "assistant")]
+    parts: list[dict[str, Any]] = [
+        {"prompt": [turn for earlier in runs[:k] for turn in earlier], "completion": run}
+        for k, run in enumerate(runs)
+        if k and run[0].get("role") == "assistant" and (learned or k == len(runs) - 1)
+    ]
     return [{**value, **part} for part in parts or [{"prompt": turns}]]
 
 
 def recognise(
     columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
 ) -> Kind:
-    """Find the type of a data source by its columns.
+    """Find the type of a data source by its columns: a set of them → number of rows that have it.
 
     It is the first of `wanted` that every row fits, otherwise the one that most rows fit. Prompt-only is taken if no
-    row fits another type, and an implicit prompt if no row has a prompt.
-
-    Args:
-        columns: set of columns → number of rows that have it.
-        wanted: types that can be used, the preferred ones first.
-        argument: name of the option, for messages.
-
-    Returns:
-        The type.
-
-    Raises:
-        ConfigError: no row has any column of the types, where there are several.
+    row fits another type, and an implicit prompt if no row has a prompt. Raises ConfigError if no row fits any.
     """
 
     def fit(kind: Kind) -> tuple[int, float]:
@@ -183,19 +172,9 @@ def recognise(
 
 
 def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = None) -> Row:
-    """Make a row of a type out of a record.
+    """Make a row of a type out of a record. Raises RowError for a column that is missing or holds something else.
 
-    Args:
-        value: the record, a mapping of columns.
-        kind: type of the row.
-        place: place in the source, for messages.
-        group_column: column whose value is the row's group; None: the prompt is.
-
-    Returns:
-        The row, an instance of the type's class.
-
-    Raises:
-        RowError: a column is missing or holds something else.
+    group_column: column whose value is the row's group; None: the prompt is.
     """
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
@@ -222,17 +201,9 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """Split two texts that begin with the same prompt; the rule is the module's.
+    """Prompt, better and worse answer of two texts that begin with the same prompt; the rule is the module's.
 
-    Args:
-        chosen: prompt and better answer, a string or messages.
-        rejected: prompt and worse answer, in the same form.
-
-    Returns:
-        Prompt, better answer and worse answer.
-
-    Raises:
-        RowError: texts without a beginning in common, or with nothing left after it; or of different forms.
+    Raises RowError for texts of different forms, without a beginning in common, or with nothing left after it.
     """
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected of one form, strings or messages", "one of each")
@@ -302,7 +273,7 @@ def _message(value: Any, name: str) -> Message:
 
 
 def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the columns of a conversation say to its chat template, as TRL reads them."""
+    """Arguments of the chat template in the columns of a conversation, as TRL reads them."""
     found: dict[str, Any] = {}
     for name, kind, form in (("tools", list, "a list"), ("chat_template_kwargs", dict, "an object")):
         value = row.get(name)
@@ -341,6 +312,8 @@ def _check_speaker(text: Text, name: str) -> None:
     if not any((message["content"] or "").strip() or message.get("tool_calls") for message in text):
         raise RowError(f"text in column {name!r}", f"an empty {name}")
     roles = [message["role"] for message in text]
+    if name == "prompt" and roles[-1] == "assistant" and not (text[-1]["content"] or "").strip():
+        raise RowError("words to go on from where a prompt ends with the assistant's turn", shown(text[-1]))
     if name != "prompt" and set(roles) != {"assistant"}:
         raise RowError(f"messages of the assistant alone in column {name!r}", f"messages of {shown(roles)}")
 

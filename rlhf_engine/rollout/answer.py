@@ -56,7 +56,11 @@ class AnswerSession:
         )
         self.report = tally.report()
         """Report on the rows of prompts."""
-        self.texts = [text for text in prompts.prompts for _ in range(config.num_generations)]
+        shown = [
+            row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them
+            for row, text in zip(prompts.rows, prompts.prompts, strict=True)
+        ]
+        self.texts = [text for text in shown for _ in range(config.num_generations)]
         self._out = None
         if config.out is not None:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)

@@ -16,10 +16,8 @@ from rlhf_engine.data import (
     Tally,
     UnpairedPreference,
     load_rows,
-    parse_row,
-    recognise,
-    split_prompt,
 )
+from rlhf_engine.data.types import parse_row, recognise, split_prompt
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import load, said, write_lines
 
@@ -58,7 +56,9 @@ def test_types_are_recognised_by_columns(rows, kind):
 
 def test_only_wanted_types_are_recognised():
     assert recognise(counts("prompt completion label"), ("preference", "prompt_completion")) == "prompt_completion"
-    with pytest.raises(ConfigError, match=r"^dataset_name: expected the columns \(prompt\), or messages, .*, got \['text'\]$"):
+    with pytest.raises(
+        ConfigError, match=r"^dataset_name: expected the columns \(prompt\), or messages, .*, got \['text'\]$"
+    ):
         recognise(counts("text"), ("prompt_only",))
     with pytest.raises(ConfigError, match=r"^dataset_name: .*\(prompt, chosen, rejected\) or .*, got \['n', 'text'\]$"):
         recognise(counts("text", "n"))
@@ -116,6 +116,7 @@ def test_messages_lose_keys_without_a_value_and_keep_others():
             "Unicode text in column 'prompt', got half a surrogate pair at place 1",
         ),
         ("prompt_only", {"prompt": [said("user", "\udfff")]}, "Unicode text in column 'prompt'"),
+        ("prompt_only", {"prompt": [ASK, said("assistant", " ")]}, "words to go on from where a prompt ends"),
         (
             "prompt_completion",
             {"prompt": "x", "completion": ""},

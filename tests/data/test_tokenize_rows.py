@@ -9,8 +9,10 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from rlhf_engine.commands.demo.task import build_tokenizer
-from rlhf_engine.data import PromptOnly, Tally, fit_to_length, parse_row, tokenize_row, tokenize_rows
+from rlhf_engine.data import PromptOnly, Tally, tokenize_row, tokenize_rows
 from rlhf_engine.data.tally import RowError
+from rlhf_engine.data.tokenize import fit_to_length
+from rlhf_engine.data.types import parse_row
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode, encode_prompt, end_answer, read_eos_token_ids
 from tests.data.texts import CHATML, chat_tokenizer, said

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from rlhf_engine.data import parse_row, tokenize_row
+from rlhf_engine.data import tokenize_row
+from rlhf_engine.data.types import parse_row
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.data.texts import FAMILIES, family
 
@@ -72,4 +73,3 @@ def test_a_prompt_s_own_beginning_and_end():
         assert encode_prompt(tokenizer, "<s>Once upon")[:2] == [1, once[0]]
         (answer,) = tokenize_row(pair("Once upon", " a time"), tokenizer).answers
         assert answer == [*tokenizer("Once upon a time", add_special_tokens=False)["input_ids"][len(once) :], 2]
-

@@ -144,7 +144,7 @@ def test_pairs_are_trl_s(folder, tmp_path):
 
 
 def test_conversations_are_read_where_rollouts_stop(tmp_path):
-    """Chat templates write a line feed after the end of a turn; a reward read behind it is of no token that is drawn."""
+    """Chat templates write a line feed after the end of a turn, which no rollout draws."""
     tokenizer = chat_tokenizer(WITH_TOOLS)
     tokenizer.pad_token = "<|im_start|>"
     end = tokenizer.eos_token_id

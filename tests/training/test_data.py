@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import build_tokenizer
-from rlhf_engine.config import SFTConfig, TrainConfig
+from rlhf_engine.config import EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig, TrainConfig
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.evaluation.evaluate import Evaluation
+from rlhf_engine.rollout.answer import AnswerSession
 from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.rl_inputs import load_inputs
 from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]
@@ -151,6 +156,31 @@ def test_sft_learns_from_conversations(base, tmp_path):
     assert words(trainer, first.prompt) == "red cat <eos> and"
     assert (words(trainer, first.chosen), words(trainer, first.rejected)) == ("sings <eos>", "sea sea <eos>")
     assert set(trainer.run()) >= {"lm_loss", "reward_loss"}
+
+
+def test_every_command_gives_conversations_a_system_prompt_and_the_template_its_arguments(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{% if tools %}star {% endif %}{% if one %}one {% endif %}" + TEMPLATE
+    tokenizer.save_pretrained(folder)
+    data = str(write_rows(tmp_path / "talks.jsonl", [{**row, "tools": [{"name": "x"}]} for row in TALKS]))
+    said = {"system_prompt": "the sea", "chat_template_kwargs": {"one": True}, "dataset_name": data}
+    common = {"model_name_or_path": str(folder), "max_completion_length": 4, "device": "cpu"}
+    evaluated = Evaluation(EvaluateConfig(**common, **said, models=[], output_dir=str(tmp_path / "e")))
+    reward = RewardConfig(model_name_or_path=str(folder), output_dir=str(tmp_path / "r"), mode="lora", **said)
+    prompts = [
+        SftTrainer(sft_config(folder, tmp_path / "s", **said)).rows[0].prompt,
+        list(RewardTrainer(reward).rows[0].prompt),
+        load_inputs(train_config(folder, tmp_path / "t", **said)).train_set.ids[0],
+        evaluated.prompts.ids[0],
+        list(AnswerSession(GenerateConfig(**common, **said))._requests[0].prompt),
+    ]
+    for ids in prompts:
+        assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == "star one the sea <eos> red cat <eos> and"
+    with pytest.raises(ConfigError, match=r"dataset_name: expected conversations for system_prompt and chat_templ"):
+        GenerateConfig(**common, prompt=["red"], system_prompt="the sea")
+    few = {**said, "dataset_limit": 3}
+    assert len(SftTrainer(sft_config(folder, tmp_path / "s", **few)).rows) == 3
 
 
 def test_sft_finds_the_prompt_in_pairs_without_one(base, tmp_path):
