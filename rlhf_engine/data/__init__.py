@@ -6,7 +6,7 @@ A tally goes with a source from its file to its tokens:
     rows = load_rows("pairs.jsonl.gz", tally, kinds=("preference", "implicit_preference"))
     split = split_by_group(rows, share=0.1)
     tokens = tokenize_rows(split.train, tokenizer, tally, max_length=1024, truncation="keep_end")
-    for batch in pack([t.n_tokens for t in tokens], max_rows=64, max_tokens=16_384): …
+    for batch in pack([len(t.prompt) for t in tokens], max_rows=64, max_tokens=16_384): …
     print(tally.report().text())
 """
 

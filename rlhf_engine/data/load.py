@@ -6,14 +6,15 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from rlhf_engine.config.data import RowOptions
 from rlhf_engine.data.read import Record, read_records, usable_rows
 from rlhf_engine.data.tally import RowError, Tally, shown
-from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster, prompt_of
-from rlhf_engine.data.types import KINDS, Kind, Row, parse_row, recognise, with_known_columns
+from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster
+from rlhf_engine.data.types import KINDS, Kind, PromptOnly, Row, parse_row, recast, recognise, with_known_columns
 
 R = TypeVar("R", bound=Row)
 
@@ -52,17 +53,12 @@ def load_rows(
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
     columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
-    if _is_taskmaster(columns, kinds, group_column):
-        found = usable_rows(
-            records, tally, lambda value, place: with_options(parse_taskmaster(value, place=place), options)
-        )
-        return list(found) if "unpaired_preference" in kinds else [prompt_of(row) for row in found]
-    kind = recognise(columns, kinds, argument=tally.argument)
-    rows = usable_rows(
-        records,
-        tally,
-        lambda value, place: with_options(parse_row(value, kind, place=place, group_column=group_column), options),
-    )
+    is_taskmaster = _is_taskmaster(columns, kinds, group_column)
+    kind: Kind = "unpaired_preference" if is_taskmaster else recognise(columns, kinds, argument=tally.argument)
+    parse = parse_taskmaster if is_taskmaster else partial(parse_row, kind=kind, group_column=group_column)
+    rows = usable_rows(records, tally, lambda value, place: with_options(parse(value, place=place), options))
+    if kind not in kinds:
+        return [recast(row, PromptOnly) for row in rows]
     return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
 
 

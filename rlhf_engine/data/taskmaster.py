@@ -29,7 +29,7 @@ from typing import Any
 
 from rlhf_engine.data.read import read_records, usable_rows
 from rlhf_engine.data.tally import RowError, Tally, shown
-from rlhf_engine.data.types import PromptOnly, Row, UnpairedPreference, require_unicode
+from rlhf_engine.data.types import UnpairedPreference, require_unicode
 from rlhf_engine.errors import ConfigError
 
 COLUMNS = frozenset({"conversation_id", "context", "generation", "reward"})
@@ -110,11 +110,6 @@ def parse_taskmaster(value: Any, *, place: str, last_turns: int | None = None) -
         group="\n".join([*lines, last][:2]),
         place=place,
     )
-
-
-def prompt_of(row: UnpairedPreference) -> Row:
-    """The prompt alone, for a policy to answer."""
-    return PromptOnly(prompt=row.prompt, group=row.group, place=row.place)
 
 
 def _parsed(value: Any, name: str) -> Any:

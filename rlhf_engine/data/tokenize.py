@@ -60,11 +60,6 @@ class Tokenized:
     truncated: bool = False
     """Whether tokens were cut."""
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all sequences that the row becomes: the prompt once per answer."""
-        return max(1, len(self.answers)) * len(self.prompt) + sum(map(len, self.answers))
-
 
 def tokenize_rows(
     rows: Sequence[Row],

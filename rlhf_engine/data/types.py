@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -277,10 +278,8 @@ def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind, form in (("tools", list, "a list"), ("chat_template_kwargs", dict, "an object")):
         value = row.get(name)
-        try:
+        with suppress(ValueError, RecursionError):  # what is no JSON stays a string, which is neither
             value = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"{form} or its JSON in column {name!r}", str(error)) from error
         if value is not None and not isinstance(value, kind):
             raise RowError(f"{form} or its JSON in column {name!r}", shown(value))
         found[name] = value or None

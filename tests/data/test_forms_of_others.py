@@ -130,7 +130,7 @@ def test_what_rows_say_to_the_template_reaches_it(tmp_path):
         (tools + plain + "<call>add</call><|im_end|>\n" + chat(said("tool", "3")) + OPEN, "blue" + END),
     ]
     for row, message in (
-        ({"prompt": [ASK], "tools": "hammer"}, "a list or its JSON in column 'tools', got Expecting value"),
+        ({"prompt": [ASK], "tools": "hammer"}, "a list or its JSON in column 'tools', got 'hammer'"),
         ({"prompt": [ASK], "chat_template_kwargs": [1]}, r"an object or its JSON in column 'chat_template_kw.* \[1\]"),
         (
             {"prompt": [{"role": "user", "content": None}]},
