@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,11 +130,12 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
         answers = (row.chosen, row.rejected)
     elif isinstance(row, (PromptCompletion, UnpairedPreference)):
         answers = (row.completion,)
+    encoded: Callable[..., list[int]] = encode_prompt if isinstance(row.prompt, str) else encode
     if isinstance(row.prompt, str):
-        text, encoded = row.prompt, encode_prompt
+        text = row.prompt
         wholes = [f"{text}{answer}" for answer in answers]
     else:
-        text, encoded = _template(tokenizer, row, row.prompt, opens_answer=True), encode
+        text = _template(tokenizer, row, row.prompt, opens_answer=True)
         wholes = [_template(tokenizer, row, _joined(row.prompt, answer)) for answer in answers]
     prompt, ids = encoded(tokenizer, text), [encoded(tokenizer, whole) for whole in wholes]
     if not all(whole.startswith(text) for whole in wholes):

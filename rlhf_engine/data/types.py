@@ -109,7 +109,7 @@ class UnpairedPreference(Row):
     """Whether the answer was liked."""
 
 
-def recast(row: Row, kind: type[R], **texts: Text) -> R:
+def recast(row: Row, kind: type[R], **texts: Any) -> R:
     """Make a row of another type of the same prompt, with its group, place, columns and template arguments."""
     return kind(**{f.name: getattr(row, f.name) for f in dataclasses.fields(Row)}, **texts)
 
@@ -258,7 +258,7 @@ def _message(value: Any, name: str) -> Message:
     message = _known_keys(value)
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise RowError(f"text as every part of a message in column {name!r}", shown(content))
         content = "".join(texts)
