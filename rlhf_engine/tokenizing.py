@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,3 +132,13 @@ def encode_completion(
     assert tokenizer.eos_token_id is not None
     ends = (int(tokenizer.eos_token_id),) if end_ids is None else end_ids
     return ids if ids and ids[-1] in ends else [*ids, int(tokenizer.eos_token_id)]
+
+
+def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> None:
+    """Warn where answers have ids beyond the tokenizer's, which a model with a padded vocabulary can draw."""
+    if max((max(ids, default=0) for ids in answers), default=0) >= len(tokenizer):
+        warnings.warn(
+            f"answers have token ids of {len(tokenizer)} and more, which the model has and its tokenizer lacks; their "
+            "texts leave such tokens out",
+            stacklevel=2,
+        )
