@@ -15,6 +15,7 @@ It does not use argparse to read the flags, because argparse takes `-1e-3` and `
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import errno
@@ -175,7 +176,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}:{named.__qualname__}" if callable(value) else value
+    return f"{named.__module__}:{named.__qualname__}" if callable(value) else copy.deepcopy(value)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

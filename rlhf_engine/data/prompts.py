@@ -48,7 +48,7 @@ class PromptSet:
         Returns:
             Strings or messages, in the order of `indices`.
         """
-        return [self.rows[i].prompt for i in indices]
+        return [self.prompts[i] if isinstance(self.rows[i].prompt, str) else self.rows[i].prompt for i in indices]
 
 
 def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:

@@ -108,7 +108,7 @@ def test_conversations_come_as_messages() -> None:
         assert seen["completions"] == [[{"role": "assistant", "content": "yes"}], "no"]
         assert prompts[0][0]["content"] == "one"
     check_reward(lambda prompts, completions, **_: [float(p[-1]["role"] == "user") for p in prompts], prompts[:1])
-    with pytest.raises(RewardError, match="by zero, on the answer 'yes' to 'one'$"):
+    with pytest.raises(RewardError, match=r"by zero, on the answer 'yes' to 'one'$"):
         score_with_functions([lambda completions, **_: [1 / 0 for c in completions]], None, prompts[:1], ["yes"], [[1]])
     with pytest.raises(RewardError, match="unexpected keyword argument"):
         check_reward(lambda prompts: [0.0] * len(prompts), prompts)
@@ -138,7 +138,7 @@ def test_async_functions_run_beside_each_other() -> None:
     for _ in range(2):
         assert score(functools.partial(waits, more=1), length, Waits()).totals == [3.0, 4.0, 5.0]
     assert len(loops) == 1
-    with pytest.raises(RewardError, match="'fails' raised KeyError: 'a', on the answer 'a' to 'one'$"):
+    with pytest.raises(RewardError, match=r"'fails' raised KeyError: 'a', on the answer 'a' to 'one'$"):
         score(fails)
     with pytest.raises(RewardError, match=r"'sleeps' took longer than 0\.1 seconds"):
         check_reward(sleeps, ["p"], timeout=0.1)

@@ -234,10 +234,9 @@ def test_a_step_without_rewards_to_learn_from_changes_nothing_and_says_so_once(n
     def on_step(step, row):
         seen.append((same(trained(trainer), weights), "reward" in row, row["kl"], row["completions/skipped"]))
 
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match=left) as caught:
         trainer.run(on_step)
     assert len({str(w.message) for w in caught if "nothing is learned in such a step" in str(w.message)}) == 1
-    assert any(left in str(w.message) for w in caught)
     skipped = 8.0 if name == "remax" else 16.0
     assert [(*row[:2], abs(row[2]) < 1e-6, row[3]) for row in seen] == [
         (True, False, True, skipped),
