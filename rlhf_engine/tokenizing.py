@@ -136,9 +136,9 @@ def encode_completion(
 
 def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> None:
     """Warn where answers have ids beyond the tokenizer's, which a model with a padded vocabulary can draw."""
-    if max((max(ids, default=0) for ids in answers), default=0) >= len(tokenizer):
-        warnings.warn(
-            f"answers have token ids of {len(tokenizer)} and more, which the model has and its tokenizer lacks; their "
-            "texts leave such tokens out",
-            stacklevel=2,
+    n = len(tokenizer)
+    if any(max(ids, default=0) >= n for ids in answers):
+        text = (
+            f"answers have token ids of {n} and more, which the model has and its tokenizer lacks; no text shows them"
         )
+        warnings.warn(text, stacklevel=2)

@@ -296,17 +296,14 @@ def _make(
     corrected: Corrected,
     config: TrainConfig,
 ) -> Experience:
-    """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included.
-
-    A total of None, which no answer has where some can be learned from, becomes a score of 0.
-    """
+    """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included."""
     assert scores.logprobs_M is not None
     assert scores.ref_logprobs_M is not None
     drawn = prompts.drawn
     places = [drawn[i] for i in kept]
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
-    totals = [0.0 if total is None else total for total in scored.totals]
+    totals = [0.0 if total is None else total for total in scored.totals]  # None where nothing is learned at all
     scores_N = torch.tensor([totals[i] for i in places], dtype=torch.float32, device=device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
@@ -345,8 +342,6 @@ def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -
 
 def _nothing_left(config: TrainConfig) -> str:
     """Reason why no answer of a step can be learned from, the same for every step."""
-    if config.least_drawn == 1 and not config.facts.with_greedy:
-        return "reward_funcs: all rewards of a step are None; nothing is learned in such a step"
     needed = "a drawn answer and the greedy one" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
     return (
         f"reward_funcs: no prompt of a step has rewards for {needed}, which {config.algorithm} needs; nothing is "
@@ -395,12 +390,9 @@ def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, fl
 
 def _score_metrics(found: Experience, config: TrainConfig) -> dict[str, float]:
     kl_N = sequence_sums(found.kl_M, found.batch)
-    metrics = {}
-    if found.is_scored:
-        metrics["reward"] = float(found.scores_N.mean())
-        metrics["reward_std"] = float(found.scores_N.std(correction=0))
-    metrics["kl"] = float(kl_N.mean())
-    metrics["kl_per_token"] = float(found.kl_M.mean())
+    reward, reward_std = float(found.scores_N.mean()), float(found.scores_N.std(correction=0))
+    metrics = {"reward": reward, "reward_std": reward_std} if found.is_scored else {}
+    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(found.kl_M.mean())}
     if found.is_scored and config.reward_weight is not None:
         metrics["objective"] = float((config.reward_weight * found.scores_N - config.beta * kl_N).mean())
     if found.is_scored and found.greedy_scores_N is not None:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import TrainerState
@@ -45,13 +45,6 @@ RewardFunction = Callable[..., Any]
 _RESERVED = ("prompts", "completions", "completion_ids")
 _LARGEST = torch.finfo(torch.float32).max
 _EXPECTED = f"reward_model, {', '.join(verifiable.BUILT_IN)}, module:function or path/file.py:function"
-
-
-class FunctionRewards(NamedTuple):
-    """Result of `score_with_functions` for n rows."""
-
-    totals: list[float | None]  # [n] weighted sum over the functions; None where every function gave None
-    columns: dict[str, list[float | None]]  # by function's name: [n] its own unweighted rewards
 
 
 def load_reward(spec: str | RewardFunction) -> RewardFunction:
@@ -105,21 +98,19 @@ def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
 
 def score_with_functions(
     functions: Sequence[RewardFunction],
-    weights: Sequence[float] | None,
     prompts: Sequence[Text],
     completions: Sequence[str | list[Any]],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]] | None = None,
     timeout: float | None = None,
     context: Mapping[str, Any] | None = None,
-) -> FunctionRewards:
-    """Call every function on all rows and sum their rewards.
+) -> dict[str, list[float | None]]:
+    """Unweighted rewards of all rows, one per row, by function's name.
 
-    weights: one per function, None for all 1. prompts: strings or messages; a completion that is a string becomes a
-    message where its prompt is made of messages. completion_ids: token ids of each answer without padding.
-    columns: the data's other columns, one entry per row, handed to the functions by name.
+    prompts: strings or messages; a completion that is a string becomes a message where its prompt is made of messages.
+    completion_ids: token ids of each answer without padding. columns: the data's other columns, by name.
     timeout: seconds after which one call is given up, see `_time_limit`; None for never.
-    context: values of `trainer_state`, `log_metric` and `log_extra`; None: those of a run that has not begun.
+    context: `trainer_state`, `log_metric` and `log_extra` by name; one that is missing logs nothing, of no step.
     Raises ValueError or TypeError for a wrong result, `RewardError` from what a function raised.
     """
     if not functions:
@@ -132,32 +123,28 @@ def score_with_functions(
     for name in _RESERVED:
         if name in columns:
             raise ValueError(f"columns: {name!r} is taken by the signature of reward functions; rename that column")
-    context = context or {"trainer_state": TrainerState(), "log_metric": unlogged, "log_extra": unlogged}
+    logs = dict.fromkeys(("log_metric", "log_extra"), lambda name, value: None)
+    context = {"trainer_state": TrainerState(), **logs, **(context or {})}
     arguments: dict[str, dict[str, Any]] = {}
     results: dict[str, Any] = {}
     for name, function in zip(unique_names(functions), functions, strict=True):
         # each function gets its own lists and messages, so that one that changes them cannot harm the next
-        rows = {"completion_ids": completion_ids, **columns}
         arguments[name] = {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
             "completions": [_said(c, to=p) for p, c in zip(prompts, completions, strict=True)],
-            **{key: list(values) for key, values in rows.items()},
+            "completion_ids": list(completion_ids),
+            **{key: list(values) for key, values in columns.items()},
             **context,
         }
         results[name] = _call(name, function, arguments[name], timeout)
     for name, result in results.items():
         if inspect.iscoroutine(result):
             results[name] = asyncio.run_coroutine_threadsafe(result, _event_loop())
-    by_name: dict[str, list[float | None]] = {}
     for name, result in results.items():
         if isinstance(result, Future):
             result = _call(name, lambda awaited=result, **_: awaited.result(), arguments[name], timeout)
-        by_name[name] = _checked(name, result, prompts)
-    return FunctionRewards(totals=weighted_total(list(by_name.values()), weights), columns=by_name)
-
-
-def unlogged(name: str, values: Any) -> None:
-    """Take what a function logs where no step's metrics or table of answers would show it."""
+        results[name] = _checked(name, result, prompts)
+    return results
 
 
 def _said(completion: str | list[Any], *, to: Text) -> str | list[Any]:
@@ -209,9 +196,8 @@ def check_reward(
     rows = [0, min(1, len(prompts) - 1)]
     two_columns = {name: [values[i] for i in rows] for name, values in (columns or {}).items()}
     two_prompts = [prompts[i] for i in rows]
-    score_with_functions(
-        [function], None, two_prompts, ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]], two_columns, timeout
-    )
+    answers, ids = ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]]
+    score_with_functions([function], two_prompts, answers, ids, two_columns, timeout)
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:

@@ -18,8 +18,6 @@ from rlhf_engine.scoring.reward_functions import (
     check_reward,
     load_reward,
     score_with_functions,
-    unique_names,
-    unlogged,
     weighted_total,
 )
 
@@ -84,22 +82,18 @@ class AnswerScorer:
 
         Raises RewardError for a function that raised or returned something other than N finite numbers or None.
         """
-        by_function: dict[str, list[float | None]] = {}
         logged = defaultdict[str, list[float]](list)
-        context = {
-            "trainer_state": self.trainer_state,
-            "log_metric": lambda name, value: logged[name].append(float(value)),
-            "log_extra": unlogged,
-        }
+        log = {"log_metric": lambda name, value: logged[name].append(float(value))}
+        context = {"trainer_state": self.trainer_state, **log}
+        given: dict[str, list[float | None]] = {}
         if self.functions:
             try:
-                scored = score_with_functions(
-                    self.functions, None, prompts, completions, completion_ids, columns, self.timeout, context
+                given = score_with_functions(
+                    self.functions, prompts, completions, completion_ids, columns, self.timeout, context
                 )
             except (ValueError, TypeError) as error:  # the user's function returned what it must not
                 raise RewardError(str(error)) from error
-            by_function = scored.columns
-        names = iter(unique_names(self.functions))
+        by_function = iter(given.items())
         sources: dict[str, list[float | None]] = {}
         for spec in self.specs:
             if spec == REWARD_MODEL:
@@ -107,8 +101,8 @@ class AnswerScorer:
                     raise ValueError("reward_model_N: expected rewards of the reward role, got None")
                 sources[REWARD_MODEL] = list(map(float, reward_model_N.tolist()))
             else:
-                name = next(names)
-                sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = by_function[name]
+                name, rewards = next(by_function)
+                sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = rewards
         try:
             totals = weighted_total(list(sources.values()), self.weights)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,22 +135,20 @@ class Evaluation:
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
             shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
-        values: dict[str, list[float | None]] = {"reward": [score for scores, _, _ in shares for score in scores]}
-        for _, logged, _ in shares:
-            for name, numbers in logged.items():
-                values.setdefault(name, []).extend(numbers)
-        means = {f"eval/{name}": mean_or_none(numbers) for name, numbers in values.items()}
-        kl = float(torch.tensor([kl for *_, kl in shares]).sum() / n)
-        return {"eval/kl": kl, **{name: mean for name, mean in means.items() if mean is not None}}
+        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
+        for name in dict.fromkeys(name for values, _ in shares for name in values):
+            mean = mean_or_none([number for values, _ in shares for number in values.get(name, ())])
+            metrics |= {} if mean is None else {f"eval/{name}": mean}
+        return metrics
 
-    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], dict[str, list[float]], float]:
-        """Scores of answers to held-out prompts, what reward functions logged, and the sum of their KL."""
+    def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float]:
+        """What reward functions logged of answers to held-out prompts, the scores, and the sum of the KL."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
-            return [], {}, 0.0
+            return {}, 0.0
         seed = self._policy.config.seed
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
-        return answers.scores, answers.logged, float(self._kl_sum(answers.rollout))
+        return {**answers.logged, "reward": answers.scores}, float(self._kl_sum(answers.rollout))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.clock import Clock
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import peak_memory_bytes
-from rlhf_engine.runs.progress import ASYNC_SHOWN
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
@@ -74,8 +73,6 @@ class RlTrainer(Run[TrainerState]):
             shares = config.shard_base or config.method == "full_ppo"
             config = replace(config, device=str(world.device), shard_base=shares)
         self.config, self.title = config, config.algorithm
-        if config.is_async:
-            self.shown = {**self.shown, **ASYNC_SHOWN}
         self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)

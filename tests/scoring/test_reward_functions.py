@@ -8,6 +8,7 @@ import functools
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas
@@ -34,7 +35,8 @@ def length(prompts, completions, completion_ids, **columns):
 
 
 def score(*functions, weights=None, columns=None):
-    return score_with_functions(functions, weights, PROMPTS, COMPLETIONS, IDS, columns)
+    found = score_with_functions(functions, PROMPTS, COMPLETIONS, IDS, columns)
+    return SimpleNamespace(totals=weighted_total(list(found.values()), weights), columns=found)
 
 
 def returning(value):
@@ -104,12 +106,12 @@ def test_conversations_come_as_messages() -> None:
         return [0.0, None]
 
     for function in (keeps, functools.partial(keeps, more=1)):
-        score_with_functions([function, keeps], None, prompts, ["yes", "no"], [[1], [2]])
+        score_with_functions([function, keeps], prompts, ["yes", "no"], [[1], [2]])
         assert seen["completions"] == [[{"role": "assistant", "content": "yes"}], "no"]
         assert prompts[0][0]["content"] == "one"
     check_reward(lambda prompts, completions, **_: [float(p[-1]["role"] == "user") for p in prompts], prompts[:1])
     with pytest.raises(RewardError, match=r"by zero, on the answer 'yes' to 'one'$"):
-        score_with_functions([lambda completions, **_: [1 / 0 for c in completions]], None, prompts[:1], ["yes"], [[1]])
+        score_with_functions([lambda completions, **_: [1 / 0 for c in completions]], prompts[:1], ["yes"], [[1]])
     with pytest.raises(RewardError, match="unexpected keyword argument"):
         check_reward(lambda prompts: [0.0] * len(prompts), prompts)
 
@@ -171,7 +173,7 @@ def test_nonfinite_rewards_name_function_row_and_prompt(bad, kind) -> None:
 
 def test_long_prompts_are_cut_in_messages() -> None:
     with pytest.raises(ValueError, match=r"prompt 'x{59}…'"):
-        score_with_functions([returning([math.nan])], None, ["x" * 500], ["a"], [[1]])
+        score_with_functions([returning([math.nan])], ["x" * 500], ["a"], [[1]])
 
 
 def test_a_function_that_exits_ends_no_run_in_silence(tmp_path) -> None:
@@ -211,7 +213,6 @@ def test_the_answer_that_a_function_had_in_hand_is_named() -> None:
     with pytest.raises(RewardError, match=r"division by zero, on the answer 'one two three' to 'second'$") as caught:
         score_with_functions(
             [lambda completions, **_: [words(c) for c in completions]],
-            None,
             ["first", "second"],
             ["one two", "one two three"],
             [[1], [1]],
@@ -241,7 +242,7 @@ def test_wrong_arguments_of_the_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"functions: expected at least one"):
         score()
     with pytest.raises(ValueError, match=r"completion_ids: expected 3 entries"):
-        score_with_functions([length], None, PROMPTS, COMPLETIONS, IDS[:2])
+        score_with_functions([length], PROMPTS, COMPLETIONS, IDS[:2])
 
 
 def test_dry_run_finds_functions_that_fail_on_an_empty_answer() -> None:
