@@ -13,9 +13,13 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 from datasets import Dataset
 from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
 
+from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import HydraGRPOConfig, HydraGRPOTrainer
 from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.scoring.experience import as_replies
+from rlhf_engine.scoring.reward_functions import score_with_functions
 from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training.rl import RlTrainer
 from tests.integrations.trl_runs import LORA, QUICK
@@ -120,3 +124,30 @@ def test_advantages_where_rewards_are_none_are_trl_s(masks, folder, tmp_path):
         whole_N = inputs["completion_mask"].any(1)
         assert whole_N.all() != masks
         assert torch.allclose(inputs["of_advantages_M"][:, 0], expected * whole_N, atol=1e-5)
+
+
+class Reads:
+    """A tokenizer with a template for replies; the last two answers do not fit it."""
+
+    response_template, eos_token = "a template", "</s>"
+
+    def parse_response(self, ids, prefix, tools=None):
+        if ids == [4]:
+            raise ValueError("no message")
+        parts = {1: {"content": "hi</s>", "thinking": str(len(prefix))}, 2: {"content": None}}
+        return {"role": "assistant", **parts[ids[0]]} if ids[0] in parts else None
+
+    def decode(self, ids, skip_special_tokens):
+        return f"text of {ids[0]}"
+
+
+def test_replies_have_the_parts_that_trl_reads():
+    tokenizer, answers, prompt = Reads(), [[1], [2], [3], [4]], ({"role": "user", "content": "?"},)
+    batch = PackedBatch.from_lists([[5, 6]] * 4, answers)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    seen = {}
+    function = lambda completions, **_: [0.0 for _ in seen.setdefault("all", completions)]  # noqa: E731
+    replies = as_replies(tokenizer, batch, [prompt] * 4, texts)
+    score_with_functions([function], [prompt] * 4, replies, answers)
+    assert seen["all"] == [[parse_response(tokenizer, ids, prefix=[5, 6])] for ids in answers]
+    assert as_replies(tokenizer, batch, ["?"] * 4, texts) == texts
