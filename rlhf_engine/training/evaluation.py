@@ -142,7 +142,7 @@ class Evaluation:
         return metrics
 
     def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float]:
-        """What reward functions logged of answers to held-out prompts, the scores, and the sum of the KL."""
+        """Scores and logged values of answers to held-out prompts, by metric, and the sum of their KL."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
             return {}, 0.0
