@@ -138,5 +138,7 @@ def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequen
     """Warn where answers have ids beyond the tokenizer's, which a model with a padded vocabulary can draw."""
     n = len(tokenizer)
     if any(max(ids, default=0) >= n for ids in answers):
-        lacking = "which the model has and its tokenizer lacks; no text shows them"
-        warnings.warn(f"answers have token ids of {n} and more, {lacking}", stacklevel=2)
+        warnings.warn(
+            f"answers have token ids of {n} and more, which the model has and its tokenizer lacks; no text has them",
+            stacklevel=2,
+        )
