@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -165,3 +166,13 @@ def end_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_ids: Sequ
     if last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip():
         return ids[: last + 1]
     return [*ids, int(tokenizer.eos_token_id)]
+
+
+def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> None:
+    """Warn where answers have ids beyond the tokenizer's, which a model with a padded vocabulary can draw."""
+    n = len(tokenizer)
+    if any(max(ids, default=0) >= n for ids in answers):
+        warnings.warn(
+            f"answers have token ids of {n} and more, which the model has and its tokenizer lacks; no text has them",
+            stacklevel=2,
+        )

@@ -73,8 +73,8 @@ def test_a_happy_word_near_the_end_earns_more_than_at_the_start() -> None:
 
 
 def test_prompt_words_earn_nothing_and_the_range_is_bounded() -> None:
-    result = score_with_functions([REWARD], None, ["happy " * 9, "x"], [PLAIN, PLAIN], [[1], [1]])
-    assert result.totals[0] == result.totals[1]
+    ((first, second),) = score_with_functions([REWARD], ["happy " * 9, "x"], [PLAIN, PLAIN], [[1], [1]]).values()
+    assert first == second
     module = REWARD.__globals__
     assert score(" ".join(sorted(module["HAPPY_WORDS"]))) == 3
     assert score("a " * 300) == -3

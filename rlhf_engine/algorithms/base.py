@@ -71,6 +71,8 @@ class Experience(TokenValues):
     """int64 [N], which prompt of the step an answer belongs to"""
     scores_N: torch.Tensor
     """fp32 [N], what is maximised"""
+    is_scored: bool = True
+    """Whether there are scores; without any, nothing is learned."""
     greedy_scores_N: torch.Tensor | None = None
     """fp32 [N], of the greedy answer to the same prompt, where there is one"""
     kl_M: torch.Tensor
@@ -254,7 +256,7 @@ class Algorithm(ABC):
         Returns:
             The answers, or None where they teach nothing; and metrics by name. See `prepare`.
         """
-        prepared, metrics = self.prepare(experience)
+        prepared, metrics = self.prepare(experience) if experience.is_scored else (None, {})
         if prepared is None or prepared.advantages_M is None:
             return prepared, metrics
         advantages_M = prepared.advantages_M

@@ -99,8 +99,6 @@ def run_trainer(
     trainer: Run,
     results: Callable[[], Mapping[str, Any]],
     *,
-    title: str,
-    shown: Mapping[str, str] | None = None,
     notes: Iterable[str] = (),
 ) -> int:
     """Make a trainer's remaining steps, with its progress shown; the exit code.
@@ -109,17 +107,14 @@ def run_trainer(
         name: of the command.
         trainer: a run that has been made ready.
         results: what was written and where, once the run is done: label → place.
-        title: of the progress.
-        shown: metric → label, in place of the usual ones.
         notes: lines to print before the first step.
     """
     from rlhf_engine.planning.before_run import before_run
     from rlhf_engine.runs.live import PAGE_FILE
-    from rlhf_engine.runs.progress import TrainingProgress
 
     finished = trainer.world.gather(trainer.finished())[0]
     if not trainer.world.is_main:
-        return 0 if finished else _run_until_stopped(name, lambda is_stopped: trainer.run(stop=is_stopped))
+        return 0 if finished else _run_until_stopped(name, trainer)
     if finished:
         print(f"nothing to do: {trainer.output} is at step {trainer.steps_done()} of {trainer.total_steps}")
         return 0
@@ -129,22 +124,19 @@ def run_trainer(
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
     for line in before_run(trainer):
         print(line, file=sys.stderr, flush=True)
-    if trainer.world.size > 1:
-        title = f"{title}, {trainer.world.size} processes"
-    with TrainingProgress(trainer.total_steps, title=title, step=trainer.state.step, shown=shown) as progress:
-        code = _run_until_stopped(name, lambda is_stopped: trainer.run(progress.update, stop=is_stopped))
+    code = _run_until_stopped(name, trainer)
     if not code:
         _print_where_results_are(trainer.output, results())
     return code
 
 
-def _run_until_stopped(name: str, run: Callable[[Callable[[], bool]], Any]) -> int:
-    """Run what asks after every step whether to stop; 0, or the exit code where a signal has stopped it."""
+def _run_until_stopped(name: str, trainer: Run) -> int:
+    """Make the remaining steps until a signal comes; 0, or the exit code where one has stopped the run."""
     from rlhf_engine.runs.stop import StopSignals
 
     with StopSignals() as signals:
         try:
-            run(signals.asked)
+            trainer.run(stop=signals.asked)
         except RunStopped as stopped:
             if launched_rank() == 0:
                 print(f"rlhf-engine {name}: {stopped}; --resume_from_checkpoint auto goes on", file=sys.stderr)

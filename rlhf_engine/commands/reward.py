@@ -26,12 +26,6 @@ def run(argv: Sequence[str]) -> int:
             f"{trainer.trained_parameters:,} parameters, {100 * share:.3g} % of the base's {trainer.base_parameters:,}"
         )
         name = trainer.best_metric
-        shown = {
-            "reward_loss": "loss",
-            "reward_accuracy": "accuracy",
-            f"eval/{name}": f"held-out {name}",
-            "tokens_per_second": "tokens/s",
-        }
 
         def results() -> dict[str, str]:
             result = trainer.result()
@@ -40,4 +34,4 @@ def run(argv: Sequence[str]) -> int:
             return {"reward model": f"{trainer.output / FINAL_FOLDER}  ({how})"}
 
         notes = [size, *(f"note: {note}" for note in trainer.notes)]
-        return run_trainer("reward", trainer, results, title="reward", shown=shown, notes=notes)
+        return run_trainer("reward", trainer, results, notes=notes)

@@ -14,7 +14,6 @@ def run(argv: Sequence[str]) -> int:
     prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.runs.folder import FINAL_FOLDER, SAMPLES_FILE
-    from rlhf_engine.runs.progress import ASYNC_SHOWN, TrainingProgress
     from rlhf_engine.training.rl import RlTrainer
 
     with contextlib.ExitStack() as stack:
@@ -28,7 +27,6 @@ def run(argv: Sequence[str]) -> int:
 
                 connect = stack.enter_context(generators_on_ray(config, world))
             trainer = RlTrainer(config, world, connect=connect)
-        shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.is_async else {})}
         samples = {"samples": trainer.output / SAMPLES_FILE} if config.num_samples else {}
         results = {"model": trainer.output / FINAL_FOLDER, **samples}
-        return run_trainer("train", trainer, lambda: results, title=config.algorithm, shown=shown)
+        return run_trainer("train", trainer, lambda: results)

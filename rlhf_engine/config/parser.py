@@ -27,7 +27,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -122,9 +122,9 @@ class Options:
         """Plain values by field name.
 
         Returns:
-            Field name → value; lists are copies.
+            Field name → value; lists are copies, and functions are `module:name`.
         """
-        return copy.deepcopy(dataclasses.asdict(self))
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
         """YAML of all options.
@@ -173,6 +173,13 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
 # ---- types -------------------------------------------------------------------------------------------------
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}" if callable(value) else copy.deepcopy(value)
+
+
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     """`int | None` → (int, NoneType); anything else → a tuple of itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
@@ -188,7 +195,7 @@ def _describe(hint: Any) -> str:
         elif typing.get_origin(kind) is dict:
             parts.append("a JSON object")
         elif typing.get_origin(kind) is list:
-            parts.append("a list of strings" if typing.get_args(kind)[0] is str else "a list of numbers")
+            parts.append("a list of numbers" if typing.get_args(kind)[0] is float else "a list of strings")
         else:
             parts.append(plain[kind])
     return " or ".join(parts)
@@ -198,9 +205,12 @@ def _matches(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is Literal:
         return value in typing.get_args(kind)
     if typing.get_origin(kind) is list:
-        return isinstance(value, (list, tuple)) and all(_matches(typing.get_args(kind)[0], v) for v in value)
+        kinds = _alternatives(typing.get_args(kind)[0])
+        return isinstance(value, (list, tuple)) and all(any(_matches(k, v) for k in kinds) for v in value)
     if typing.get_origin(kind) is dict:
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if typing.get_origin(kind) is Callable:
+        return callable(value)
     if kind is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # also an int that is no float
     if kind is int:
@@ -217,10 +227,13 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
-    """`value` as the first alternative of `hint` that it is; only ints become floats."""
+    """`value` as the first alternative of `hint` that it is. Ints become floats, and one entry a list of it."""
     for kind in _alternatives(hint):
         if _matches(kind, value):
             return _convert(kind, value)
+    for kind in _alternatives(hint):
+        if typing.get_origin(kind) is list and _matches(kind, [value]):
+            return _convert(kind, [value])
     raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(hint, value)}")
 
 

@@ -8,9 +8,10 @@ Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.asynchronous import AsyncOptions, Correction
@@ -72,7 +73,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         None, "draw among tokens of at least this share of the largest probability, likewise; none: all", gt=0, le=1
     )
 
-    reward_funcs: list[str] = option(
+    reward_funcs: list[str | Callable[..., Any]] = option(
         ["reward_model"],
         "reward sources: reward_model (the learned reward head), module:function, path/file.py:function, or one that "
         "checks answers: math, code, json_schema, format, length, repetition, with options as in length,most=200",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_engine.config.data import DataOptions
 from rlhf_engine.config.parser import Options, option, required
@@ -160,7 +160,7 @@ class SupervisedOptions(TrainingOptions):
                 raise ConfigError(f"{name}: expected it unset for --full, which has no adapter, got {value!r}")
 
 
-def not_empty(name: str, value: str | list[str]) -> None:
+def not_empty(name: str, value: str | list[Any]) -> None:
     """Raise ConfigError, naming the option, for an empty text, an empty list or a list with an empty text."""
     if not value or (isinstance(value, list) and not all(value)):
         raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")

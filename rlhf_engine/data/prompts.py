@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.tally import Tally
 from rlhf_engine.data.tokenize import Truncation, tokenize_rows
-from rlhf_engine.data.types import PromptOnly, Row
+from rlhf_engine.data.types import PromptOnly, Row, Text
 
-_TAKEN = ("prompts", "completions", "completion_ids")
-"""Arguments of reward functions that are not columns."""
+_TAKEN = ("prompts", "completion", "completions", "completion_ids")
+"""Columns that reward functions do not get, as in TRL: arguments of theirs, and the data's own answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,16 @@ class PromptSet:
         names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
         return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
 
-    def texts(self, indices: list[int]) -> list[str]:
-        """Prompts of some rows as text.
+    def written(self, indices: list[int]) -> list[Text]:
+        """Prompts of some rows as the data have them, for reward functions.
 
         Args:
             indices: places of the rows.
 
         Returns:
-            The prompts, in the order of `indices`.
+            Strings or messages, in the order of `indices`.
         """
-        return [self.prompts[i] for i in indices]
+        return [self.prompts[i] if isinstance(self.rows[i].prompt, str) else self.rows[i].prompt for i in indices]
 
 
 def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:

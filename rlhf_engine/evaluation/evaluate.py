@@ -131,7 +131,7 @@ class Evaluation:
         self.scorer = AnswerScorer(config.sources, config.reward_weights) if config.sources else None
         if self.scorer is not None:
             n = range(min(2, len(self.prompts.ids)))
-            self.scorer.dry_run(self.prompts.texts(list(n)), self.prompts.columns(list(n)))
+            self.scorer.dry_run(self.prompts.written(list(n)), self.prompts.columns(list(n)))
         self.judge: Judge | None = make_judge(config) if config.judged_by not in (None, REWARD) else None
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
@@ -367,7 +367,7 @@ class Evaluation:
         prompts = [self.prompts.ids[i] for i in places]
         learned = None if model is None else measure.rewards(model, prompts, [answer.ids for answer in flat])
         scored = self.scorer(
-            self.prompts.texts(places),
+            self.prompts.written(places),
             [answer.text for answer in flat],
             [list(answer.ids) for answer in flat],
             self.prompts.columns(places),

@@ -23,7 +23,7 @@ from rich.progress import (
 from rlhf_engine.runs.dashboard import WATCHED, Dashboard
 from rlhf_engine.runs.text import format_duration, format_score
 
-ASYNC_SHOWN = {
+_OF_ASYNC = {
     "staleness/max": "age",
     "async/ready_steps": "ready",
     "async/generator_utilisation": "generator",
@@ -31,7 +31,7 @@ ASYNC_SHOWN = {
     "async/speedup": "speed-up",
     "async/speedup_bound": "of at most",
 }
-"""Metrics that a run's progress shows as well where answers are drawn beside the updates, with their labels."""
+"""Metrics of a run whose answers are drawn beside the updates, with their labels."""
 LONG_S = 60.0
 """Seconds from which on a run says after two steps how long the others will take."""
 _FACTS = {"tokens_per_second": "tokens/s"}
@@ -63,7 +63,7 @@ class _Console(Console):
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
-    SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s"}
+    SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s", **_OF_ASYNC}
 
     def __init__(
         self,

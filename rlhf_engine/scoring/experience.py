@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -15,8 +18,9 @@ from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
+from rlhf_engine.data.types import Text
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
+from rlhf_engine.errors import MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
@@ -24,6 +28,7 @@ from rlhf_engine.scoring.gather import gather_answers, gather_scores
 from rlhf_engine.scoring.off_policy import Corrected, both, correct_age, correct_engine
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
 from rlhf_engine.scoring.score import FrozenRoles, score, score_some
+from rlhf_engine.tokenizing import warn_of_unknown
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -39,7 +44,24 @@ STEP0_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tuple[list[str], list[list[int]]]:
     """(texts without special tokens, token ids) of the N completions."""
     ids = [batch.completion_tokens(i) for i in range(batch.n_sequences)]
+    warn_of_unknown(tokenizer, ids)
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids], ids
+
+
+def as_replies(
+    tokenizer: PreTrainedTokenizerBase, batch: PackedBatch, prompts: Sequence[Text], texts: Sequence[str]
+) -> list[str | list[Any]]:
+    """Answers for reward functions: texts, or messages where the tokenizer can tell their parts, such as thoughts.
+
+    prompts: of the N answers, as the data have them. texts: the answers' own.
+    """
+    replies: list[str | list[Any]] = list(texts)
+    for i, prompt in enumerate(prompts if getattr(tokenizer, "response_template", None) else ()):
+        if not isinstance(prompt, str):
+            with contextlib.suppress(ValueError, TypeError):  # of an answer without the template's form: its text
+                parts = dict(tokenizer.parse_response(batch.completion_tokens(i), prefix=batch.prompt_tokens(i)))
+                replies[i] = [{**parts, "content": (parts.get("content") or "").removesuffix(tokenizer.eos_token)}]
+    return replies
 
 
 class Scoring:
@@ -75,7 +97,7 @@ class Scoring:
         budget: int,
         of_all: tuple[Rollout, PromptBatch] | None = None,
     ) -> tuple[Experience, int]:
-        """The answers of a rollout that can be learned from, scored.
+        """The answers of a rollout that can be learned from, scored; all of them, without scores, where there are none.
 
         Args:
             rollout: the answers of this rank.
@@ -93,7 +115,6 @@ class Scoring:
         Raises:
             MismatchError: log-probs that have to agree do not.
             NonFiniteError: a score that is not finite.
-            ConfigError: a None reward left no answer to learn from.
         """
         world = self._world
         own = _drawn(rollout, prompts)
@@ -117,15 +138,18 @@ class Scoring:
         )
         scored = gather_answers(world, own_scored)
         kept = _kept(scored.totals, all_prompts, least=config.least_drawn)
-        if not kept:
-            raise ConfigError(_nothing_left(scored.totals, config))
         metrics = {
+            **{name: sum(values) / len(values) for name, values in scored.logged.items()},
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
             **_shared_metrics(self._model, drawn.batch),
             **_support_metrics(drawn.batch),
             **(_age_metrics(behind_M) if config.is_async else {}),
             **_source_metrics(scored, all_prompts.drawn),
         }
+        is_scored = bool(kept)
+        if not is_scored:
+            warnings.warn(_nothing_left(config), stacklevel=2)
+            kept = list(range(drawn.batch.n_sequences))
         kept_rows_M = drawn.batch.select_completion_rows(kept)
         corrected = Corrected(scores.logprobs_M[kept_rows_M], None, {})
         batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
@@ -137,6 +161,7 @@ class Scoring:
             aged = correct_age(corrected.old_logprobs_M, past_logprobs_M[kept_rows_M], batch, config)
             corrected = both(corrected, aged)
         made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
+        made = replace(made, is_scored=is_scored)
         return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
 
     def _score(
@@ -207,9 +232,9 @@ class Scoring:
             for i, twin in twins.items():
                 reward_model_N[i] = reward_model_N[twin]
         rows = list(prompts.rows)
-        scored = self._scorer(
-            self._data.texts(rows), texts, ids, self._data.columns(rows), rollout.finished, reward_model_N
-        )
+        written = self._data.written(rows)
+        replies = as_replies(self._tokenizer, rollout.batch, written, texts)
+        scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, reward_model_N)
         return replace(scored, totals=[scored.totals[twins.get(i, i)] for i in range(len(ids))])
 
 
@@ -278,13 +303,14 @@ def _make(
     places = [drawn[i] for i in kept]
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
-    scores_N = torch.tensor([scored.totals[i] for i in places], dtype=torch.float32, device=device)
+    totals = [0.0 if total is None else total for total in scored.totals]  # None where nothing is learned at all
+    scores_N = torch.tensor([totals[i] for i in places], dtype=torch.float32, device=device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
     greedy_scores_N = None
     if any(prompts.greedy):
-        by_group = {prompts.groups[i]: scored.totals[i] for i, greedy in enumerate(prompts.greedy) if greedy}
+        by_group = {prompts.groups[i]: totals[i] for i, greedy in enumerate(prompts.greedy) if greedy}
         found = [by_group[prompts.groups[i]] for i in places]
         greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
     return Experience(
@@ -314,15 +340,12 @@ def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -
     return [i for i in good if counts[drawn[i][0]] >= least]
 
 
-def _nothing_left(totals: Sequence[float | None], config: TrainConfig) -> str:
-    """Reason why no answer can be learned from, as a message."""
-    missing = sum(total is None for total in totals)
-    if missing == len(totals):
-        return "reward_funcs: expected a reward for at least one answer of the batch, got None for all"
+def _nothing_left(config: TrainConfig) -> str:
+    """Reason why no answer of a step can be learned from, the same for every step."""
     needed = "a drawn answer and the greedy one" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
     return (
-        f"reward_funcs: expected for {config.algorithm} rewards of at least one prompt for {needed}, got None for "
-        f"{missing} of {len(totals)} answers and no such prompt"
+        f"reward_funcs: no prompt of a step has rewards for {needed}, which {config.algorithm} needs; nothing is "
+        "learned in such a step"
     )
 
 
@@ -367,15 +390,12 @@ def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, fl
 
 def _score_metrics(found: Experience, config: TrainConfig) -> dict[str, float]:
     kl_N = sequence_sums(found.kl_M, found.batch)
-    metrics = {
-        "reward": float(found.scores_N.mean()),
-        "reward_std": float(found.scores_N.std(correction=0)),
-        "kl": float(kl_N.mean()),
-        "kl_per_token": float(found.kl_M.mean()),
-    }
-    if config.reward_weight is not None:
+    reward, reward_std = float(found.scores_N.mean()), float(found.scores_N.std(correction=0))
+    metrics = {"reward": reward, "reward_std": reward_std} if found.is_scored else {}
+    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(found.kl_M.mean())}
+    if found.is_scored and config.reward_weight is not None:
         metrics["objective"] = float((config.reward_weight * found.scores_N - config.beta * kl_N).mean())
-    if found.greedy_scores_N is not None:
+    if found.is_scored and found.greedy_scores_N is not None:
         metrics["reward/greedy"] = float(found.greedy_scores_N.mean())
     if found.values_M is not None:
         metrics["value/mean"] = float(found.values_M.mean())

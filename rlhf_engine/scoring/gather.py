@@ -27,8 +27,10 @@ def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
     """Scores of the answers of all ranks."""
     if world.size == 1:
         return scored
-    parts = world.gather((scored.totals, scored.sources))
+    parts = world.gather(scored)
+    logged = sorted({name for part in parts for name in part.logged})
     return ScoredAnswers(
-        totals=[total for totals, _ in parts for total in totals],
-        sources={name: [value for _, sources in parts for value in sources[name]] for name in scored.sources},
+        totals=[total for part in parts for total in part.totals],
+        sources={name: [value for part in parts for value in part.sources[name]] for name in scored.sources},
+        logged={name: [value for part in parts for value in part.logged.get(name, [])] for name in logged},
     )

@@ -2,20 +2,24 @@
 
     r_i = Σ_k w_k · f_k(prompts, completions, completion_ids, **columns)_i        i: row, k: reward source
 
-* The signature is TRL's: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
-  one entry per row.
-* `None` from any function leaves the row out: its total is None. NaN and ±inf are errors, because one such
-  value turns every weight of the policy into NaN; the message says which prompt did it.
+* The call is TRL's: `f(prompts, completions, completion_ids, **columns, trainer_state, log_metric, log_extra)` gives
+  one number or None per row. On conversations prompts and completions are lists of messages. Functions may be
+  `async def`: those run beside each other on one event loop, which lasts as long as the process.
+* `None` leaves the function out of the row's sum. A row with None from all sources has the total None. NaN and ±inf are
+  errors, because one such value turns every weight of the policy into NaN; the message says which prompt did it.
 * Sums and means are taken in float64.
 * A learned reward (`reward_model`) is one more column of numbers: `weighted_total` sums it with the others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
 import numbers
 import re
@@ -25,12 +29,15 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from transformers import TrainerState
 
+from rlhf_engine.data.types import Text
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring import verifiable
 
@@ -40,16 +47,10 @@ _LARGEST = torch.finfo(torch.float32).max
 _EXPECTED = f"reward_model, {', '.join(verifiable.BUILT_IN)}, module:function or path/file.py:function"
 
 
-class FunctionRewards(NamedTuple):
-    """Result of `score_with_functions` for n rows."""
-
-    totals: list[float | None]  # [n] weighted sum over the functions; None where any function gave None
-    means: dict[str, float | None]  # by function's name: mean over its rows that are not None; None if there are none
-    columns: dict[str, list[float | None]]  # by function's name: [n] its own unweighted rewards
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """The function of a spec: `package.module:function`, `path/to/file.py:function`, or one of `verifiable`."""
+def load_reward(spec: str | RewardFunction) -> RewardFunction:
+    """The function of a spec: `package.module:function`, `path/to/file.py:function`, one of `verifiable`, or itself."""
+    if not isinstance(spec, str):
+        return spec
     if verifiable.is_built_in(spec):
         return verifiable.make(spec)
     place, _, attribute = spec.rpartition(":")
@@ -77,6 +78,8 @@ def _function_of(spec: str) -> str:
 
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics and messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -95,18 +98,19 @@ def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
 
 def score_with_functions(
     functions: Sequence[RewardFunction],
-    weights: Sequence[float] | None,
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[str | list[Any]],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]] | None = None,
     timeout: float | None = None,
-) -> FunctionRewards:
-    """Call every function on all rows and sum their rewards.
+    context: Mapping[str, Any] | None = None,
+) -> dict[str, list[float | None]]:
+    """Unweighted rewards of all rows, one per row, by function's name.
 
-    weights: one per function, None for all 1. completion_ids: token ids of each answer without padding.
-    columns: the data's other columns, one entry per row, handed to the functions by name.
+    prompts: strings or messages; a completion that is a string becomes a message where its prompt is made of messages.
+    completion_ids: token ids of each answer without padding. columns: the data's other columns, by name.
     timeout: seconds after which one call is given up, see `_time_limit`; None for never.
+    context: `trainer_state`, `log_metric` and `log_extra` by name; one that is missing logs nothing, of no step.
     Raises ValueError or TypeError for a wrong result, `RewardError` from what a function raised.
     """
     if not functions:
@@ -119,27 +123,47 @@ def score_with_functions(
     for name in _RESERVED:
         if name in columns:
             raise ValueError(f"columns: {name!r} is taken by the signature of reward functions; rename that column")
-    by_name: dict[str, list[float | None]] = {}
+    logs = dict.fromkeys(("log_metric", "log_extra"), lambda name, value: None)
+    context = {"trainer_state": TrainerState(), **logs, **(context or {})}
+    arguments: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {}
     for name, function in zip(unique_names(functions), functions, strict=True):
-        # each function gets its own lists, so that one that sorts or extends them cannot harm the next
-        arguments = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
+        # each function gets its own lists and messages, so that one that changes them cannot harm the next
+        arguments[name] = {
+            "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
+            "completions": [_said(c, to=p) for p, c in zip(prompts, completions, strict=True)],
+            "completion_ids": list(completion_ids),
+            **{key: list(values) for key, values in columns.items()},
+            **context,
         }
-        copies = {key: list(values) for key, values in arguments.items()}
-        by_name[name] = _checked(name, _call(name, function, copies, timeout), prompts)
-    means: dict[str, float | None] = {}
-    for name, column in by_name.items():
-        present = [r for r in column if r is not None]
-        means[name] = math.fsum(present) / len(present) if present else None
-    totals = weighted_total(list(by_name.values()), weights)
-    return FunctionRewards(totals=totals, means=means, columns=by_name)
+        results[name] = _call(name, function, arguments[name], timeout)
+    for name, result in results.items():
+        if inspect.iscoroutine(result):
+            results[name] = asyncio.run_coroutine_threadsafe(result, _event_loop())
+    for name, result in results.items():
+        if isinstance(result, Future):
+            result = _call(name, lambda awaited=result, **_: awaited.result(), arguments[name], timeout)
+        results[name] = _checked(name, result, prompts)
+    return results
+
+
+def _said(completion: str | list[Any], *, to: Text) -> str | list[Any]:
+    """A completion in the form of its prompt."""
+    if isinstance(completion, str):
+        return completion if isinstance(to, str) else [{"role": "assistant", "content": completion}]
+    return [dict(message) for message in completion]
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of async functions, in a thread of its own: clients that they open last from one call to the next."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    return loop
 
 
 def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[float] | None) -> list[float | None]:
-    """Row by row Σ_k w_k · columns[k][i]; None where any column has None. weights: None for all 1."""
+    """Row by row Σ_k w_k · columns[k][i] over the columns that are not None; None where all are. weights: None: 1."""
     if weights is None:
         weights = [1.0] * len(columns)
     if len(weights) != len(columns):
@@ -150,7 +174,7 @@ def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[
     totals: list[float | None] = []
     for row in zip(*columns, strict=True):
         present = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
-        totals.append(math.fsum(present) if len(present) == len(row) else None)
+        totals.append(math.fsum(present) if present else None)
         if totals[-1] is not None and not abs(totals[-1]) <= _LARGEST:
             raise ValueError(f"weights: expected sums of rewards that are finite in float32, got {totals[-1]:g}")
     return totals
@@ -158,7 +182,7 @@ def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[
 
 def check_reward(
     function: RewardFunction,
-    prompts: Sequence[str],
+    prompts: Sequence[Text],
     columns: Mapping[str, Sequence[Any]] | None = None,
     timeout: float | None = None,
 ) -> None:
@@ -172,9 +196,8 @@ def check_reward(
     rows = [0, min(1, len(prompts) - 1)]
     two_columns = {name: [values[i] for i in rows] for name, values in (columns or {}).items()}
     two_prompts = [prompts[i] for i in rows]
-    score_with_functions(
-        [function], None, two_prompts, ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]], two_columns, timeout
-    )
+    answers, ids = ["This is a short answer.", ""], [[3, 4, 5, 6, 7], [0]]
+    score_with_functions([function], two_prompts, answers, ids, two_columns, timeout)
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
@@ -286,7 +309,7 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
-def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], timeout: float | None) -> Any:
+def _call(name: str, function: RewardFunction, arguments: dict[str, Any], timeout: float | None) -> Any:
     try:
         with _settings_kept(f"reward function {name!r}"), _time_limit(timeout):
             return function(**arguments)
@@ -296,7 +319,7 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, list[Any]], 
         raise _failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
 
 
-def _failure(what: str, error: BaseException, prompts: Sequence[str] = (), answers: Sequence[str] = ()) -> RewardError:
+def _failure(what: str, error: BaseException, prompts: Sequence[Any] = (), answers: Sequence[Any] = ()) -> RewardError:
     """The error of a user's code that raised, with the answer that it had in hand and the lines that led there."""
     text = f"{what} raised {type(error).__name__}: {error}"
     frames = [
@@ -313,9 +336,9 @@ def _failure(what: str, error: BaseException, prompts: Sequence[str] = (), answe
     return RewardError(text, "".join(lines).rstrip())
 
 
-def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[str]) -> int | None:
+def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[Any]) -> int | None:
     """Row of the answer that a variable held where the code failed, the innermost function first; None: no variable."""
-    rows = {id(answer): row for row, answer in enumerate(answers)}
+    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, verifiable.text_of(answer))}
     for frame in reversed(frames):
         held = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
         if held:
@@ -323,13 +346,13 @@ def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[str]) -> int | N
     return None
 
 
-def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | None]:
+def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | None]:
     """Rewards that a function returned, as one finite float or None per prompt."""
     place = f"reward function {name!r}"
-    if isinstance(result, torch.Tensor):
-        if result.dim() != 1:
+    if hasattr(result, "tolist"):  # a tensor, an array, a Series
+        if getattr(result, "ndim", 1) != 1:
             raise ValueError(f"{place}: expected a tensor of one dimension, got {tuple(result.shape)}")
-        result = result.detach().cpu().tolist()
+        result = result.tolist()
     if not isinstance(result, (list, tuple)):
         raise TypeError(f"{place}: expected a list, tuple or tensor, got {type(result).__name__}")
     if len(result) != len(prompts):
@@ -337,8 +360,9 @@ def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | Non
     rewards: list[float | None] = []
     for row, value in enumerate(result):
         where = f"at row {row} (prompt {_excerpt(prompts[row])!r})"
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
+        if hasattr(value, "tolist"):  # a number of numpy's, or a tensor of one
+            value = value.tolist()
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value is None:
             rewards.append(None)
             continue
@@ -356,5 +380,6 @@ def _checked(name: str, result: Any, prompts: Sequence[str]) -> list[float | Non
     return rewards
 
 
-def _excerpt(text: str, length: int = 60) -> str:
+def _excerpt(text: Any, length: int = 60) -> str:
+    text = verifiable.text_of(text)
     return text if len(text) <= length else text[: length - 1] + "…"

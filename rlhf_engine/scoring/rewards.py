@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
+from rlhf_engine.data.types import Text
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring.reward_functions import (
     RewardFunction,
     check_reward,
     load_reward,
     score_with_functions,
-    unique_names,
     weighted_total,
 )
 
@@ -30,6 +32,8 @@ class ScoredAnswers:
     """[N], what is to be maximised; None leaves the answer out."""
     sources: dict[str, list[float | None]]
     """By source: [N], unweighted and without penalties."""
+    logged: dict[str, list[float]]
+    """Values that reward functions logged of these answers, by metric."""
 
 
 class AnswerScorer:
@@ -37,7 +41,7 @@ class AnswerScorer:
 
     def __init__(
         self,
-        specs: Sequence[str],
+        specs: Sequence[str | RewardFunction],
         weights: Sequence[float] | None,
         missing_eos_penalty: float | None = None,
         missing_eos_score: float | None = None,
@@ -49,6 +53,8 @@ class AnswerScorer:
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
         self.missing_eos_penalty, self.missing_eos_score = missing_eos_penalty, missing_eos_score
         self.timeout = timeout
+        self.trainer_state = TrainerState()
+        """Progress of the run, for reward functions; a run that trains keeps it up to date."""
         if self.specs.count(REWARD_MODEL) > 1:
             raise ConfigError(f"reward_funcs: expected {REWARD_MODEL!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != REWARD_MODEL]
@@ -58,15 +64,15 @@ class AnswerScorer:
         """Whether the learned reward is one of the sources."""
         return REWARD_MODEL in self.specs
 
-    def dry_run(self, prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
+    def dry_run(self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]]) -> None:
         """Call every function once on two rows, before any time is spent."""
         for function in self.functions:
             check_reward(function, prompts, columns, self.timeout)
 
     def __call__(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Text],
+        completions: Sequence[str | list[Any]],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         finished: Sequence[bool],
@@ -76,16 +82,18 @@ class AnswerScorer:
 
         Raises RewardError for a function that raised or returned something other than N finite numbers or None.
         """
-        by_function: dict[str, list[float | None]] = {}
+        logged = defaultdict[str, list[float]](list)
+        log = {"log_metric": lambda name, value: logged[name].append(float(value))}
+        context = {"trainer_state": self.trainer_state, **log}
+        given: dict[str, list[float | None]] = {}
         if self.functions:
             try:
-                scored = score_with_functions(
-                    self.functions, None, prompts, completions, completion_ids, columns, self.timeout
+                given = score_with_functions(
+                    self.functions, prompts, completions, completion_ids, columns, self.timeout, context
                 )
             except (ValueError, TypeError) as error:  # the user's function returned what it must not
                 raise RewardError(str(error)) from error
-            by_function = scored.columns
-        names = iter(unique_names(self.functions))
+        by_function = iter(given.items())
         sources: dict[str, list[float | None]] = {}
         for spec in self.specs:
             if spec == REWARD_MODEL:
@@ -93,14 +101,14 @@ class AnswerScorer:
                     raise ValueError("reward_model_N: expected rewards of the reward role, got None")
                 sources[REWARD_MODEL] = list(map(float, reward_model_N.tolist()))
             else:
-                name = next(names)
-                sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = by_function[name]
+                name, rewards = next(by_function)
+                sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = rewards
         try:
             totals = weighted_total(list(sources.values()), self.weights)
         except ValueError as error:
             raise RewardError(f"reward_{error}") from error  # the option is called reward_weights
         totals = [t if done else self._of_unfinished(t) for t, done in zip(totals, finished, strict=True)]
-        return ScoredAnswers(totals=totals, sources=sources)
+        return ScoredAnswers(totals=totals, sources=sources, logged=dict(logged))
 
     def _of_unfinished(self, total: float | None) -> float | None:
         """The score of an answer that never ended. One that its sources leave out stays out."""

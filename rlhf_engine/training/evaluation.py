@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
 from rlhf_engine.runs.samples import SampleLog, Samples
 from rlhf_engine.runs.text import samples_markdown
-from rlhf_engine.scoring.experience import decode_answers
+from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.training.rl_inputs import RlInputs
 from rlhf_engine.training.rl_policy import RlPolicy
@@ -35,6 +35,8 @@ class Answers:
     """Score of each answer; None for one without."""
     rollout: Rollout
     """The answers as tokens."""
+    logged: dict[str, list[float]]
+    """Values that reward functions logged, by metric."""
 
 
 class Evaluation:
@@ -96,9 +98,11 @@ class Evaluation:
             learned = self._inputs.scorer.uses_reward_model
             rewards_N = self._policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
         texts, ids = decode_answers(self._inputs.tokenizer, rollout.batch)
-        finished = (True,) * len(indices)
-        scored = self._inputs.scorer(prompts.texts(indices), texts, ids, prompts.columns(indices), finished, rewards_N)
-        return Answers(prompts=prompts.texts(indices), completions=texts, scores=scored.totals, rollout=rollout)
+        written, finished = prompts.written(indices), (True,) * len(indices)
+        replies = as_replies(self._inputs.tokenizer, rollout.batch, written, texts)
+        scored = self._inputs.scorer(written, replies, ids, prompts.columns(indices), finished, rewards_N)
+        asked = [prompts.prompts[i] for i in indices]
+        return Answers(prompts=asked, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 
     def kl_to_reference(self, rollout: Rollout) -> float:
         """Mean over answers of Σ_t exact KL(actor ‖ reference).
@@ -123,26 +127,28 @@ class Evaluation:
         """Answer the held-out prompts, of which each rank answers a share.
 
         Returns:
-            `eval/kl`, exact KL to the reference in nats per answer, and `eval/reward`, the mean score where there is
-            one.
+            `eval/kl`, exact KL to the reference in nats per answer, `eval/reward`, the mean score where there is one,
+            and means of what reward functions logged.
         """
         assert self._inputs.eval_set is not None
         world, n = self._policy.world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
             shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
-        reward = mean_or_none([score for scores, _ in shares for score in scores])
         metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
-        return metrics if reward is None else {**metrics, "eval/reward": reward}
+        for name in dict.fromkeys(name for values, _ in shares for name in values):
+            mean = mean_or_none([number for values, _ in shares for number in values.get(name, ())])
+            metrics |= {} if mean is None else {f"eval/{name}": mean}
+        return metrics
 
-    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float]:
-        """Scores of answers to held-out prompts, and the sum of their KL."""
+    def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float]:
+        """Scores and logged values of answers to held-out prompts, by metric, and the sum of their KL."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
-            return [], 0.0
+            return {}, 0.0
         seed = self._policy.config.seed
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
-        return answers.scores, float(self._kl_sum(answers.rollout))
+        return {**answers.logged, "reward": answers.scores}, float(self._kl_sum(answers.rollout))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class RlTrainer(Run[TrainerState]):
         if world.size > 1:
             shares = config.shard_base or config.method == "full_ppo"
             config = replace(config, device=str(world.device), shard_base=shares)
-        self.config = config
+        self.config, self.title = config, config.algorithm
         self.output = Path(config.output_dir)
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
@@ -115,6 +115,8 @@ class RlTrainer(Run[TrainerState]):
             world=self.world,
         )
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
+        self.scorer.trainer_state.max_steps = self.total_steps
+        self._note_progress()
         self.source = self._make_source(inputs.resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
@@ -264,6 +266,7 @@ class RlTrainer(Run[TrainerState]):
         clock.lap("score")
         n_answers = len(prompts)
         learned = self.policy.learn(experience, n_answers=n_answers)
+        self._note_progress()
         clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.is_async:
@@ -285,6 +288,11 @@ class RlTrainer(Run[TrainerState]):
         }
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _note_progress(self) -> None:
+        """Let reward functions know how many steps are done."""
+        progress, done = self.scorer.trainer_state, self.state.step
+        progress.global_step, progress.epoch = done, done * self.config.prompts_per_step / len(self.train_set.rows)
 
     def _write_model(self, folder: Path) -> None:
         save_pretrained(self.model, folder)

@@ -110,7 +110,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     if config.eval_dataset_name is not None:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
     some = list(range(min(2, len(train_set.rows))))
-    scorer.dry_run(train_set.texts(some), train_set.columns(some))
+    scorer.dry_run(train_set.written(some), train_set.columns(some))
     longest = max(map(len, train_set.ids)) + config.max_completion_length
     require_room(config.facts.answers_together * longest, config.max_tokens_per_micro_batch)
     inputs = RlInputs(
@@ -150,7 +150,7 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
     judged_by = None
     if inputs.eval_set is not None:  # what an evaluation's reward is measured by
         unfinished = (config.missing_eos_penalty, config.missing_eos_score)
-        judged_by = digest([config.reward_funcs, config.reward_weights, *unfinished, inputs.eval_set.ids])
+        judged_by = digest([config.to_dict()["reward_funcs"], config.reward_weights, *unfinished, inputs.eval_set.ids])
     return TrainerState(
         step=0,
         seed=config.seed,

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -34,6 +34,7 @@ from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
 from rlhf_engine.runs.live import LivePage
 from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.runs.trackers import Trackers
 from rlhf_engine.training.data_parallel import (
     Ranks,
@@ -75,6 +76,10 @@ class Run(ABC, Generic[State]):
     """Contents of run.json for a run that has begun."""
     _page: LivePage | None = None
     """Page of a run that goes on, on the main rank."""
+    title: str
+    """Title of the progress that is shown."""
+    shown: Mapping[str, str] = TrainingProgress.SHOWN
+    """Metrics of the progress that is shown, and their labels."""
 
     @property
     def model(self) -> HydraModel:
@@ -192,7 +197,7 @@ class Run(ABC, Generic[State]):
         error leaves all metrics so far and a checkpoint of the last whole step in place.
 
         Args:
-            on_step: called after each step with its number and metrics; None: nothing is called.
+            on_step: called after each step with its number and metrics; None: the main rank shows the progress.
             stop: called after each step, on each rank; true ends the run. None: nothing stops it.
 
         Returns:
@@ -205,6 +210,10 @@ class Run(ABC, Generic[State]):
         with contextlib.ExitStack() as stack:
             world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
             self._page = world.on_main("the page", lambda: stack.enter_context(LivePage(self.output)))
+            if on_step is None and world.is_main:
+                title = self.title if world.size == 1 else f"{self.title}, {world.size} processes"
+                progress = TrainingProgress(self.total_steps, title=title, step=self.state.step, shown=self.shown)
+                on_step = stack.enter_context(progress).update
             with self.resources():
                 with self.whole_base():
                     world.on_main("the start of the run", self.begin)
@@ -337,7 +346,7 @@ class Run(ABC, Generic[State]):
         if self._record is None:
             device = self.model.device
             self._record = run_record(
-                config=self.config,
+                config=self.config.to_dict(),
                 command=[Path(sys.argv[0]).name, *sys.argv[1:]],
                 backends=registry.report(device.type, self.model.backbone().dtype),
                 device=device,

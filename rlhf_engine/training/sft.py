@@ -251,6 +251,7 @@ class SftTrainer(SupervisedRun[SftState]):
     """Options of the run."""
     rows: list[Example]
     """Tokenized rows that are trained on."""
+    title = "sft"
 
     def load(self) -> HydraModel:
         """Load the data, and the model as it is before any step.

@@ -8,6 +8,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import (
@@ -22,6 +23,7 @@ from rlhf_engine.config import (
 )
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.scoring.verifiable import Format
 
 REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
 ARGV = [part for name, value in REQUIRED.items() for part in (f"--{name}", value)]
@@ -207,6 +209,27 @@ def test_yaml_supplies_values_that_flags_override(tmp_path: Path) -> None:
     )
     config = parse_config(TrainConfig, ["--config", str(file), "--beta", "0.2"])
     assert (config.learning_rate, config.beta, config.max_steps) == (1e-5, 0.2, 9)
+
+
+def test_one_entry_of_a_list_may_stand_alone(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("reward_funcs: rew.py:reward\nreward_weights: 2\nreport_to: wandb\nlora_target_modules: q_proj\n")
+    config = parse("--config", str(file))
+    assert (config.reward_funcs, config.reward_weights) == (["rew.py:reward"], [2.0])
+    assert (config.report_to, config.lora_target_modules) == (["wandb"], "q_proj")
+    with pytest.raises(ConfigError, match=r"reward_weights: expected a list of numbers or none, got 'two'"):
+        TrainConfig(**REQUIRED, reward_weights="two")  # type: ignore[arg-type]
+
+
+def test_functions_are_options_in_python() -> None:
+    """What a file can hold of them is where they come from."""
+    config = TrainConfig(**REQUIRED, reward_funcs=[parse, "reward_model", Format()])
+    assert config.reward_funcs[:2] == [parse, "reward_model"]
+    names = [f"{__name__}:parse", "reward_model", "rlhf_engine.scoring.verifiable:Format"]
+    assert config.to_dict()["reward_funcs"] == names
+    assert yaml.safe_load(config.to_yaml())["reward_funcs"] == names
+    with pytest.raises(ConfigError, match=r"reward_funcs: expected a list of strings, got \[1\]"):
+        TrainConfig(**REQUIRED, reward_funcs=[1])  # type: ignore[list-item]
 
 
 def test_printed_config_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

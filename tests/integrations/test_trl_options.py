@@ -240,8 +240,9 @@ def test_ppo_has_the_policy_loss_of_grpo_trainer(changes, folder, tmp_path):
         {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.1},
         {"loss_type": "dr_grpo", "epsilon_high": 0.4},
         {"delta": 1.5, "beta": 0.1},
+        *({"mask_truncated_completions": True, "loss_type": kind, "beta": 0.1} for kind in ("grpo", "dapo", "dr_grpo")),
     ],
-    ids=lambda changes: "-".join(changes) or "defaults",
+    ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
 )
 def test_grpo_has_the_advantages_and_the_loss_of_grpo_trainer(changes, folder, tmp_path):
     given = {**ONE_BATCH, **changes}
@@ -253,7 +254,10 @@ def test_grpo_has_the_advantages_and_the_loss_of_grpo_trainer(changes, folder, t
     answers = [list(ours._answers.completion_tokens(i)) for i in range(8)]
     theirs._generate_single_turn = lambda *arguments, **options: (answers, None)
     expected = theirs._generate_and_score_completions(rows)
-    assert torch.allclose(inputs["of_advantages_M"][:, 0], expected["advantages"], atol=1e-5)
+    whole_N = inputs["completion_mask"].any(1)
+    assert 0 < int(whole_N.sum()) < 8 or not ours.mask_truncated_completions
+    assert torch.allclose(inputs["of_advantages_M"][:, 0], expected["advantages"] * whole_N, atol=1e-5)
+    assert torch.allclose(torch.tensor(ours._logs["advantages"]), expected["advantages"], atol=1e-5)
     assert float(expected["advantages"].abs().max()) > 0.1
     old = inputs["of_old_logprobs_M"] + drift(inputs)
     mine = loss_and_gradients(ours, {**inputs, "of_old_logprobs_M": old})

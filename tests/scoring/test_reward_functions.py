@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -31,7 +35,8 @@ def length(prompts, completions, completion_ids, **columns):
 
 
 def score(*functions, weights=None, columns=None):
-    return score_with_functions(functions, weights, PROMPTS, COMPLETIONS, IDS, columns)
+    found = score_with_functions(functions, PROMPTS, COMPLETIONS, IDS, columns)
+    return SimpleNamespace(totals=weighted_total(list(found.values()), weights), columns=found)
 
 
 def returning(value):
@@ -41,16 +46,16 @@ def returning(value):
     return given
 
 
-def test_weighted_sum_means_and_none() -> None:
+def test_weighted_sums_leave_none_out() -> None:
+    """As TRL's nansum over the functions; None from all of them is no reward."""
     result = score(length, returning([10, None, 30]), weights=[2.0, 0.5])
-    assert result.totals == [2 * 1 + 5, None, 2 * 3 + 15]
-    assert result.means == {"length": 2.0, "given": 20.0}
+    assert result.totals == [2 * 1 + 5, 2 * 2, 2 * 3 + 15]
     assert result.columns["given"] == [10.0, None, 30.0]
-    assert score(returning([None] * 3)).means == {"given": None}
+    assert score(returning([1, None, None]), returning([1, 2, None])).totals == [2.0, 2.0, None]
 
 
 def test_functions_get_text_ids_and_columns() -> None:
-    def by_column(prompts, completions, completion_ids, answer, **columns):
+    def by_column(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **columns):
         assert columns == {"split": ["x", "y", "z"]}
         return [len(i) + a for i, a in zip(completion_ids, answer, strict=True)]
 
@@ -74,6 +79,9 @@ def test_a_function_cannot_harm_the_next() -> None:
         [True, 2.0, np.float32(3.0)],
         torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
         [torch.tensor(1), torch.tensor([2.0]), 3],
+        np.array([1.0, 2.0, 3.0], dtype=np.float16),
+        pandas.Series([1, 2, 3]),
+        [np.bool_(True), np.int64(2), np.array([3.0])],
     ],
 )
 def test_accepted_results(result) -> None:
@@ -81,7 +89,61 @@ def test_accepted_results(result) -> None:
 
 
 def test_two_functions_of_one_name_keep_two_metrics() -> None:
-    assert set(score(returning([1, 1, 1]), returning([2, 2, 2])).means) == {"given", "given_2"}
+    found = score(returning([1, 1, 1]), returning([2, 2, 2]), functools.partial(length, more=1))
+    assert list(found.columns) == ["given", "given_2", "length"]
+
+
+def test_conversations_come_as_messages() -> None:
+    """With what TRL hands over beside them; the data's own messages are out of a function's reach."""
+    prompts = [({"role": "user", "content": "one"},), "two"]
+    seen = {}
+
+    def keeps(prompts, completions, trainer_state, log_metric, log_extra, **others):
+        seen.update(prompts=list(prompts), completions=list(completions), step=trainer_state.global_step)
+        log_metric("mean", 1.0)
+        log_extra("notes", ["a", "b"])
+        prompts[0][0]["content"] = "gone"
+        return [0.0, None]
+
+    for function in (keeps, functools.partial(keeps, more=1)):
+        score_with_functions([function, keeps], prompts, ["yes", "no"], [[1], [2]])
+        assert seen["completions"] == [[{"role": "assistant", "content": "yes"}], "no"]
+        assert prompts[0][0]["content"] == "one"
+    check_reward(lambda prompts, completions, **_: [float(p[-1]["role"] == "user") for p in prompts], prompts[:1])
+    with pytest.raises(RewardError, match=r"by zero, on the answer 'yes' to 'one'$"):
+        score_with_functions([lambda completions, **_: [1 / 0 for c in completions]], prompts[:1], ["yes"], [[1]])
+    with pytest.raises(RewardError, match="unexpected keyword argument"):
+        check_reward(lambda prompts: [0.0] * len(prompts), prompts)
+
+
+def test_async_functions_run_beside_each_other() -> None:
+    """On one loop for every call, so that a client that a function holds stays usable."""
+    both, loops = asyncio.Barrier(2), set()
+
+    async def waits(completions, **_):
+        loops.add(asyncio.get_running_loop())
+        await asyncio.wait_for(both.wait(), 10)
+        return [1.0] * len(completions)
+
+    class Waits:
+        async def __call__(self, **columns):
+            return await waits(**columns)
+
+    async def fails(completions, **_):
+        for text in completions:
+            await asyncio.sleep(0)
+            raise KeyError(text)
+
+    async def sleeps(**_):
+        await asyncio.sleep(60)
+
+    for _ in range(2):
+        assert score(functools.partial(waits, more=1), length, Waits()).totals == [3.0, 4.0, 5.0]
+    assert len(loops) == 1
+    with pytest.raises(RewardError, match=r"'fails' raised KeyError: 'a', on the answer 'a' to 'one'$"):
+        score(fails)
+    with pytest.raises(RewardError, match=r"'sleeps' took longer than 0\.1 seconds"):
+        check_reward(sleeps, ["p"], timeout=0.1)
 
 
 def test_wrong_length_is_refused() -> None:
@@ -111,7 +173,7 @@ def test_nonfinite_rewards_name_function_row_and_prompt(bad, kind) -> None:
 
 def test_long_prompts_are_cut_in_messages() -> None:
     with pytest.raises(ValueError, match=r"prompt 'x{59}…'"):
-        score_with_functions([returning([math.nan])], None, ["x" * 500], ["a"], [[1]])
+        score_with_functions([returning([math.nan])], ["x" * 500], ["a"], [[1]])
 
 
 def test_a_function_that_exits_ends_no_run_in_silence(tmp_path) -> None:
@@ -151,7 +213,6 @@ def test_the_answer_that_a_function_had_in_hand_is_named() -> None:
     with pytest.raises(RewardError, match=r"division by zero, on the answer 'one two three' to 'second'$") as caught:
         score_with_functions(
             [lambda completions, **_: [words(c) for c in completions]],
-            None,
             ["first", "second"],
             ["one two", "one two three"],
             [[1], [1]],
@@ -181,7 +242,7 @@ def test_wrong_arguments_of_the_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"functions: expected at least one"):
         score()
     with pytest.raises(ValueError, match=r"completion_ids: expected 3 entries"):
-        score_with_functions([length], None, PROMPTS, COMPLETIONS, IDS[:2])
+        score_with_functions([length], PROMPTS, COMPLETIONS, IDS[:2])
 
 
 def test_dry_run_finds_functions_that_fail_on_an_empty_answer() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.scoring import verifiable
-from rlhf_engine.scoring.reward_functions import load_reward, score_with_functions, unique_names
+from rlhf_engine.scoring.reward_functions import load_reward, score_with_functions, unique_names, weighted_total
 from rlhf_engine.scoring.verifiable import make
 
 
@@ -260,7 +260,7 @@ def test_without_its_package_one_line_says_what_has_it(monkeypatch, package, spe
 def test_several_are_summed_by_weights():
     functions = [load_reward(spec) for spec in ("format,pattern=yes", "length,most=2", "length,most=9")]
     assert unique_names(functions) == ["format", "length", "length_2"]
-    found = score_with_functions(functions, [1.0, 0.5, 2.0], ["p", "p"], ["yes", "no"], [[1, 2, 3], [1]])
-    assert found.totals == [0.5, 0.0]
-    assert found.columns == {"format": [1.0, 0.0], "length": [-1.0, 0.0], "length_2": [0.0, 0.0]}
+    found = score_with_functions(functions, ["p", "p"], ["yes", "no"], [[1, 2, 3], [1]])
+    assert weighted_total(list(found.values()), [1.0, 0.5, 2.0]) == [0.5, 0.0]
+    assert found == {"format": [1.0, 0.0], "length": [-1.0, 0.0], "length_2": [0.0, 0.0]}
     assert set(verifiable.BUILT_IN) == {"code", "format", "json_schema", "length", "math", "repetition"}

@@ -221,15 +221,29 @@ def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "left"), [("remax", "a drawn answer and the greedy one"), ("rloo", "2 of its answers")]
+    ("name", "left"),
+    [("remax", "a drawn answer and the greedy one"), ("rloo", "2 of its answers"), ("ppo", "1 of its answers")],
 )
-def test_a_batch_in_which_nothing_can_be_compared_says_so(name, left, model, tmp_path):
-    spec = write_reward(tmp_path, "return [None if i % 4 else 1.0 for i, _ in enumerate(completion_ids)]")
-    trainer = RlTrainer(config(model, tmp_path / "run", spec, algorithm=name))
-    with pytest.raises(
-        ConfigError, match=f"expected for {name} rewards of at least one prompt for {left}, got None for"
-    ):
-        trainer.step()
+def test_a_step_without_rewards_to_learn_from_changes_nothing_and_says_so_once(name, left, model, tmp_path):
+    few = "i % 4 == 0" if name != "ppo" else "False"
+    body = f"return [float(i) if trainer_state.global_step == 2 or {few} else None for i, _ in enumerate(completions)]"
+    spec = write_reward(tmp_path, f"trainer_state = columns['trainer_state']\n{body}")
+    trainer = RlTrainer(config(model, tmp_path / "run", spec, algorithm=name, max_steps=3))
+    weights, seen = trained(trainer), []
+
+    def on_step(step, row):
+        seen.append((same(trained(trainer), weights), "reward" in row, row["kl"], row["completions/skipped"]))
+
+    with pytest.warns(UserWarning, match=left) as caught:
+        trainer.run(on_step)
+    assert len({str(w.message) for w in caught if "nothing is learned in such a step" in str(w.message)}) == 1
+    skipped = 8.0 if name == "remax" else 16.0
+    assert [(*row[:2], abs(row[2]) < 1e-6, row[3]) for row in seen] == [
+        (True, False, True, skipped),
+        (True, False, True, skipped),
+        (False, True, True, 0.0),
+    ]
+    assert (trainer.output / "curves.png").exists()
 
 
 @pytest.mark.parametrize(("first", "second"), [("remax", "online_dpo"), ("ppo", "reinforce"), ("ppo", "remax")])

@@ -222,7 +222,7 @@ def test_functions_get_the_other_columns_of_their_rows(model, tmp_path):
         tmp_path,
         """
         from tests.training.test_data import PROMPTS
-        assert set(columns) == {"place"}
+        assert set(columns) == {"place", "trainer_state", "log_metric", "log_extra"}
         assert all(PROMPTS[i] == p for i, p in zip(columns["place"], prompts, strict=True))
         return [float(i) for i in columns["place"]]
         """,
@@ -250,10 +250,40 @@ def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     assert whole.step()["completions/skipped"] == 0
 
 
-def test_none_for_every_row_is_an_error(model, tmp_path):
-    spec = write_reward(tmp_path, "return [None] * len(prompts)")
-    with pytest.raises(ConfigError, match=r"reward_funcs: expected a reward for at least one answer .*got None"):
-        RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec])).step()
+def test_none_of_one_function_leaves_its_row_to_the_others(model, tmp_path):
+    half = write_reward(tmp_path, "return [None if i % 2 else 2.0 for i in range(len(prompts))]")
+    ones = write_reward(tmp_path, "return [1.0] * len(prompts)", "ones")
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[half, ones]))
+    found = trainer.step()
+    assert found["completions/skipped"] == 0
+    assert (found["reward"], found["rewards/reward"]) == (2.0, 2.0)
+
+
+def test_a_run_from_python_shows_its_steps(model, tmp_path, capsys):
+    RlTrainer(train_config(model, tmp_path / "run", max_steps=2)).run()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ppo ")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
+    assert all("reward" in line and "s/step" in line for line in lines)
+
+
+def test_what_reward_functions_log_of_an_evaluation_has_its_name(model, tmp_path):
+    def logs(completion_ids, log_metric, **_):
+        log_metric("length", sum(map(len, completion_ids)) / len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    held_out = {"eval_dataset_name": str(tmp_path / "prompts.jsonl"), "eval_steps": 1, "max_steps": 1}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[logs], **held_out))
+    trainer.run(lambda step, row: None)
+    (row,) = metrics(trainer)
+    assert row["length"] == row["completions/mean_length"]
+    assert 1 <= row["eval/length"] <= 8
+
+
+def test_tokens_that_the_tokenizer_lacks_are_said(tmp_path):
+    padded = write_model(tmp_path / "padded", vocab_size=400)
+    trainer = RlTrainer(train_config(padded, tmp_path / "run", temperature=5.0))
+    with pytest.warns(UserWarning, match=rf"token ids of {len(trainer.tokenizer)} and more, which the model has"):
+        trainer.step()
 
 
 def test_answers_that_never_end_pay_the_penalty(model, tmp_path):
@@ -501,7 +531,6 @@ def assert_stops(config, error, message, poison=None) -> None:
         ("[float('nan')] * len(prompts)", RewardError, "reward function 'reward': expected finite numbers, got nan"),
         ("[1.0]", RewardError, "reward function 'reward': expected 8 rewards, got 1"),
         ("1 / 0", RewardError, "reward function 'reward' raised ZeroDivisionError: division by zero"),
-        ("[None] * len(prompts)", ConfigError, "expected a reward for at least one answer of the batch, got None"),
     ],
 )
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):

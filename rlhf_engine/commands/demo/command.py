@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
 
     from rlhf_engine.commands.demo.run import run_demo
     from rlhf_engine.devices import resolve_device
-    from rlhf_engine.runs.progress import ASYNC_SHOWN, TrainingProgress
+    from rlhf_engine.runs.progress import TrainingProgress
 
     check_kernels(config.kernels, resolve_device("auto").type, torch.float32)
     # standard output belongs to the result
@@ -28,14 +28,11 @@ def run(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         bars: dict[str, TrainingProgress] = {}
         titles = {"sft": "supervised + reward", "rl": config.algorithm}
-        shown = {**TrainingProgress.SHOWN, **(ASYNC_SHOWN if config.async_mode != "off" else {})}
 
         def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             if phase not in bars:
                 stack.close()  # the earlier phase's bar is done
-                bars[phase] = stack.enter_context(
-                    TrainingProgress(total, title=titles[phase], console=console, shown=shown)
-                )
+                bars[phase] = stack.enter_context(TrainingProgress(total, title=titles[phase], console=console))
             if not bars[phase].plain or step % 10 == 0 or step == total:
                 bars[phase].update(step, metrics)
 

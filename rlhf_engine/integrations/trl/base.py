@@ -55,6 +55,7 @@ from rlhf_engine.integrations.trl.supports import from_columns, to_columns
 from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
 from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.tokenizing import warn_of_unknown
 
 require_trl()
 from trl import GRPOTrainer  # noqa: E402
@@ -486,11 +487,15 @@ class HydraTrainer(GRPOTrainer):
             self.note(mode, "reward/greedy", greedy_N)
         if self.num_generations == 1:
             self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, which one answer is not
-        keep_N = self._usable(self._scored & output["completion_mask"].bool().any(1), groups_N)
-        columns, mask_M = self._prepare(mode, experience, keep_N)
+        whole_N = output["completion_mask"].bool().any(1)  # false where mask_truncated_completions leaves one out
+        # advantages are to all answers, as in TRL; an answer that is chosen to be learned has to be whole
+        scored_N = self._scored if self._facts.maximises_reward else self._scored & whole_N
+        columns, mask_M = self._prepare(mode, experience, self._usable(scored_N, groups_N))
+        learned_N = mask_M[batch.last_completion_rows_N]
+        mask_M = mask_M & whole_N[batch.sequence_of_M]
         if "advantages_M" in columns:
             self._log_advantages(columns["advantages_M"], batch)
-        learned_N = mask_M[batch.last_completion_rows_N]
+            columns["advantages_M"] = columns["advantages_M"] * mask_M
         return {
             **output,
             "num_items_in_batch": self.accelerator.reduce(mask_M.sum(), reduction="sum"),
@@ -775,6 +780,7 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
     )
     trainer._supports = found.batch.supports
     answers = [list(found.batch.completion_tokens(i)) for i in range(n * times)]
+    warn_of_unknown(trainer._tokenizer, answers)
     trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
     logprobs = [x.tolist() for x in found.logprobs_M.split([len(answer) for answer in answers])]
     return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}

@@ -78,6 +78,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     config: RewardConfig
     rows: list[RewardExample]
+    title = "reward"
 
     def load(self) -> HydraModel:
         """The model as it is before any step, once data and options have been checked."""
@@ -110,6 +111,12 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
+        self.shown = {
+            "reward_loss": "loss",
+            "reward_accuracy": "accuracy",
+            f"eval/{self.best_metric}": f"held-out {self.best_metric}",
+            "tokens_per_second": "tokens/s",
+        }
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
         self.start = start = RewardState(
             step=0,
