@@ -601,39 +601,12 @@ LINEAR_PPO_LOSS = [
         ("test_linear_ppo_loss.py::test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient",),
     ),
     Mutation(
-        "rows packed without their chunk",
-        TRITON,
-        f"{_PYTHON}/linear_ppo_loss/triton.py",
-        "slot = position - 1 + torch.arange(0, chunks.numel(), tile_rows, device=live.device)[:, None]",
-        "slot = position - 1",
-        ("triton/test_linear_ppo_loss.py::test_packing_is_per_chunk",),
-    ),
-    Mutation(
-        "last live row of a chunk left out",
-        TRITON,
-        _TRITON_SWEEP,
-        "live.counts[i]",
-        "live.counts[i] - 1",
-        (
-            "triton/test_linear_ppo_loss.py::test_tier1",
-            "triton/test_linear_ppo_loss.py::test_ragged_sizes",
-        ),
-    ),
-    Mutation(
         "ignored rows counted",
         TRITON,
         f"{_PYTHON}/linear_ppo_loss/triton.py",
         "factor = torch.where(sweep.keep, tokens.mask.to(torch.float32), 0.0)",
         "factor = tokens.mask.to(torch.float32)",
         ("triton/test_linear_ppo_loss.py::test_tier1",),
-    ),
-    Mutation(
-        "rows with a KL term alone left out",
-        TRITON,
-        f"{_PYTHON}/linear_ppo_loss/triton.py",
-        "        if tokens.ref_logprob is None or options.kl_coef == 0:\n            may_move",
-        "        if True:\n            may_move",
-        ("triton/test_linear_ppo_loss.py::test_rows_without_a_gradient_stay_out_of_the_product",),
     ),
 ]
 

@@ -35,7 +35,7 @@ point (reference); all tensors of a call have one. Gradients for x, weight, q, k
 first derivatives only.
 Determinism: but for `reference`, the bits of a row of a norm, of a head and of an element elsewhere depend on it alone.
 torch adds dweight up.
-Backends: triton (`auto` takes it in exact mode only), cpu, reference.
+Backends: triton (of `activation` `auto` takes it in exact mode only), cpu, reference.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ for _op in ("rms_norm", "rotary", "swiglu", "activation"):
     registry.register(_op, "reference", reference)
     registry.register(_op, "cpu", native)
     _triton = registry.Lazy("rlhf_kernels.llama_ops.triton", triton_support.unsupported)
-    registry.register(_op, "triton", _triton, when_measured=True)
+    registry.register(_op, "triton", _triton, when_measured=_op == "activation")
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, plus_one: bool = False, backend: str = "auto") -> Tensor:

@@ -52,7 +52,8 @@ registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", tr
 registry.register("lora", "cpu", native)
 # What `DecodeLinear` and `decode_delta_` choose from
 registry.register("lora_decode", "reference", reference)
-registry.register("lora_decode", "cuda", cuda)
+# On an H200 Triton's two launches take 0.44 of its time: bench/results/nvidia-h200/budget-1b.json
+registry.register("lora_decode", "cuda", cuda, by_name=True)
 registry.register("lora_decode", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
 registry.register("lora_decode", "cpu", native)
 registry.register("lora_decode_delta", "reference", reference)
@@ -369,8 +370,8 @@ class DecodeLinear:
 
     Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: the weight is read once
     for product and delta. It adds in another order than torch, so y may differ from `lora_linear`'s by rounding. It
-    serves calls with off rows where `linear` is C++, too: they keep its bits. `cuda`: any mix of slots and off rows,
-    one launch adds every delta onto F.linear; in exact mode `auto` leaves it, as the order there is another one.
+    serves calls with off rows where `linear` is C++, too: they keep its bits. `cuda`, which `auto` never takes: any mix
+    of slots and off rows, one launch adds every delta onto F.linear.
 
     All that is checked and bound at the first call; later ones with such an x go straight to the kernel. Every other
     call is one of `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
@@ -445,13 +446,11 @@ class DecodeLinear:
         chosen = _resolve(self._backend, x, lora_call, weight.shape[0], "lora_decode")
         if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lora_call):
             return native.Decoder(x, weight, bias, lora_call)
-        if chosen == "cuda" and not (registry.is_exact() and self._backend == "auto"):
+        if chosen == "cuda":
             reason = cuda.Decoder.refusal(x, weight, bias, lora_call)
-            named = "cuda" in (self._backend, registry.default_backend())
-            if named and reason is not None:
+            if reason is not None:
                 raise registry.BackendUnavailableError(f"backend='cuda' cannot serve this decode: {reason}")
-            if reason is None and (named or cuda.Decoder.serves(x, lora_call)):
-                return cuda.Decoder(x, weight, bias, lora_call)
+            return cuda.Decoder(x, weight, bias, lora_call)
         return None
 
 

@@ -59,7 +59,7 @@ def refusal(x: Tensor, A: Sequence[Tensor], B: Sequence[Tensor]) -> str | None:
 
 
 def serves(x: Tensor, A: Sequence[Tensor], B: Sequence[Tensor]) -> bool:
-    """Whether `auto` takes the kernel: it can, and is expected to be the fastest."""
+    """Whether `auto` takes the kernel for `decode_delta_`: it can, and is expected to be faster than plain torch."""
     if refusal(x, A, B) is not None:
         return False
     return max(a.shape[0] for a in A) <= MAX_RANK_ALONE or has_clusters(x.device)
@@ -116,11 +116,6 @@ class Decoder:
         if any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (weight, bias)):
             return f"weight and bias are not {x.dtype} on {x.device} like x"
         return refusal(x.reshape(-1, x.shape[-1]), lora_call.A, lora_call.B)
-
-    @staticmethod
-    def serves(x: Tensor, lora_call: LoraCall) -> bool:
-        """Whether `auto` takes it where nothing refuses."""
-        return serves(x.reshape(-1, x.shape[-1]), lora_call.A, lora_call.B)
 
     def takes(self, x: Tensor) -> bool:
         """Whether x has the shape and dtype it was made for."""

@@ -13,6 +13,9 @@ rows or by a measurement of the moment. In this order:
     4. the same as in exact mode, less the backends that are taken only `when_measured`: torch has an op of its own
     5. `reference`
 
+A backend that is registered `by_name` is none of these. On a GPU, where there is no table, only a backend that a GPU
+has run may be registered otherwise: tests/kernels/test_gpu_defaults.py names the record of each.
+
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
 falls back: if it cannot serve the call, `BackendUnavailableError` says why and names what could.
@@ -51,6 +54,8 @@ _PREFERENCE = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "referenc
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {}
 _WHEN_MEASURED: set[tuple[str, str]] = set()
 """(op, backend) that `auto` takes only where the table says so, and in exact mode."""
+_BY_NAME: set[tuple[str, str]] = set()
+"""(op, backend) that `auto` never takes."""
 _default_backend = "auto"
 _exact = False
 
@@ -122,7 +127,9 @@ def cuda_device(args: Iterable[Any]) -> torch.device | None:
     return None
 
 
-def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False) -> None:
+def register(
+    op: str, backend: str, implementation: Any, *, when_measured: bool = False, by_name: bool = False
+) -> None:
     """Offer an implementation of an op under the name of a backend; an op's folder does so once, at import.
 
     Args:
@@ -130,6 +137,7 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
         backend: one of `BACKENDS`.
         implementation: module, or any namespace, with the functions that the op calls.
         when_measured: True: `auto` takes it only where the kernel table names it, and in exact mode.
+        by_name: True: `auto` never takes it, because another backend was measured to be faster.
 
     Raises:
         ValueError: backend is unknown.
@@ -139,6 +147,8 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
     _IMPLEMENTATIONS.setdefault(op, {})[backend] = implementation
     if when_measured:
         _WHEN_MEASURED.add((op, backend))
+    if by_name:
+        _BY_NAME.add((op, backend))
     _AUTO_CHOICE.clear()
 
 
@@ -301,7 +311,7 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
     if held is not None:
         _require(op, held, device_type, dtype, f"{held!r}, the choice of the run's checkpoint,")
         return _Decision(held, "as in the run's checkpoint")
-    preference = _PREFERENCE.get(device_type, ("reference",))
+    preference = [b for b in _PREFERENCE.get(device_type, ("reference",)) if (op, b) not in _BY_NAME]
     reasons = {b: unsupported(op, b, device_type, dtype) for b in preference}
     served = [b for b, reason in reasons.items() if reason is None]
     if len(served) == 1:

@@ -23,8 +23,6 @@ _POINTERS = {
     "w_ptr": "*bf16",
     "bias_ptr": "*bf16",
     "index_ptr": "*i64",
-    "slot_ptr": "*i64",
-    "count_ptr": "*i64",
     "out_ptr": "*fp32",
 }
 _DIVISIBLE = {
@@ -113,12 +111,12 @@ _ONLY_LOGPROB = (
 
 def linear_logprob_cases() -> list[AotCase]:
     """bf16, large N with the gradient ahead, bare forward, few rows, gradient sweep."""
-    alone = ("z_r_ptr", "q_ptr", "slot_ptr")
+    alone = ("z_r_ptr", "q_ptr")
     pair_rows = ("z_r_ptr", "lse_r_ptr", "kl_ptr", "d_kl_ptr")
     statistics = ("entropy_ptr", "sum_sq_ptr", "d_entropy_ptr", "d_sum_sq_ptr", "d_mean_ptr", "d_lse_ptr")
     no_pair = ("logprob_r_ptr", "lse_r_ptr", "kl_ptr")
     unasked = ("entropy_ptr", "top_ptr", "mean_ptr", "sum_sq_ptr")
-    no_d = ("sum_q_ptr", "slot_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
+    no_d = ("sum_q_ptr", "lse_r_ptr", "kl_ptr", "centre_ptr")
     fold, fused = kernels.fold_tile_kernel, kernels.fused_kernel
     return [
         head_case("bf16", fold, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
@@ -175,7 +173,7 @@ def linear_logprob_cases() -> list[AotCase]:
         head_case(
             "bf16",
             kernels.from_expected_kernel,
-            absent=("slot_ptr", *_ONLY_LOGPROB),
+            absent=_ONLY_LOGPROB,
             types={"out_ptr": "*bf16"},
             SOFTCAP=False,
             **_ROW,
@@ -222,13 +220,13 @@ def pair_cases() -> list[AotCase]:
         ),
         head_case("exact, bf16", fused, absent=(*NO_LORA, *PLAIN), **_flags(), **_exact(plain=True)),
         head_case("exact, bf16, r64", fused, absent=PLAIN, **_flags(), **_exact(plain=False, rank=64)),
-        head_case("bf16", fold, absent=("slot_ptr", *PLAIN), **_flags(), **_FOLD),
+        head_case("bf16", fold, absent=PLAIN, **_flags(), **_FOLD),
         head_case("256 states", kernels.finish_kernel, absent=kept, SPLITS=256, R=1),
-        head_case("E and D", kernels.normalise_kernel, absent=("slot_ptr",), **_ROW),
+        head_case("E and D", kernels.normalise_kernel, **_ROW),
         head_case(
             "E and D, bf16",
             kernels.from_expected_kernel,
-            absent=("slot_ptr", "temperature_ptr", "d_lse_ptr", "on_target_ptr"),
+            absent=("temperature_ptr", "d_lse_ptr", "on_target_ptr"),
             types={"out_ptr": "*bf16"},
             SOFTCAP=False,
             **_ROW,
@@ -238,12 +236,5 @@ def pair_cases() -> list[AotCase]:
 
 
 def ppo_cases() -> list[AotCase]:
-    """bf16 with rows packed."""
-    alone = ("z_r_ptr", "q_ptr")
-    count: dict[str, Any] = {"ADD": True, "UPCAST": False, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8}
-    return [
-        head_case("rows packed", kernels.fold_tile_kernel, absent=(*alone, *PLAIN), **_flags(), **_FOLD),
-        head_case("bf16", kernels.accumulate_kernel, **count),
-        head_case("fp32", kernels.accumulate_kernel, types=_FP32, **count | {"BM": 64, "BN": 64, "BK": 32}),
-        head_case("rows packed", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW),
-    ]
+    """bf16 with the gradient in fp32."""
+    return [head_case("bf16", kernels.from_expected_kernel, absent=_ONLY_LOGPROB, SOFTCAP=False, **_ROW)]

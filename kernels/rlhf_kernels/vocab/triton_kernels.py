@@ -147,7 +147,6 @@ def fold_tile_kernel(
     p_ptr,  # out [n, width]: e^(z−m) u, 0 at the target; written if ahead ≥ 1
     q_ptr,  # out [n, width]: p (z − z_r − centre), written if ahead = 2; None without z_r_ptr
     index_ptr,
-    slot_ptr,  # [N] row of p, q and of the sums that a row of the batch uses, −1: none; or None: its own
     bias_ptr,
     temperature_ptr,
     state_ptr,
@@ -206,18 +205,14 @@ def fold_tile_kernel(
         store_reference_state(state_ptr, n_total, rows, inside, m_r, s_r, at_target_r + at_target_r2, x)
 
     if ahead > 0:
-        place = rows
-        if slot_ptr is not None:
-            place = tl.load(slot_ptr + rows, mask=inside, other=-1)
-        used = inside & (place >= 0)
         if column0 > 0:
-            scale_rows(sum_p_ptr, sum_width, place, a, used, R, SCALE_BLOCK)
+            scale_rows(sum_p_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
         u = slope(z, divisor, logit_scale, softcap, SOFTCAP)
         p = tl.where(live[:, None], e * a2[:, None] * u, 0.0)
         # At −inf the slope need not be finite. The target's column would be rounded here only to cancel later
         p = tl.where((e == 0.0) | (column[None, :] == index[:, None]), 0.0, p)
-        to_store = used[:, None] & in_range[None, :]
-        target = (place - row0).to(tl.int64)[:, None] * p_stride + offset[None, :]
+        to_store = inside[:, None] & in_range[None, :]
+        target = local.to(tl.int64)[:, None] * p_stride + offset[None, :]
         tl.store(p_ptr + target, p.to(p_ptr.dtype.element_ty), mask=to_store)
         if z_r_ptr is not None and ahead > 1:
             # Any constant may be taken off z − z_r as long as it stays the same; near its mean nothing cancels
@@ -226,56 +221,9 @@ def fold_tile_kernel(
                 centre = tl.where(s2 > 0, x2 / s2, 0.0)
                 tl.store(state_ptr + 11 * n_total + rows, centre, mask=inside)
             else:
-                scale_rows(sum_q_ptr, sum_width, place, a, used, R, SCALE_BLOCK)
+                scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
             weighted = p * (apart - centre[:, None])
             tl.store(q_ptr + target, weighted.to(q_ptr.dtype.element_ty), mask=to_store)
-
-
-@triton.jit
-def accumulate_kernel(
-    p_ptr,  # [≥ count, width]
-    w_ptr,  # [width, H]
-    out_ptr,  # [≥ count, H] fp32
-    count_ptr,  # [] int64: how many rows there are; later ones are neither read nor written
-    width,
-    hidden_size,
-    p_stride,
-    w_stride,
-    out_stride,
-    ADD: tl.constexpr,  # out += p W, else out = p W
-    UPCAST: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    row0 = tl.program_id(1) * BM
-    if row0 >= tl.load(count_ptr):
-        return
-    rows = row0 + tl.arange(0, BM)
-    inside = rows < tl.load(count_ptr)
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    accumulator = tl.zeros((BM, BN), tl.float32)
-    for k0 in range(0, width, BK):
-        k = k0 + tl.arange(0, BK)
-        p = tl.load(
-            p_ptr + rows.to(tl.int64)[:, None] * p_stride + k[None, :],
-            mask=inside[:, None] & (k < width)[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            w_ptr + k.to(tl.int64)[:, None] * w_stride + columns[None, :],
-            mask=(k < width)[:, None] & (columns < hidden_size)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            p = p.to(tl.float32)
-            w = w.to(tl.float32)
-        accumulator = tl.dot(p, w, accumulator, input_precision="ieee")
-    place = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    mask = inside[:, None] & (columns < hidden_size)[None, :]
-    if ADD:
-        accumulator += tl.load(place, mask=mask, other=0.0)
-    tl.store(place, accumulator, mask=mask)
 
 
 @triton.jit
@@ -457,7 +405,6 @@ def finish_kernel(
 def normalise_kernel(
     sum_p_ptr,  # [N, sum_width] Σ p [W, B] of the sweep; becomes E
     sum_q_ptr,  # the same for q, or None; becomes D
-    slot_ptr,  # [N] or None
     inverse_ptr,
     lse_ptr,
     lse_r_ptr,
@@ -471,12 +418,9 @@ def normalise_kernel(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n_rows
     inverse = tl.load(inverse_ptr + rows, mask=inside, other=0.0)
-    place = rows
-    if slot_ptr is not None:
-        place = tl.load(slot_ptr + rows, mask=inside, other=-1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (inside & (place >= 0))[:, None] & (column < sum_width)[None, :]
-    offset = place.to(tl.int64)[:, None] * sum_width + column[None, :]
+    mask = inside[:, None] & (column < sum_width)[None, :]
+    offset = rows.to(tl.int64)[:, None] * sum_width + column[None, :]
     expected = tl.load(sum_p_ptr + offset, mask=mask, other=0.0) * inverse[:, None]
     tl.store(sum_p_ptr + offset, expected, mask=mask)
     if sum_q_ptr is not None:
@@ -493,7 +437,6 @@ def normalise_kernel(
 def from_expected_kernel(
     expected_ptr,  # E [N, H]
     expected_kl_ptr,  # D [N, H], or None
-    slot_ptr,
     w_ptr,
     index_ptr,
     temperature_ptr,
@@ -543,11 +486,8 @@ def from_expected_kernel(
     on_target = tl.where(on_target == 0.0, 0.0, on_target * tl.sum(u, 1))
     if on_target_ptr is not None:
         tl.store(on_target_ptr + rows, on_target, mask=inside)
-    place = rows
-    if slot_ptr is not None:
-        place = tl.load(slot_ptr + rows, mask=inside, other=-1)
-    offset = place.to(tl.int64)[:, None] * hidden_size + column[None, :]
-    mask = (live & (place >= 0) & (on_expected != 0.0))[:, None] & in_range
+    offset = rows.to(tl.int64)[:, None] * hidden_size + column[None, :]
+    mask = (live & (on_expected != 0.0))[:, None] & in_range
     d = tl.load(expected_ptr + offset, mask=mask, other=0.0) * on_expected[:, None]
     mask = (live & (on_target != 0.0))[:, None] & in_range
     target = tl.load(w_ptr + index[:, None] * w_stride + column[None, :], mask=mask, other=0.0)

@@ -46,7 +46,6 @@ FOLD_WARPS = 8
 WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
-COUNTED_TILE = {2: (128, 128, 64), 4: (64, 64, 32)}  # by bytes per operand; of the product that stops at a count
 
 TILE = Site(
     op="linear_logprob",
@@ -57,11 +56,6 @@ FUSED = Site(
     op="linear_logprob",
     name="fused",
     candidates={"BV": (64, 128), "FUSED_PROGRAMS": (132, 264, 528), "num_stages": (2, 3, 4)},
-)
-COUNTED = Site(
-    op="linear_logprob",
-    name="counted",
-    candidates={"BM": (64, 128), "BN": (64, 128, 256), "BK": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
 )
 # Elementwise: a thread's share changes no sum
 ROW = Site(
@@ -111,36 +105,6 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
-
-
-def counted_gemm_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, *, add: bool) -> None:
-    """`gemm_` for the first `count` rows only, `count` being on the device: later rows cost nothing."""
-    block_m, block_n, block_k = COUNTED_TILE[a.element_size()]
-    default = {"BM": block_m, "BN": block_n, "BK": block_k, "num_warps": 8, "num_stages": STAGES}
-    chosen = COUNTED.choose(default, a.device, (a.dtype,), b.shape[1:])
-    grid = (triton.cdiv(b.shape[1], chosen["BN"]), triton.cdiv(a.shape[0], chosen["BM"]))
-    kernels.accumulate_kernel[grid](
-        a,
-        b,
-        out,
-        count,
-        a.shape[1],
-        b.shape[1],
-        a.stride(0),
-        b.stride(0),
-        out.stride(0),
-        ADD=add,
-        UPCAST=INTERPRETED,
-        **chosen,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """Rows whose part of E is wanted, packed per row chunk of the tiles."""
-
-    slot: Tensor  # [N] int64, the row of E that a row of the batch uses; −1: none
-    counts: Tensor  # [chunks] int64
 
 
 @dataclass(kw_only=True)
@@ -239,15 +203,15 @@ class Sweep(HeadInputs):
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
-    def statistics(self, outputs: str, ahead: str = "", live: Live | None = None) -> Stats:
-        """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl"), E packed if `live` is given."""
+    def statistics(self, outputs: str, ahead: str = "") -> Stats:
+        """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl")."""
         flags = {flag: name in outputs.split(",") for flag, name in FLAGS.items()}
         if not self.fused:
-            return self._tiled(flags, outputs, ahead, live)
+            return self._tiled(flags, outputs, ahead)
         stats, _ = self._finish(self._fused_state(flags), outputs)
         if ahead:
             # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
-            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead, live)
+            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead)
             stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
         return stats
 
@@ -302,7 +266,7 @@ class Sweep(HeadInputs):
         )
         return state
 
-    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str, live: Live | None) -> Stats:
+    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str) -> Stats:
         state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
         state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
         z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
@@ -314,7 +278,7 @@ class Sweep(HeadInputs):
         sums = [self.empty(self.n_rows, width) if make else None for make in made]
         for columns in self.columns():
             weight = self.weight_tile(columns)
-            for i, rows in enumerate(self.chunks()):
+            for rows in self.chunks():
                 y = self.products(z, weight, rows, columns, reference=False)
                 if z_r is not None:
                     self.products(z_r, weight, rows, columns, reference=True)
@@ -325,7 +289,6 @@ class Sweep(HeadInputs):
                     p,
                     None if z_r is None else q,
                     self.index,
-                    None if live is None else live.slot,
                     self.bias,
                     self.temperature,
                     state,
@@ -348,23 +311,17 @@ class Sweep(HeadInputs):
                 )
                 for factor, total in zip(factors, sums, strict=True):
                     if factor is not None and total is not None:
-                        count = None if live is None else live.counts[i]
-                        self._add_product(factor[:n, : y.shape[1]], total[rows], weight, columns, count)
+                        self._add_product(factor[:n, : y.shape[1]], total[rows], weight, columns)
         stats, inverse = self._finish(state, outputs)
-        self._normalise(stats, inverse, state, sums, live)
+        self._normalise(stats, inverse, state, sums)
         return stats
 
-    def _add_product(self, p: Tensor, total: Tensor, weight: Tensor, columns: slice, count: Tensor | None) -> None:
+    def _add_product(self, p: Tensor, total: Tensor, weight: Tensor, columns: slice) -> None:
         """total [n, H + r] += p [W, B] of one tile, or = in the first."""
         add = columns.start > 0
-        parts = [(total[:, : self.hidden_size], weight)]
+        gemm_(total[:, : self.hidden_size], p, weight, add=add)
         if self.lora_B is not None:
-            parts.append((total[:, self.hidden_size :], self.lora_B[columns].to(self.dtype)))
-        for out, factor in parts:
-            if count is None:
-                gemm_(out, p, factor, add=add)
-            else:
-                counted_gemm_(out, p, factor, count, add=add)
+            gemm_(total[:, self.hidden_size :], p, self.lora_B[columns].to(self.dtype), add=add)
 
     def _finish(self, state: Tensor, outputs: str) -> tuple[Stats, Tensor]:
         """Statistics from states, and 1 / s [N]."""
@@ -375,9 +332,7 @@ class Sweep(HeadInputs):
         finish(state, self.index, inverse, values, self.n_vocab)
         return Stats(lse=values["lse"], values=values), inverse
 
-    def _normalise(
-        self, stats: Stats, inverse: Tensor, state: Tensor, sums: list[Tensor | None], live: Live | None
-    ) -> None:
+    def _normalise(self, stats: Stats, inverse: Tensor, state: Tensor, sums: list[Tensor | None]) -> None:
         """E and D from the sums of the sweep."""
         if sums[0] is None:
             return
@@ -386,7 +341,6 @@ class Sweep(HeadInputs):
         chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
         kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["ROW_BLOCK"]))](
             *sums,
-            None if live is None else live.slot,
             inverse,
             stats.lse,
             values.get("lse_r"),
@@ -409,7 +363,7 @@ class Sweep(HeadInputs):
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def from_expected(self, stats: Stats, grads: RowGrads, dtype: torch.dtype, live: Live | None = None) -> Tensor:
+    def from_expected(self, stats: Stats, grads: RowGrads, dtype: torch.dtype) -> Tensor:
         """d_hidden [N, H] from E (and D) and the gradients of logprob, lse (and kl), elementwise."""
         assert stats.expected is not None
         lora = self.lora_A is not None
@@ -420,7 +374,6 @@ class Sweep(HeadInputs):
         kernels.from_expected_kernel[grid](
             stats.expected,
             None if grads.kl is None else stats.expected_kl,
-            None if live is None else live.slot,
             self.weight,
             self.index,
             self.temperature,
