@@ -172,6 +172,11 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
     return buckets, Grid(rows=rows.to(device), places=places.to(device))
 
 
+SHARING = ("cpu",)
+"""Device types on which prompts are shared unless a model says otherwise. No GPU has run it, in exact mode or outside:
+bench/results/nvidia-h200/share.json has copies alone."""
+
+
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
     """Whether sequences may go on from a prompt that they share.
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import SlotConfig
-from rlhf_engine.hydra.attention import can_share, plan_packed
+from rlhf_engine.hydra.attention import SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
@@ -115,8 +115,8 @@ class HydraModel(nn.Module):
             token_budget if token_budget is not None else default_token_budget(first.device, first.hidden_size)
         )
         self.adapter_dtype = adapter_dtype
-        self.shares_prompts = True
-        """Whether a prompt of several sequences of a batch goes through a backbone once."""
+        self.shares_prompts: bool | None = None
+        """Whether a prompt of several sequences goes through a backbone once; None: on a device of `SHARING`."""
         slots = dict(slots or {})
         _check_names(self, self.roles, slots)
         self._generator = torch.Generator().manual_seed(seed)
@@ -599,8 +599,8 @@ class HydraModel(nn.Module):
             The rows; None where the batch goes through as it is.
         """
         backbone = self.backbone(next(iter(self.backbones)))
-        served = self.shares_prompts and can_share(batch.tokens_T, backbone.dtype, backbone.head_size)
-        return batch.shared if served else None
+        wanted = batch.device.type in SHARING if self.shares_prompts is None else self.shares_prompts
+        return batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
 
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.

@@ -10,9 +10,13 @@
 Sinks go through FlexAttention alone: with ℓ the log-sum-exp of a row's scores, its output is scaled by σ(ℓ − sink).
 
 All of them work in bf16 and fp16 and give a sequence the same bits whatever it is packed with: each is asked for one
-pass over the keys and, where it has such an option, for a backward pass in a fixed order. Elsewhere `choose` gives None
-and the reason, and attention goes through SDPA (see `attention`): on a CPU, in fp32, and with the `reference` kernels,
-whose promise are the bits of the transformers model; in exact mode the op `attention` serves.
+pass over the keys. The backward pass of FlexAttention has a fixed order, and flash-attn is asked for one. That of torch
+varlen adds the gradient of queries by atomics, so its last bits may change from call to call; its order is fixed only
+under `torch.use_deterministic_algorithms(True)`.
+
+Elsewhere `choose` gives None and the reason, and attention goes through SDPA (see `attention`): on a CPU, in fp32, and
+with the `reference` kernels, whose promise are the bits of the transformers model. In exact mode the op `attention`
+serves.
 
 Legend: T rows, N sequences, H query heads, K key/value heads, D head size, E size of a value head.
 """
@@ -361,10 +365,13 @@ def _flex(layer: Layer) -> str | None:
 
 @functools.cache
 def _flex_compiled() -> tuple[Any, Any]:
-    """FlexAttention and the maker of its masks; without compiling, both would make scores of T × T."""
+    """FlexAttention and the maker of its masks, neither of which runs eagerly: both would make scores of T × T.
+
+    A variant serves all lengths, or nearly all. More variants than torch compiles of a function are an error of torch.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True), torch.compile(create_block_mask, fullgraph=True)
 
 
 def _load_flex() -> Attend:
@@ -376,7 +383,7 @@ def _attend_flex(
 ) -> torch.Tensor:
     flex_attention, create_block_mask = _flex_compiled()
     # A sequence that begins within a block is summed in other parts than one that begins with it
-    rows = sum(sequences.whole_blocks)
+    rows = max(2 * _BLOCK, sum(sequences.whole_blocks))  # a single block would be compiled for itself
     padded = (x.new_zeros(rows, *x.shape[1:]).index_copy(0, sequences.places, x) for x in (query, key, value))
     if rule.window not in sequences.masks:
         seen = _visible(sequences, rows, rule.window)

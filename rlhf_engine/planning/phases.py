@@ -23,7 +23,7 @@ from rlhf_engine.config.training import Optim
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, RoleSpec, SlotConfig
-from rlhf_engine.hydra.attention import can_share
+from rlhf_engine.hydra.attention import SHARING, can_share
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import SharedRows
 from rlhf_engine.hydra.loading import can_be_headless, context_length
@@ -164,12 +164,8 @@ class Planned(HydraModel):
 
 
 def shares_prompts(setting: Setting) -> bool:
-    """Whether answers to one prompt share its pass, where no dropout keeps them apart: on a CPU.
-
-    On a GPU copies of a prompt are planned for. FlexAttention, through which it is shared there, fills sequences up to
-    whole blocks, and no trace shows them.
-    """
-    if setting.device_type != "cpu" or setting.num_generations < 2:
+    """Whether answers to one prompt share its pass, where no dropout keeps them apart."""
+    if setting.device_type not in SHARING or setting.num_generations < 2:
         return False
     return can_share(torch.empty(0, dtype=torch.int64), setting.dtype, 0)  # on a CPU heads of all sizes
 

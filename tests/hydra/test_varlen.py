@@ -222,6 +222,44 @@ def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads
     assert list(sequences.masks) == [window]
 
 
+def test_flex_attention_is_compiled_for_all_lengths_at_once_and_never_runs_eagerly(monkeypatch):
+    graphs, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(function, **options):
+        assert options["fullgraph"], function
+        # the maker of masks takes ten seconds to trace, and has the same values without
+        return function if function is flex.create_block_mask else compile_(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(varlen, "_flex_compiled", varlen._flex_compiled.__wrapped__)
+    pair = varlen._flex_compiled()
+    monkeypatch.setattr(varlen, "_flex_compiled", lambda: pair)
+    generator = torch.Generator().manual_seed(0)
+
+    def attend(lengths: list[int], softcap: float | None) -> None:
+        rows = [torch.randn(sum(lengths), h, 16, generator=generator) for h in (4, 2, 2)]
+        sequences = plan_packed(lengths, torch.device("cpu")).sequences
+        rule = ScoreRule(scaling=0.3, window=None, softcap=softcap, sinks=None)
+        expected = stand_ins.attention(*rows, sequences.starts, sequences.longest, 0.3, None, softcap)
+        torch.testing.assert_close(varlen._attend_flex(*rows, sequences, rule), expected, rtol=1e-4, atol=1e-5)
+
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            for lengths in ([130, 5], [9, 1], [128], [300, 7, 40], [513, 2]):
+                attend(lengths, None)
+            assert len(graphs) == 1
+            limit = torch._dynamo.config.patch(recompile_limit=len(graphs))
+            with limit, pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                attend([9, 1], 1.5)
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.long
 def test_a_softcap_is_compiled():
     """With a mask of its own: inductor's code for ours does not compile on a CPU."""

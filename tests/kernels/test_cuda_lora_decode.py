@@ -312,14 +312,14 @@ def test_graph_replay_with_other_slots():
 def test_graph_of_decode_linear():
     case = big(16, 16)
     given = linear(case, "cuda", Segments(starts=(0, 8), ends=(6, 16), slots=(1, 0)))
-    decode = DecodeLinear(*given)
+    decode = DecodeLinear(*given, backend="cuda")
     graph, captured = capture(lambda: decode(case.x))
     assert isinstance(decode._decoder, cuda.Decoder)
     case.x.copy_(torch.randn_like(case.x))
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, decode(case.x))
-    fresh = DecodeLinear(*given[:5], Segments(starts=(3,), ends=(9,), slots=(1,)))
+    fresh = DecodeLinear(*given[:5], Segments(starts=(3,), ends=(9,), slots=(1,)), backend="cuda")
     with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         fresh(case.x)
     assert tables.ADAPTERS.tables(of_graphs=True)

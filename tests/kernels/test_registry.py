@@ -65,7 +65,23 @@ def test_auto_takes_what_waits_for_a_measurement_in_exact_mode_only(op):
         registry._WHEN_MEASURED -= {(op, "triton"), (op, "cpu")}
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "rotary", "swiglu", "activation"])
+def test_auto_never_takes_what_is_served_by_name(op):
+    registry.register(op, "triton", only("cuda", torch.float32))
+    registry.register(op, "cuda", only("cuda", torch.float32), by_name=True)
+    try:
+        for exact in (False, True):
+            with registry.use_exact(exact):
+                assert registry.resolve_for(op, "auto", "cuda", torch.float32) == "triton"
+                assert registry.resolve_for(op, "cuda", "cuda", torch.float32) == "cuda"
+        assert registry.report("cuda")[op]["cuda"] == "available"
+        del registry._IMPLEMENTATIONS[op]["triton"]
+        registry._AUTO_CHOICE.clear()
+        assert registry.resolve_for(op, "auto", "cuda", torch.float32) == "reference"
+    finally:
+        registry._BY_NAME.remove((op, "cuda"))
+
+
+@pytest.mark.parametrize("name", ["linear", "attention", "activation"])
 def test_torch_keeps_its_own_ops_on_a_gpu_outside_exact_mode(name):
     if registry.unsupported(name, "triton", "cuda", torch.bfloat16) is not None:
         pytest.skip("triton is not installed")

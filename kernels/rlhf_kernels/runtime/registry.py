@@ -14,7 +14,7 @@ rows or by a measurement of the moment. In this order:
     5. `reference`
 
 A backend that is registered `by_name` is none of these. On a GPU, where there is no table, only a backend that a GPU
-has run may be registered otherwise: tests/kernels/test_gpu_defaults.py names the record of each.
+has run may be registered otherwise: tests/test_gpu_defaults.py names the record of each.
 
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never

@@ -75,6 +75,7 @@ def test_a_rollout_has_the_log_probs_of_the_training_forward(device, kind, dtype
     sampling = SamplingConfig(max_completion_length=2, eos_token_ids=tuple(range(9)), temperature=0.8)
     rollout = generate_requests(model, requests, sampling, options=EngineOptions(decode_step="transformers"))
     assert rollout.stats.most_rows == len(PROMPTS)
+    model.shares_prompts = True  # on a GPU it is no default
     assert model.shared_rows(rollout.batch) is not None
     scored = model.score(rollout.batch, ("actor", "reference"), temperature=0.8)
     ends = rollout.batch.completion_cu
