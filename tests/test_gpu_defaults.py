@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from rlhf_kernels.runtime import registry
 

@@ -7,10 +7,10 @@ nothing but the attributes the op knows of, and has to give the bits of the op's
 float64 values of what the op can compute.
 
 Where the kernels do not serve (another device or dtype, `--kernels reference`, under autocast or torch.compile), the
-modules run their own code; so they do where the registry prefers the reference, as on a GPU outside exact mode. Where
-the kernels serve, a rotary embedding keeps the module's bits. Norms and gated products have an order of sums and a
-logistic function of their own, on a CPU those of decoding. They round where the modules do. Activations and all
-gradients are rounded once instead of at every step.
+modules run their own code; so they do where the registry prefers the reference, as activations on a GPU outside exact
+mode. Where the kernels serve, a rotary embedding keeps the module's bits. Norms and gated products have an order of
+sums and a logistic function of their own, on a CPU those of decoding. They round where the modules do. Activations and
+all gradients are rounded once instead of at every step.
 """
 
 from __future__ import annotations

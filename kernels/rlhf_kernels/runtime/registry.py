@@ -127,9 +127,7 @@ def cuda_device(args: Iterable[Any]) -> torch.device | None:
     return None
 
 
-def register(
-    op: str, backend: str, implementation: Any, *, when_measured: bool = False, by_name: bool = False
-) -> None:
+def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False, by_name: bool = False) -> None:
     """Offer an implementation of an op under the name of a backend; an op's folder does so once, at import.
 
     Args:
