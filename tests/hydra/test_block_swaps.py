@@ -299,14 +299,14 @@ def test_exact_mode_goes_before_the_table(tmp_path):
 OPS = ("rms_norm", "rotary", "swiglu", "activation")
 
 
-@pytest.mark.parametrize("default", ["auto", "triton"])
-def test_on_a_gpu_exact_mode_alone_takes_the_kernels(default):
+@pytest.mark.parametrize(("default", "outside"), [("auto", ["triton"] * 3 + [None]), ("triton", [None] * 4)])
+def test_on_a_gpu_exact_mode_takes_all_kernels_and_auto_those_that_were_measured(default, outside):
     if registry.unsupported("rms_norm", "triton", "cuda", torch.bfloat16) is not None:
         pytest.skip("triton is not installed")
     with FakeTensorMode():
         x = torch.empty(2, 4, device="cuda", dtype=torch.bfloat16)
     with registry.use_backend(default):
-        assert [swaps._backend(op, x) for op in OPS] == [None] * 4
+        assert [swaps._backend(op, x) for op in OPS] == outside
         with registry.use_exact():
             assert [swaps._backend(op, x) for op in OPS] == ["triton"] * 4
             assert swaps._backend("swiglu", x, x.float()) is None

@@ -372,8 +372,8 @@ LINEAR_LOGPROB = [
         "stale sums ahead after a new maximum",
         TRITON,
         _TRITON_KERNELS,
-        "scale_rows(sum_p_ptr, sum_width, place, a, used, R, SCALE_BLOCK)",
-        "scale_rows(sum_p_ptr, sum_width, place, 0.0 * a + 1.0, used, R, SCALE_BLOCK)",
+        "scale_rows(sum_p_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)",
+        "scale_rows(sum_p_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)",
         ("triton/test_linear_logprob.py::test_ragged_sizes",),
     ),
     Mutation(
@@ -526,8 +526,8 @@ PAIR = [
         "stale sums ahead of the KL after a new maximum",
         TRITON,
         _TRITON_KERNELS,
-        "scale_rows(sum_q_ptr, sum_width, place, a, used, R, SCALE_BLOCK)",
-        "scale_rows(sum_q_ptr, sum_width, place, 0.0 * a + 1.0, used, R, SCALE_BLOCK)",
+        "scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)",
+        "scale_rows(sum_q_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)",
         (
             "triton/test_linear_logprob_pair.py::test_ragged_sizes",
             "triton/test_linear_logprob_pair.py::test_tier1_every_option",
