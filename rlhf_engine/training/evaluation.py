@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,18 +132,23 @@ class Evaluation:
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
             shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
-        reward = mean_or_none([score for scores, _ in shares for score in scores])
-        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
+        if world.is_main and not any(ended for _, _, ended in shares):
+            most = self._policy.config.max_completion_length
+            warnings.warn(
+                f"max_completion_length: no answer to a held-out prompt ended within {most} tokens", stacklevel=2
+            )
+        reward = mean_or_none([score for scores, _, _ in shares for score in scores])
+        metrics = {"eval/kl": float(torch.tensor([kl for _, kl, _ in shares]).sum() / n)}
         return metrics if reward is None else {**metrics, "eval/reward": reward}
 
-    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float]:
-        """Scores of answers to held-out prompts, and the sum of their KL."""
+    def _evaluate(self, indices: list[int]) -> tuple[list[float | None], float, bool]:
+        """Scores of answers to held-out prompts, the sum of their KL, and whether any answer ended."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
-            return [], 0.0
+            return [], 0.0, False
         seed = self._policy.config.seed
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
-        return answers.scores, float(self._kl_sum(answers.rollout))
+        return answers.scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 
