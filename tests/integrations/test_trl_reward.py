@@ -18,10 +18,10 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
 from rlhf_engine.tokenizing import load_tokenizer
-from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS
-from tests.data.texts import chat_tokenizer, said
 from rlhf_engine.training.reward_model.data import RewardExample
 from rlhf_engine.training.reward_model.model import reward_loss
+from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS
+from tests.data.texts import chat_tokenizer, said
 from tests.integrations.test_trl_ppo import config
 from tests.integrations.trl_runs import LORA, trained, watched
 from tests.training.test_data import PROMPTS, write_model
