@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class EngineError(Exception):
     """Base of this package's own errors."""
@@ -71,3 +74,14 @@ class MemoryLimitError(EngineError, MemoryError):
 def notes(error: BaseException) -> list[str]:
     """Lines that were added to an error by `add_note`."""
     return list(getattr(error, "__notes__", []))
+
+
+@contextlib.contextmanager
+def as_request_errors() -> Iterator[None]:
+    """While a request is checked and its model is built, such an error is about the request."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RewardError) as error:
+        raise ConfigError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf_engine.errors import CheckpointWriteError
+from rlhf_engine.errors import CheckpointWriteError, ConfigError
 
 
 @contextlib.contextmanager
@@ -161,17 +162,23 @@ def _flush_directory(folder: Path) -> None:
 
 
 class LineFile:
-    """JSONL file that grows by a line at a time; a line that was cut short is left out and written again."""
+    """JSONL file that grows by a line at a time; a line that was cut short is left out and written again.
+
+    Each line holds a digest of its other values, so that a changed one is noticed.
+    """
 
     def __init__(self, path: Path) -> None:
         """Name the file, which need not be there."""
         self.path = path
 
-    def read(self) -> Iterator[tuple[int, Any]]:
+    def read(self, argument: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Read the whole lines; once all are read, cut off what is left of one that was not finished.
 
+        Args:
+            argument: option that names the file, for messages.
+
         Returns:
-            Iterator of (number from 1 on, value). A line that is no JSON raises ValueError when it is reached.
+            Iterator of (number from 1 on, values). It raises ConfigError at a line that `add` has not written.
         """
         if not self.path.exists():
             return
@@ -179,10 +186,13 @@ class LineFile:
         whole = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path}:{number}: expected a line of JSON, got {error}") from error
-            yield number, value
+                values = json.loads(line)
+                is_whole = values.pop("digest", None) == self._digest(values)
+            except (ValueError, AttributeError):  # no JSON, or no object
+                is_whole = False
+            if not is_whole:
+                raise ConfigError(f"{argument}: {self.path}:{number}: expected a line as it was written, got another")
+            yield number, values
         if whole < len(data):
             with self.path.open("r+b") as file:
                 file.truncate(whole)
@@ -190,4 +200,8 @@ class LineFile:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one line, which is in the file when this returns."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            file.write(json.dumps({**row, "digest": self._digest(row)}, ensure_ascii=False) + "\n")
+
+    @staticmethod
+    def _digest(values: Any) -> str:
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

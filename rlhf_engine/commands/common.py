@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_engine.distributed.launch import asked_to_shard, launched_rank
-from rlhf_engine.errors import ConfigError, RewardError, RunStopped
+from rlhf_engine.errors import ConfigError, RunStopped, as_request_errors
 
 if TYPE_CHECKING:
     from rlhf_engine.config import EvaluateConfig, GenerateConfig
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from rlhf_engine.training.run import Run
 
 C = TypeVar("C", bound="TrainingOptions")
-
-
-@contextlib.contextmanager
-def as_request_errors() -> Any:
-    """While a request is checked and its model is built, such an error is about the request."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, RewardError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def prepare(kernels: str) -> None:

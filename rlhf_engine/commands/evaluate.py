@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlhf_engine.commands.common import as_request_errors, begin_drawing, prepare, print_what_was_left_out
+from rlhf_engine.commands.common import begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import EvaluateConfig, parse_config
+from rlhf_engine.errors import as_request_errors
 
 _INTERRUPTED = 130
 
@@ -52,8 +53,7 @@ def run(argv: Sequence[str]) -> int:
             return _INTERRUPTED
     results = summarise(evaluation, found)
     write_json_atomic(evaluation.output / RESULTS_FILE, {**results, "record": record})
-    name = evaluation.output.resolve().name
-    page = write_page(evaluation, found, results, evaluation.output / PAGE_FILE, title=f"Evaluation {name}")
+    page = write_page(evaluation, found, results, evaluation.output / PAGE_FILE)
     Console(highlight=False).print(table(results))
     print(f"results {evaluation.output / RESULTS_FILE}\npage {page}")
     return 0

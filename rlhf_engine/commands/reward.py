@@ -21,8 +21,9 @@ def run(argv: Sequence[str]) -> int:
             check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
             trainer = RewardTrainer(config, world)
         share = trainer.trained_parameters / trainer.base_parameters
+        held_out = len(trainer.eval_set) + len(trainer.test_set)
         size = (
-            f"{trainer.objective}, {len(trainer.rows):,} rows and {len(trainer.eval_set):,} held out; training "
+            f"{trainer.objective}, {len(trainer.rows):,} rows and {held_out:,} held out; training "
             f"{trainer.trained_parameters:,} parameters, {100 * share:.3g} % of the base's {trainer.base_parameters:,}"
         )
         name = trainer.best_metric

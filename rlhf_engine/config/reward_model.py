@@ -48,7 +48,9 @@ class RewardConfig(SupervisedOptions):
         None, "rows equal in this column stay on one side of the split; none: rows of one prompt stay together"
     )
     per_device_eval_batch_size: int = option(16, "rows per forward of an evaluation", ge=1)
-    eval_steps: int = option(50, "evaluate on held-out rows every so many steps, and at the end; 0: at the end", ge=0)
+    eval_steps: int = option(
+        50, "evaluate on held-out rows every so many steps, at the start and the end; 0: only there", ge=0
+    )
     metric_for_best_model: BestMetric | None = option(
         None, "held-out metric whose best step becomes the final model; none: auc (pointwise), accuracy (pairwise)"
     )

@@ -181,6 +181,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
         raise RowError("a JSON object", type(value).__name__)
     names = _COLUMNS[kind]
     may_be_empty = {"prompt"} if kind != "prompt_only" else set()
+    may_be_empty |= {"completion"} if value.get("completion_ids") else set()  # an end alone has no text
     texts = {name: _text(value.get(name), name, name in may_be_empty) for name in names if name != "label"}
     if kind == "implicit_preference":
         parts = split_prompt(texts["chosen"], texts["rejected"])

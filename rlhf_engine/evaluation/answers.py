@@ -59,20 +59,14 @@ class Kept:
             raise ConfigError(
                 f"output_dir: expected a folder without {path.name}, got {str(path.parent)!r}; --resume goes on with it"
             )
-        try:
-            for number, row in self._file.read():
-                place = f"output_dir: {path}:{number}: expected a line of this evaluation"
-                try:
-                    key, digest = (row["model"], row["prompt"], row["draw"], row.get("order", 0)), row["settings"]
-                except (KeyError, TypeError) as error:
-                    raise ConfigError(f"{place}, got {error}") from error
-                if digests.get(key[0]) != digest:
-                    raise ConfigError(f"{place}, got one of another model or with other options ({key[0]!r})")
-                self.rows[key] = row
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"output_dir: {error}") from error
+        for number, row in self._file.read("output_dir"):
+            model = str(row.get("model"))
+            if digests.get(model) != row.get("settings"):
+                raise ConfigError(
+                    f"output_dir: {path}:{number}: expected a line of this evaluation, got one of another model or "
+                    f"with other options ({model!r})"
+                )
+            self.rows[model, row["prompt"], row["draw"], row["order"]] = row
 
     def add(self, model: str, prompt: int, draw: int, order: int = 0, **values: Any) -> None:
         """Keep one line, on disk when this returns.
@@ -91,33 +85,23 @@ class Kept:
 
 
 def answer_digests(
-    config: EvaluateConfig, candidates: Sequence[Candidate], prompts: Sequence[Sequence[int]]
+    config: EvaluateConfig,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Sequence[int]],
+    written: Mapping[str, Sequence[Sequence[Answer]]],
 ) -> dict[str, str]:
-    """Digests of what the answers of each candidate depend on: options, prompts, and the weights of its adapter.
+    """Digests of what the answers of each candidate depend on: options, prompts, the weights of its adapter.
 
-    Args:
-        config: the options.
-        candidates: what is evaluated.
-        prompts: token ids of the prompts.
-
-    Returns:
-        Name → digest.
+    Answers that are written already stand for themselves. Returns name → digest.
     """
     options = config.to_dict()
     kept = [{name: options[name] for name in _DRAWN_BY}, list(map(list, prompts))]
-    return {c.name: _digest([kept, c.kind, c.place, _weights(c)]) for c in candidates}
+    texts = {name: [[answer.text for answer in row] for row in rows] for name, rows in written.items()}
+    return {c.name: _digest([kept, c.kind, c.place, _weights(c), texts.get(c.name)]) for c in candidates}
 
 
 def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> dict[str, str]:
-    """Digests of what the verdicts on each candidate depend on: its answers, those of `against`, and the judge.
-
-    Args:
-        config: the options.
-        of_answers: name → digest, as `answer_digests` returns them.
-
-    Returns:
-        Name → digest.
-    """
+    """Digests of what the verdicts on each candidate depend on: its answers, those of `against`, and the judge."""
     options = config.to_dict()
     template = None if config.judge_template is None else Path(config.judge_template).read_text(encoding="utf-8")
     judged = [{name: options[name] for name in _JUDGED_BY}, template]

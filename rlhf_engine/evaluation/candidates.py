@@ -13,6 +13,7 @@ from rlhf_engine.config.evaluate import BASE, REFERENCES, EvaluateConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.loading import read_config, require_lm_head
 from rlhf_engine.runs.folder import FINAL_FOLDER
 
 CandidateKind = Literal["base", "adapter", "model", "answers", "references"]
@@ -43,17 +44,10 @@ class Candidate:
 
 
 def find_candidates(config: EvaluateConfig) -> list[Candidate]:
-    """Find what is compared, without loading it.
+    """Find what is compared, without loading it: that which win rates are against first.
 
-    Args:
-        config: the options.
-
-    Returns:
-        The candidates, that which win rates are against first.
-
-    Raises:
-        ConfigError: a place that holds neither a model, an adapter nor answers, a name that is given twice, or an
-            `against` that is none of the names.
+    Raises ConfigError for a place that holds neither a model, an adapter nor answers, a name that is given twice, or an
+    `against` that is none of the names; ValueError for an adapter that is not served, or a model without an LM head.
     """
     found = [_candidate(given) for given in config.models]
     names = [candidate.name for candidate in found]
@@ -93,6 +87,10 @@ def _candidate(given: str) -> Candidate:
             f"models: expected a folder with {peft_io.CONFIG_FILE} or {_MODEL_CONFIG}, a run, a file of answers, "
             f"{BASE} or {REFERENCES}, got {place!r}"
         )
+    if kind == "adapter":  # one that is not served is refused before anything is drawn
+        peft_io.read_slot_config(folder)
+    else:
+        require_lm_head(read_config(folder), place, "models")
     return Candidate(name=name, kind=kind, place=str(folder) if not is_hub_name(place) else place)
 
 

@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +35,7 @@ from rlhf_engine.data import (
 from rlhf_engine.data.load import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
-from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.errors import ConfigError, EngineError, as_request_errors
 from rlhf_engine.evaluation import measure
 from rlhf_engine.evaluation.answers import (
     ANSWERS_FILE,
@@ -85,7 +86,10 @@ class Measured:
     reference_tokens: list[int] | None = None
     """Tokens of the reference answers by this candidate's tokenizer, by prompt."""
     preferences: list[list[float | None]] | None = None
-    """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict."""
+    """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict.
+
+    Lists are by prompt and pair. Pair k has the k-th answer of both; the fewer answers are taken again from the first.
+    """
     missing: dict[str, str] = field(default_factory=dict)
     """Metric → why it is not there."""
 
@@ -108,8 +112,9 @@ class Evaluation:
         tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
         rows = load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self._vocabulary = read_vocabulary(config.model_name_or_path)
         if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
+            require_same_tokens(self.tokenizer, config.reward_model_path, self._vocabulary)
         self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
         self.prompts: PromptSet = tokenize_prompts(
             [recast(row, PromptOnly) for row in rows],
@@ -119,7 +124,7 @@ class Evaluation:
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
+            vocabulary=self._vocabulary,
         )
         self.report = tally.report()
         """Report on the rows of prompts."""
@@ -136,7 +141,7 @@ class Evaluation:
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
-        digests = answer_digests(config, self.candidates, self.prompts.ids)
+        digests = answer_digests(config, self.candidates, self.prompts.ids, self._written)
         self._answers = Kept(self.output / ANSWERS_FILE, digests, resume=config.resume)
         self._verdicts = Kept(self.output / VERDICTS_FILE, verdict_digests(config, digests), resume=config.resume)
         self._sampling = SamplingConfig(
@@ -184,10 +189,11 @@ class Evaluation:
         adapters: dict[str, str | None] = {c.role: c.place or None for c in on_base}
         wants_reward = self.scorer is not None and self.scorer.uses_reward_model
         if on_base or wants_reward:
-            model = build_answer_model(
-                config, {**adapters, "reference": None}, reward_for="reward_funcs" if wants_reward else None
-            )
-            exactness.settle(config.exact, model.role_backbone("reference"))
+            with as_request_errors():
+                model = build_answer_model(
+                    config, {**adapters, "reference": None}, reward_for="reward_funcs" if wants_reward else None
+                )
+                exactness.settle(config.exact, model.role_backbone("reference"))
         if on_base:
             self._draw(model, on_base, self.tokenizer, self.prompts.ids, progress)
         for candidate in self.candidates:
@@ -218,8 +224,11 @@ class Evaluation:
         else:
             of.missing["kl"] = f"its tokens are not those of {BASE}"
         dtype, device = DTYPES[config.dtype], resolve_device(config.device)
-        model = HydraModel.from_pretrained(candidate.place, roles=roles, backbones=others, dtype=dtype, device=device)
-        exactness.settle(config.exact, model.role_backbone(candidate.role))
+        with as_request_errors():
+            model = HydraModel.from_pretrained(
+                candidate.place, roles=roles, backbones=others, dtype=dtype, device=device
+            )
+            exactness.settle(config.exact, model.role_backbone(candidate.role))
         ids = self.prompts.ids
         if not same:
             tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
@@ -285,7 +294,7 @@ class Evaluation:
 
     def _answers_of(self, candidate: Candidate) -> list[list[Answer]]:
         if not candidate.is_drawn:
-            return [[answer] for answer in self._written[candidate.name]]
+            return self._written[candidate.name]
         rows = self._answers.rows
         return [
             [
@@ -297,33 +306,47 @@ class Evaluation:
 
     # ---- answers that are written already ---------------------------------------------------------------------------
 
-    def _written_answers(self, candidate: Candidate) -> list[Answer]:
-        """One answer per prompt, of the data or of a file. Raises ConfigError where some are missing."""
+    def _written_answers(self, candidate: Candidate) -> list[list[Answer]]:
+        """Answers to each prompt, of the data or of a file. Raises ConfigError where a prompt has none."""
         if candidate.kind == "references":
-            texts: list[str | None] = list(self.references)
+            answers = [[] if text is None else [self._as_written(i, text)] for i, text in enumerate(self.references)]
             where = f"{candidate.name}: expected an answer (completion or chosen) for every row of dataset_name"
         else:
             tally = Tally(source=candidate.place, argument="models")
             rows = load_rows(candidate.place, tally, kinds=("prompt_completion",))
-            by_prompt: dict[str, str] = {}
-            for row in rows:
+            by_prompt: dict[str, list[PromptCompletion]] = {}
+            for row in sorted(rows, key=_index):
                 assert isinstance(row, PromptCompletion)
                 asked = row if isinstance(row.prompt, str) else with_options(row, self.config)
-                by_prompt.setdefault(_key(asked.prompt), text_of(row.completion))
+                by_prompt.setdefault(_key(asked.prompt), []).append(row)
             # `generate --out` writes the text of the chat template as the prompt
-            texts = [
-                by_prompt.get(_key(row.prompt), by_prompt.get(text))
-                for row, text in zip(self._rows, self.prompts.prompts, strict=True)
+            answers = [
+                [
+                    self._as_written(i, text_of(written.completion), written.columns)
+                    for written in by_prompt.get(_key(row.prompt)) or by_prompt.get(text, [])
+                ]
+                for i, (row, text) in enumerate(zip(self._rows, self.prompts.prompts, strict=True))
             ]
             where = f"models: expected an answer to every prompt in {candidate.place!r}"
-        lacking = [row.place for row, text in zip(self.prompts.rows, texts, strict=True) if text is None]
+        lacking = [row.place for row, some in zip(self.prompts.rows, answers, strict=True) if not some]
         if lacking:
-            raise ConfigError(f"{where}, got none for {len(lacking)} of {len(texts)}, such as {lacking[0]}")
-        return [
-            Answer(text=text, ids=tuple(self._encode(i, text, True)), finished=True)
-            for i, text in enumerate(texts)
-            if text is not None
-        ]
+            raise ConfigError(f"{where}, got none for {len(lacking)} of {len(answers)}, such as {lacking[0]}")
+        return answers
+
+    def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
+        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself."""
+        reason, ids = columns.get("finish_reason"), columns.get("completion_ids", [])
+        if not self._reads_as(ids, text, is_cut=reason == "stop"):
+            ids = self._encode(i, text, reason != "length")
+        ids = ids[: self._context - len(self.prompts.ids[i])]
+        return Answer(text=text, ids=tuple(ids), finished=reason != "length")
+
+    def _reads_as(self, ids: Any, text: str, *, is_cut: bool) -> bool:
+        """Whether ids are tokens of a text, or of one that a stop text cut. Those of another tokenizer are not."""
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
+            return False
+        read = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return bool(ids) and (read.startswith(text) if is_cut else read == text)
 
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
@@ -394,8 +417,8 @@ class Evaluation:
                 assert of.rewards is not None
                 assert against.rewards is not None
                 of.preferences = [
-                    [by_reward(mine, _cycled(theirs, k)) for k, mine in enumerate(row)]
-                    for row, theirs in zip(of.rewards, against.rewards, strict=True)
+                    [by_reward(*pair) for pair in pairs(mine, theirs)]
+                    for mine, theirs in zip(of.rewards, against.rewards, strict=True)
                 ]
             else:
                 of.preferences = self._judged(of, against, progress)
@@ -403,21 +426,21 @@ class Evaluation:
     def _judged(self, of: Measured, against: Measured, progress: Progress) -> list[list[float | None]]:
         assert self.judge is not None
         name = of.candidate.name
-        keys = [
-            (name, i, draw, order) for i, row in enumerate(of.answers) for draw in range(len(row)) for order in (0, 1)
-        ]
+        answers = [pairs(mine, theirs) for mine, theirs in zip(of.answers, against.answers, strict=True)]
+        keys = [(name, i, draw, order) for i, row in enumerate(answers) for draw in range(len(row)) for order in (0, 1)]
         missing = [key for key in keys if key not in self._verdicts.rows]
-        pairs = []
+        asked = []
         for _, i, draw, order in missing:
-            mine, theirs = of.answers[i][draw].text, _cycled(against.answers[i], draw).text
-            pairs.append(Pair(self.prompts.prompts[i], *((mine, theirs) if order == 0 else (theirs, mine))))
+            first, second = (answer.text for answer in answers[i][draw][:: 1 if order == 0 else -1])
+            asked.append(Pair(self.prompts.prompts[i], first, second))
         allowed = self.config.max_bad_verdicts * len(keys)
         bad = sum(self._verdicts.rows[key]["preference"] is None for key in keys if key in self._verdicts.rows)
         done = len(keys) - len(missing)
-        for place, verdict in self.judge.verdicts(pairs):
+        for place, verdict in self.judge.verdicts(asked):
             _, i, draw, order = missing[place]
-            first = verdict.preference
-            preference = first if order == 0 or first is None else 1.0 - first
+            preference = verdict.preference
+            if order == 1 and preference is not None:
+                preference = 1.0 - preference
             self._verdicts.add(name, i, draw, order, preference=preference, reply=verdict.reply)
             bad += preference is None
             done += 1
@@ -431,13 +454,16 @@ class Evaluation:
         rows = self._verdicts.rows
         return [
             [_mean_of_both(*(rows[name, i, draw, order]["preference"] for order in (0, 1))) for draw in range(len(row))]
-            for i, row in enumerate(of.answers)
+            for i, row in enumerate(answers)
         ]
 
 
-def _cycled(row: Sequence[Any], k: int) -> Any:
-    """Entry k of a row that may be shorter: a file has one answer for several draws."""
-    return row[k % len(row)]
+T = TypeVar("T")
+
+
+def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
+    """Pair what two models have for a prompt. All of it counts: the shorter list is gone through again."""
+    return [(mine[k % len(mine)], theirs[k % len(theirs)]) for k in range(max(len(mine), len(theirs)))]
 
 
 def _mean_of_both(first: float | None, second: float | None) -> float | None:
@@ -459,6 +485,12 @@ def _tokenized(row: Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> To
         return tokenize_row(recast(row, PromptCompletion, completion=answer), tokenizer)
     except RowError as error:
         raise ConfigError(f"dataset_name: {row.place}: {error}") from error
+
+
+def _index(row: Row) -> int:
+    """Place among the answers of `generate --out`, whose lines come as answers end: the short ones first."""
+    place = row.columns.get("index")
+    return place if isinstance(place, int) else 0
 
 
 def _key(prompt: Text) -> str:

@@ -91,14 +91,7 @@ class Judge(Protocol):
 def make_judge(config: EvaluateConfig) -> Judge:
     """Build the function or the client of a server that the options name.
 
-    Args:
-        config: options whose `judge` is a function or an address.
-
-    Returns:
-        The judge.
-
-    Raises:
-        ConfigError: no such function, an address of another form, or a template without a place for an answer.
+    Raises ConfigError for no such function, an address of another form, or a template without a place for an answer.
     """
     assert config.judge is not None
     if not config.judge_is_server:
@@ -284,15 +277,7 @@ def _verdict(reply: str) -> Verdict:
 
 
 def by_reward(first: float | None, second: float | None) -> float | None:
-    """Preference of the reward judge.
-
-    Args:
-        first: reward of the first answer; None: it has none.
-        second: reward of the second answer; None likewise.
-
-    Returns:
-        1, 0 or 0.5 for equal rewards; None where one is missing.
-    """
+    """Preference by two rewards: 1, 0, or 0.5 for equal ones; None where one is missing."""
     if first is None or second is None or math.isnan(first) or math.isnan(second):
         return None
     return 0.5 if first == second else float(first > second)

@@ -16,19 +16,7 @@ Tokens = Sequence[Sequence[int]]
 
 
 def rewards(model: HydraModel, prompts: Tokens, completions: Tokens) -> torch.Tensor:
-    """Rewards of answers by the role `reward`.
-
-    Args:
-        model: a model with that role.
-        prompts: N lists of token ids.
-        completions: N lists of token ids.
-
-    Returns:
-        fp32 [N] on the host.
-
-    Raises:
-        NonFiniteError: a reward that is not finite.
-    """
+    """Rewards of N answers by the role `reward`, fp32 [N] on the host. Raises NonFiniteError for NaN or infinity."""
     found = [part.float().cpu() for _, part in _in_parts(model, prompts, completions, Rewards(role="reward"))]
     rewards_N = torch.cat(found)
     bad = ~rewards_N.isfinite()
@@ -39,32 +27,12 @@ def rewards(model: HydraModel, prompts: Tokens, completions: Tokens) -> torch.Te
 
 
 def divergences(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
-    """KL(role ‖ reference) over the whole vocabulary at each token of an answer, summed per answer, at temperature 1.
-
-    Args:
-        model: a model with both roles.
-        role: role with an LM head.
-        prompts: N lists of token ids.
-        completions: N lists of token ids.
-
-    Returns:
-        N numbers in nats.
-    """
+    """KL(role ‖ reference) over the whole vocabulary at each token, in nats, summed per answer, at temperature 1."""
     return _sums(model, prompts, completions, LogprobPair(role=role, reference="reference"), "kl")
 
 
 def surprises(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
-    """−Σ log p(token) of texts under a role, at temperature 1.
-
-    Args:
-        model: a model with the role.
-        role: role with an LM head.
-        prompts: N lists of token ids.
-        completions: N lists of token ids.
-
-    Returns:
-        N numbers in nats.
-    """
+    """−Σ log p(token) of each text under a role, in nats, at temperature 1."""
     return [-value for value in _sums(model, prompts, completions, Logprobs(role=role), "logprob")]
 
 

@@ -56,7 +56,7 @@ function answer(model, i, draw, label, isBlind) {
   const { text, reward, preference } = MODELS[model].answers[i][draw];
   const facts = [];
   if (!isBlind && reward !== null) facts.push(`reward ${number(reward)}`);
-  if (!isBlind && preference !== null) facts.push(VERDICTS.get(preference) || `preferred by ${preference}`);
+  if (!isBlind && preference !== null) facts.push(VERDICTS.get(preference) || `preferred by ${number(preference)}`);
   const shown = element("pre", { dir: "auto" }, text ? plain(text) : element("i", { textContent: "an empty answer" }));
   const head = element("div", { className: "score" }, element("b", { textContent: label }), facts.length ? `: ${facts.join(", ")}` : "");
   const made = element("div", { className: "answer" }, head, shown);

@@ -21,32 +21,17 @@ from rlhf_engine.evaluation.results import figure_of, lines, shown_figure
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page_parts import COLOURS
 from rlhf_engine.runs.text import show_controls
+from rlhf_engine.scoring.rewards import mean_or_none
 
 MOST_PROMPTS = 400
 """Prompts on the page; of more, every so many-th."""
 
 
-def write_page(
-    evaluation: Evaluation, found: Mapping[str, Measured], results: Mapping[str, Any], out: Path, *, title: str
-) -> Path:
-    """Write the page, at once and whole.
-
-    Args:
-        evaluation: the evaluation.
-        found: what it has measured.
-        results: its figures, as `summarise` returns them.
-        out: the page.
-        title: its heading.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        OSError: a file that cannot be written.
-    """
+def write_page(evaluation: Evaluation, found: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
+    """Write the page with the figures that `summarise` returned, at once and whole; its path."""
     data = _data(evaluation, found, results)
     text = _PAGE.format(
-        title=html.escape(title),
+        title=html.escape(show_controls(f"Evaluation of {', '.join(found)}")),
         style=_asset("rlhf_engine.runs", "page.css") + _asset(__package__, "page.css"),
         written=datetime.fromtimestamp(round(time.time()), UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=html.escape(
@@ -73,7 +58,7 @@ _PAGE = """<!doctype html>
 {style}</style>
 </head>
 <body>
-<header><h1>{title}</h1><span class="unit">written {written}</span><div id="bar"></div></header>
+<header><h1 class="named">{title}</h1><span class="unit">written {written}</span><div id="bar"></div></header>
 <main>
 <div id="figures"><p>{about}</p><div class="scroll" id="comparison">{table}</div></div>
 <noscript><p>The answers are drawn with JavaScript; they are in answers.jsonl as well.</p></noscript>
@@ -103,7 +88,8 @@ def _table(results: Mapping[str, Any]) -> str:
     head = "".join(f'<th class="number">{html.escape(show_controls(name))}</th>' for name in models)
     body = ""
     for row in lines(results):
-        cells = [shown_figure(figure_of(figures, row.key), row.form) for figures in models.values()]
+        figures = (shown_figure(figure_of(model, row.key), row.form).partition(" [") for model in models.values())
+        cells = [value + (sign and f'<span class="unit">[{interval}</span>') for value, sign, interval in figures]
         body += (
             f"<tr><th>{html.escape(row.label)}</th>" + "".join(f'<td class="number">{c}</td>' for c in cells) + "</tr>"
         )
@@ -144,8 +130,9 @@ def _data(evaluation: Evaluation, found: Mapping[str, Measured], results: Mappin
 
 
 def _answer(of: Measured, i: int, draw: int) -> dict[str, Any]:
+    its_pairs = [] if of.preferences is None else of.preferences[i][draw :: len(of.answers[i])]
     return {
         "text": of.answers[i][draw].text,
         "reward": None if of.rewards is None else of.rewards[i][draw],
-        "preference": None if of.preferences is None else of.preferences[i][draw],
+        "preference": mean_or_none(its_pairs),
     }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_engine.evaluation.evaluate import Evaluation, Measured
+from rlhf_engine.evaluation.evaluate import Evaluation, Measured, pairs
 from rlhf_engine.evaluation.statistics import (
     best_of_n_curve,
     length_controlled_win_rate,
@@ -18,6 +18,7 @@ from rlhf_engine.evaluation.statistics import (
     ratio_by_prompt,
 )
 from rlhf_engine.evaluation.texts import ROUGE, distinct, has_rouge, repetition, rouge
+from rlhf_engine.scoring.rewards import mean_or_none
 
 
 class Row(NamedTuple):
@@ -44,19 +45,13 @@ ROWS = (
     Row("distinct_2", "distinct pairs of words", ".3f"),
     *(Row(name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
 )
-"""Lines of the table, beside one for each reward source where there are several."""
+"""Lines of the table, beside the difference of rewards and one for each reward source where there are several."""
 
 
 def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str, Any]:
-    """Compute every figure of an evaluation.
+    """Figures of an evaluation as plain values for JSON: prompts, judge, against, and for each model its figures.
 
-    Args:
-        evaluation: the evaluation.
-        found: what it has measured.
-
-    Returns:
-        Plain values for JSON: prompts, judge, against, and for each model its figures. A figure with an interval is
-        [value, low, high].
+    A figure with an interval is [value, low, high].
     """
     config = evaluation.config
     against = found[config.against]
@@ -71,7 +66,7 @@ def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str
 
 
 def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[str, Any]:
-    config, seed = evaluation.config, evaluation.config.seed
+    seed = evaluation.config.seed
     answers = [answer for row in of.answers for answer in row]
     texts = [answer.text for answer in answers]
     missing = dict(of.missing)
@@ -87,9 +82,14 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
     }
     if of.rewards is not None:
         figures["reward"] = _mean(of.rewards, seed)
+        if of is not against and against.rewards is not None:
+            means = [(mean_or_none(a), mean_or_none(b)) for a, b in zip(of.rewards, against.rewards, strict=True)]
+            gaps = [[mine - theirs] for mine, theirs in means if mine is not None and theirs is not None]
+            figures["reward_difference"] = _mean(gaps, seed)
         figures["sources"] = {name: _mean(values, seed) for name, values in of.sources.items()}
         complete = [[r for r in row if r is not None] for row in of.rewards]
-        if config.num_generations > 1 and all(len(row) == config.num_generations for row in complete):
+        sizes = {len(row) for row in of.rewards} | {len(row) for row in complete}
+        if len(sizes) == 1 and max(sizes) > 1:
             figures["best_of_n"] = [
                 {"n": best.n, "kl": best.kl, "reward": list(best.reward)}
                 for best in best_of_n_curve(complete, seed=seed)
@@ -134,10 +134,11 @@ def _win_rates(of: Measured, against: Measured, seed: int) -> dict[str, Any]:
     assert of.preferences is not None
     judged: list[tuple[int, float, float]] = []
     for i, row in enumerate(of.preferences):
+        answers = pairs(of.answers[i], against.answers[i])
         for draw, preference in enumerate(row):
             if preference is not None:
-                other = against.answers[i][draw % len(against.answers[i])]
-                judged.append((i, preference, float(len(of.answers[i][draw].text) - len(other.text))))
+                mine, theirs = answers[draw]
+                judged.append((i, preference, float(len(mine.text) - len(theirs.text))))
     unjudged = sum(preference is None for row in of.preferences for preference in row)
     if not judged:
         return {"win_rate": None, "unjudged": unjudged}
@@ -172,14 +173,7 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
 
 
 def table(results: Mapping[str, Any]) -> Table:
-    """Draw the figures of all models, a column for each.
-
-    Args:
-        results: as `summarise` returns them.
-
-    Returns:
-        The table.
-    """
+    """Draw the figures of all models, a column for each."""
     models = results["models"]
     shown = Table(
         title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
@@ -192,51 +186,29 @@ def table(results: Mapping[str, Any]) -> Table:
         shown.add_column(escape(name), justify="right")
     for row in lines(results):
         cells = (shown_figure(figure_of(figures, row.key), row.form) for figures in models.values())
-        shown.add_row(row.label, *(escape(cell.replace(" [", "\n[")) for cell in cells))
+        shown.add_row(escape(row.label), *(escape(cell.replace(" [", "\n[")) for cell in cells))
     return shown
 
 
 def lines(results: Mapping[str, Any]) -> list[Row]:
-    """Lines of a table of results: those that some model has, and the reward sources where there are several.
-
-    Args:
-        results: as `summarise` returns them.
-
-    Returns:
-        The lines.
-    """
+    """Lines of a table of results: those that some model has, and the reward sources where there are several."""
     models = results["models"].values()
     names = list(dict.fromkeys(name for figures in models for name in figures.get("sources", {})))
     sources = [Row(f"sources.{name}", f"reward: {name}", ".3f") for name in names] if len(names) > 1 else []
-    rows = [ROWS[0], *sources, *ROWS[1:]]
+    difference = Row("reward_difference", f"reward above that of {results['against']}", "+.3f")
+    rows = [ROWS[0], difference, *sources, *ROWS[1:]]
     return [row for row in rows if any(figure_of(figures, row.key) is not None for figures in models)]
 
 
 def figure_of(figures: Mapping[str, Any], key: str) -> Any:
-    """Figure of a model by the key of a line.
-
-    Args:
-        figures: figures of one model.
-        key: key of a `Row`.
-
-    Returns:
-        A number, [value, low, high], or None.
-    """
+    """Figure of a model by the key of a `Row`: a number, [value, low, high], or None."""
     if key.startswith("sources."):
         return figures.get("sources", {}).get(key.removeprefix("sources."))
     return figures.get(key)
 
 
 def shown_figure(value: Any, form: str) -> str:
-    """A figure as text, with its interval.
-
-    Args:
-        value: a number, [value, low, high], or None.
-        form: format of each number.
-
-    Returns:
-        The text; – of None.
-    """
+    """A figure as text, with its interval; – of None."""
     if value is None:
         return "–"
     if isinstance(value, list):

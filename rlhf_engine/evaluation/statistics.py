@@ -15,6 +15,8 @@ import torch
 RESAMPLES = 2000
 """Resamples of the prompts for an interval."""
 _LEVEL = 0.95
+_MOST_WEIGHTS = 2**22
+"""Weights that are held at once: 32 MiB."""
 _PRIOR = 0.01
 """Precision of the normal prior on the two numbers of a length-controlled fit: answers that always win stay finite."""
 _NEWTON_STEPS = 50
@@ -31,52 +33,30 @@ class Interval(NamedTuple):
 def interval_by_prompt(
     statistic: Callable[[torch.Tensor], torch.Tensor], prompts: int, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
-    """Compute a statistic and its percentile bootstrap over prompts.
+    """A statistic with every prompt once, and the middle 95 % of its resamples, those left out where it is not defined.
 
-    Args:
-        statistic: function of weights [R, P] (float64, how often each prompt was drawn) to values [R].
-        prompts: number of prompts, ≥ 1.
-        seed: seed of the resamples.
-        resamples: number of resamples.
-
-    Returns:
-        The statistic with every prompt once, and the middle 95 % of the resamples.
+    The statistic is a function of weights [R, P] (float64, how often each prompt was drawn) to values [R].
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(prompts, (resamples, prompts), generator=generator)
-    weights = torch.zeros(resamples, prompts, dtype=torch.float64)
-    weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    at_once = max(1, _MOST_WEIGHTS // prompts)
+    parts = []
+    for size in (min(at_once, resamples - done) for done in range(0, resamples, at_once)):
+        drawn = torch.randint(prompts, (size, prompts), generator=generator)
+        weights = torch.zeros(size, prompts, dtype=torch.float64)
+        parts.append(statistic(weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))))
     value = float(statistic(torch.ones(1, prompts, dtype=torch.float64))[0])
-    found = statistic(weights)
-    edges = found.quantile(torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64))
+    edges = torch.cat(parts).nanquantile(torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64))
     return Interval(value, float(edges[0]), float(edges[1]))
 
 
 def mean_by_prompt(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Mean of one number per prompt.
-
-    Args:
-        values: one number for each of at least one prompt.
-        seed: seed of the resamples.
-
-    Returns:
-        The mean with its interval.
-    """
+    """Mean of one number per prompt, with its interval."""
     values_P = torch.tensor(values, dtype=torch.float64)
     return interval_by_prompt(lambda w: (w @ values_P) / w.sum(1), len(values), seed=seed)
 
 
 def ratio_by_prompt(numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0) -> Interval:
-    """Σ numerators / Σ denominators, such as nats per token over texts of different lengths.
-
-    Args:
-        numerators: one number per prompt.
-        denominators: one number > 0 per prompt.
-        seed: seed of the resamples.
-
-    Returns:
-        The ratio with its interval.
-    """
+    """Σ numerators / Σ denominators, one each per prompt, such as nats per token over texts of different lengths."""
     above = torch.tensor(numerators, dtype=torch.float64)
     below = torch.tensor(denominators, dtype=torch.float64)
     return interval_by_prompt(lambda w: (w @ above) / (w @ below), len(numerators), seed=seed)
@@ -90,17 +70,8 @@ def length_controlled_win_rate(
         P(win_i) = σ(θ + β · tanh(d_i / s))      d_i: how much longer, s: standard deviation of d
 
     The figure is σ(θ). θ and β have a normal prior of standard deviation 10, so that a model that always wins has
-    finite numbers. The paper's term for how hard a prompt is needs many models and is left out.
-
-    Args:
-        wins: one number per comparison: 1 won, 0 lost, 0.5 a tie, or a mean of these.
-        longer_by: by how much each answer is longer than the other's.
-        prompt_of: place of each comparison's prompt, 0 to `prompts` − 1.
-        prompts: number of prompts.
-        seed: seed of the resamples.
-
-    Returns:
-        The win rate with its interval.
+    finite numbers. The paper's term for how hard a prompt is needs many models and is left out. A comparison is won
+    (1), lost (0), or anything between; `prompt_of` is the place of its prompt.
     """
     won = torch.tensor(wins, dtype=torch.float64)
     gap = torch.tensor(longer_by, dtype=torch.float64)
@@ -136,18 +107,11 @@ class BestOf(NamedTuple):
 
 
 def best_of_n_curve(rewards: Sequence[Sequence[float]], *, seed: int = 0) -> list[BestOf]:
-    """Expected reward of the best of n answers, for n = 1, 2, 4, … up to the answers that there are.
+    """Expected reward of the best of n answers, for n = 1, 2, 4, … up to the K ≥ 1 answers that each prompt has.
 
     Of K answers, the mean over all sets of n is unbiased (Nakano and others, arXiv 2112.09332):
 
         E max_n = Σ_i C(i − 1, n − 1) / C(K, n) · r_(i)      r_(i): the i-th smallest
-
-    Args:
-        rewards: for each prompt the rewards of its K answers, K ≥ 1, the same for all.
-        seed: seed of the resamples.
-
-    Returns:
-        One entry for each n.
     """
     ordered = torch.tensor(rewards, dtype=torch.float64).sort(dim=1).values
     k = ordered.shape[1]

@@ -12,27 +12,12 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def repetition(texts: Sequence[str]) -> list[float]:
-    """Share of each text's three-word sequences that it has had before.
-
-    Args:
-        texts: answers.
-
-    Returns:
-        One share for each, 0 without repetition.
-    """
+    """Share of each text's three-word sequences that it has had before; 0 without repetition."""
     return [-value for value in Repetition(n=3)(completions=texts)]
 
 
 def distinct(texts: Sequence[str], n: int) -> float | None:
-    """Different n-word sequences over all of them (distinct-n, Li and others, arXiv 1510.03055).
-
-    Args:
-        texts: answers of one model.
-        n: words of a sequence.
-
-    Returns:
-        The share; None where no text has n words.
-    """
+    """Different n-word sequences over all of them (distinct-n, Li and others, arXiv 1510.03055); None without any."""
     words = [text.lower().split() for text in texts]
     grams = [gram for w in words for gram in zip(*(w[i:] for i in range(n)), strict=False)]
     return len(set(grams)) / len(grams) if grams else None
@@ -44,15 +29,7 @@ def has_rouge() -> bool:
 
 
 def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
-    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L with stemming, by the package rouge_score.
-
-    Args:
-        texts: answers.
-        references: as many reference answers.
-
-    Returns:
-        Name → one number per text.
-    """
+    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L with stemming, by the package rouge_score: name → one per text."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)

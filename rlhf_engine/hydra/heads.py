@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,3 +20,12 @@ class ScalarHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [*, H] in any float dtype → fp32 [*]."""
         return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).squeeze(-1)
+
+
+def warn_if_zero(head: nn.Module) -> None:
+    """Warn of a reward head that was neither loaded nor trained."""
+    if not any(weight.any() for weight in head.parameters()):
+        warnings.warn(
+            "role 'reward': expected a head that was loaded or trained, got one of zeros, so that every reward is 0.0",
+            stacklevel=4,  # whoever has called `score`, past its decorator
+        )

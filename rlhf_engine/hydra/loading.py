@@ -143,11 +143,11 @@ def has_lm_head(config: PreTrainedConfig) -> bool:
     return not saved or any(name in with_head for name in saved)
 
 
-def require_lm_head(config: PreTrainedConfig, name: str) -> None:
+def require_lm_head(config: PreTrainedConfig, name: str, argument: str = "model_name_or_path") -> None:
     """Raise ValueError for a checkpoint that was saved without its LM head."""
     if not has_lm_head(config):
         raise ValueError(
-            f"model_name_or_path: expected a model with an LM head, got {name!r} which was saved as "
+            f"{argument}: expected a model with an LM head, got {name!r} which was saved as "
             f"{(config.architectures or ['?'])[0]}"
         )
 

@@ -30,7 +30,7 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
-from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.heads import ScalarHead, warn_if_zero
 from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
 from rlhf_engine.hydra.roles import (
@@ -524,7 +524,8 @@ class HydraModel(nn.Module):
             ValueError: no roles, an unknown role, `exact_kl` without its roles, a sequence longer than the context, or
                 a temperature that is not > 0.
         """
-        budget = self.token_budget if token_budget is None else token_budget
+        if "reward" in roles and "reward" in self.roles and "reward" not in self.trained_heads:
+            warn_if_zero(self.heads["reward"])
         readers: dict[str, Output] = {
             "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
             "reference": Logprobs(role="reference", temperature=temperature),
@@ -544,10 +545,9 @@ class HydraModel(nn.Module):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
-        outputs = tuple(requests.values())
         parts = [
             _scores(dict(zip(requests, found, strict=True)))
-            for _, found in self.in_parts(batch, outputs, token_budget=budget)
+            for _, found in self.in_parts(batch, tuple(requests.values()), token_budget=token_budget)
         ]
         return join_scores(parts)
 

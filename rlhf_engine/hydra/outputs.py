@@ -515,7 +515,7 @@ class PairwiseOutputs(NamedTuple):
     """Bradley-Terry loss and how well it ranks."""
 
     loss: torch.Tensor
-    """0-d: (−Σ log σ(r_w − r_l) + center · Σ (r_w + r_l)²) / denom"""
+    """0-d: (−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom"""
     n_correct: torch.Tensor
     """0-d: pairs with r_w > r_l"""
     sum_margin: torch.Tensor
@@ -526,10 +526,11 @@ class PairwiseOutputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairwiseRewardLoss:
-    """(−Σ log σ(r_w − r_l) + center · Σ (r_w + r_l)²) / denom over P pairs (chosen w, rejected l) of the batch.
+    """(−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom over P pairs (chosen w, rejected l) of the batch.
 
-    The first term is Hydra-SFT's (arXiv 2309.00754) and PERL's (arXiv 2403.10704). It leaves a constant added to all
-    rewards free; the second, TRL's `center_rewards_coefficient` (arXiv 2312.09244), keeps them around 0.
+    m is a margin that each pair may have, as in Llama 2 (arXiv 2307.09288, equation 2) and TRL. The first term is
+    Hydra-SFT's (arXiv 2309.00754) and PERL's (arXiv 2403.10704). It leaves a constant added to all rewards free; the
+    second, TRL's `center_rewards_coefficient` (arXiv 2312.09244), keeps them around 0.
     """
 
     role: str = "reward"
@@ -542,6 +543,8 @@ class PairwiseRewardLoss:
     """Denominator for a whole optimizer step, a number or 0-d; usually its pairs."""
     center: float = 0.0
     """Coefficient of the second term; 0 leaves it out."""
+    margin_P: torch.Tensor | None = None
+    """m, float32 [P]; None: 0 for all."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -562,15 +565,15 @@ class PairwiseRewardLoss:
         """
         reward_N = states.scalar_head(self.role)(states.last(self.role))
         chosen_P, rejected_P = reward_N[self.chosen_P], reward_N[self.rejected_P]
-        margin_P = chosen_P - rejected_P
-        total = -F.logsigmoid(margin_P).sum()
+        gap_P = chosen_P - rejected_P
+        total = -F.logsigmoid(gap_P if self.margin_P is None else gap_P - self.margin_P).sum()
         if self.center:
             total = total + self.center * (chosen_P + rejected_P).square().sum()
         return PairwiseOutputs(
             loss=total / self.denom,
-            n_correct=(margin_P > 0).sum(),
-            sum_margin=margin_P.detach().sum(),
-            n_tied=(margin_P == 0).sum(),
+            n_correct=(gap_P > 0).sum(),
+            sum_margin=gap_P.detach().sum(),
+            n_tied=(gap_P == 0).sum(),
         )
 
 

@@ -30,10 +30,10 @@ class AnswerSession:
     """The answers that a `GenerateConfig` asks for, as they are written.
 
     Construction finds everything that can be wrong with the request. Each answer is a row: index, prompt, completion,
-    tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session stopped at any
-    point keeps what was finished; what an answer becomes does not depend on the others, so one that goes on writes what
-    was missing. With `best_of`, several answers are drawn for a row, which holds the one with the highest reward, its
-    `score`, and the mean of all, `mean_score`.
+    completion_ids, tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session
+    stopped at any point keeps what was finished; what an answer becomes does not depend on the others, so one that goes
+    on writes what was missing. With `best_of`, several answers are drawn for a row, which holds the one with the
+    highest reward, its `score`, and the mean of all, `mean_score`.
     """
 
     def __init__(self, config: GenerateConfig) -> None:
@@ -178,6 +178,7 @@ class AnswerSession:
             "index": place,
             "prompt": self.texts[place],
             "completion": self._text(answer.tokens),
+            "completion_ids": list(answer.tokens),
             "tokens": len(answer.tokens),
             "finish_reason": answer.finish_reason,
             "mean_logprob": sum(answer.logprobs) / len(answer.logprobs),
@@ -195,33 +196,21 @@ class _AnswerFile:
 
     def __init__(self, path: Path, texts: list[str], settings: str, *, resume: bool) -> None:
         """settings: names how answers are drawn; a file holds those of one."""
-        self.path, self._settings = path, settings
+        self._settings = settings
         self.done: set[int] = set()
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
         if path.exists() and not resume:
             raise ConfigError(f"out: expected a file that does not exist, got {str(path)!r}; --resume goes on with it")
         self._lines = LineFile(path)
-        try:
-            for number, row in self._lines.read():
-                self.done.add(self._index_of(number, row, texts))
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"out: {error}, where an answer written here before should be") from error
-
-    def _index_of(self, number: int, row: Any, texts: list[str]) -> int:
-        place = f"out: {self.path}:{number}: expected an answer"
-        try:
-            index = row["index"]
-            known = isinstance(index, int) and 0 <= index < len(texts) and texts[index] == row["prompt"]
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{place} written here before, got {error}") from error
-        if row.get("settings") != self._settings:
-            raise ConfigError(f"{place} of this model with these options, got one of others")
-        if not known:
-            raise ConfigError(f"{place} to one of these prompts, got one to {row['prompt']!r} at place {index}")
-        return index
+        for number, row in self._lines.read("out"):
+            place = f"out: {path}:{number}: expected an answer"
+            if row.get("settings") != settings:
+                raise ConfigError(f"{place} of this model with these options, got one of others")
+            index, prompt = row["index"], row["prompt"]
+            if index >= len(texts) or texts[index] != prompt:
+                raise ConfigError(f"{place} to one of these prompts, got one to {prompt!r} at place {index}")
+            self.done.add(index)
 
     def add(self, row: dict[str, Any]) -> None:
         """One line more, on disk when this returns."""

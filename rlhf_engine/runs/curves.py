@@ -70,7 +70,7 @@ PANELS = (
         "share of the time",
         (("async/generator_utilisation", "generator"), ("async/learner_utilisation", "learner")),
     ),
-    Panel("Speed", "tokens per second, of generation in RL", (("tokens_per_second", "all"),)),
+    Panel("Speed", "tokens per second", (("tokens_per_second", "all"),)),
 )
 
 

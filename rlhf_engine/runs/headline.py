@@ -42,8 +42,6 @@ class _Outcome(NamedTuple):
     training: str | None
     """Metric of the rows or answers that are trained on."""
     better: int
-    is_share: bool = False
-    """Whether it is a share of rows, which has an interval."""
 
 
 _OUTCOMES = {
@@ -52,7 +50,7 @@ _OUTCOMES = {
         _Outcome("KL to the reference", "nats per answer", "eval/kl", "kl", 0),
     ),
     REWARD_MODEL: (
-        _Outcome("Accuracy", "fraction of rows", "eval/accuracy", "reward_accuracy", 1, is_share=True),
+        _Outcome("Accuracy", "fraction of rows", "eval/accuracy", "reward_accuracy", 1),
         _Outcome("Margin", "reward", "eval/margin", "reward_margin", 1),
         _Outcome("Area under the ROC curve", "0.5 is chance", "eval/auc", None, 1),
         _Outcome("Loss", "nats per row", "eval/loss", "reward_loss", -1),
@@ -71,7 +69,7 @@ def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
         return RL
     if "lm_loss" in names:
         return SUPERVISED
-    return REWARD_MODEL if "reward_loss" in names else None
+    return REWARD_MODEL if names & {"reward_loss", "eval/accuracy"} else None
 
 
 def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
@@ -105,19 +103,28 @@ def total_steps(record: Mapping[str, Any]) -> int | None:
 
 
 def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
-    points = numbers(rows, outcome.held_out)
+    if outcome.held_out is None:
+        return None
+    test = outcome.held_out.replace("eval/", "test/")  # of rows that choose no step, where there are such
+    name = test if numbers(rows, test) else outcome.held_out
+    points = dict(numbers(rows, name))
     if not points:
         return None
+    first, last = min(points), max(points)
     kept = record.get("result", {}).get("final_step")
-    last = (kept, dict(points)[kept]) if isinstance(kept, int) and kept in dict(points) else points[-1]
-    ends = dict([points[0], last])
-    note = f"step {' → '.join(f'{step:,}' for step in ends)}{', which was kept' if last[0] == kept else ''}"
-    text = " → ".join(map(format_score, ends.values()))
-    n = record.get("rows", {}).get("eval")
-    if outcome.is_share and isinstance(n, int) and n > 0:
-        text += f" ± {format_value(1.96 * math.sqrt(max(0.0, last[1] * (1 - last[1])) / n))}"
-        note += f"; ±: 95 % interval of {n:,} rows"
-    return Headline(f"{outcome.label}, held out", outcome.unit, last[1], text, note, outcome.better)
+    now = kept if kept in points else last
+    steps = dict.fromkeys((first, now))
+    text = " → ".join(format_score(points[step]) for step in steps)
+    note = f"step {' → '.join(f'{step:,}' for step in steps)}{', which was kept' if now == kept else ''}"
+    if now != last:
+        note += f"; last, step {last:,}: {format_score(points[last])}"
+    edges = [dict(numbers(rows, f"{name}_{edge}")).get(now) for edge in ("low", "high")]
+    if None not in edges:
+        text += f" [{', '.join(map(format_score, edges))}]"
+        note += "; [low, high]: 95 % by group"
+    if kept is not None and name != test:
+        note += "; the same rows chose the step"
+    return Headline(f"{outcome.label}, held out", outcome.unit, points[now], text, note, outcome.better)
 
 
 def _training(outcome: _Outcome, rows: Sequence[Mapping[str, Any]]) -> Headline | None:
@@ -145,7 +152,7 @@ def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Head
     found = []
     seconds = [value for _, value in numbers(rows, "seconds/step")]
     if seconds:
-        steps = rows[-1]["step"] - rows[0]["step"] + 1
+        steps = rows[-1]["step"] - numbers(rows, "seconds/step")[0][0] + 1
         note = f"mean; all steps {format_duration(_mean(seconds) * steps)}"
         found.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
     speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_engine.runs.dashboard import WATCHED
+from rlhf_engine.runs.folder import RECORD_FILE
+from rlhf_engine.runs.headline import headlines
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.text import format_score
 
-TOLD = ("reward", "eval/reward", "kl", "lm_loss", "reward_loss", "eval/accuracy", "eval/auc")
+TOLD = ("reward", "eval/reward", "kl", "lm_loss", "reward_loss")
 """Of `WATCHED`, what is told as first → last."""
+_JUDGED = ("Accuracy, held out", "Area under the ROC curve, held out")
+"""Headline numbers of a reward model that are told in a line each, with the steps that they are of."""
 
 
 def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) -> str:
@@ -27,4 +32,7 @@ def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) ->
     if peaks:
         told.append(f"peak memory {max(peaks) / 1e9:.2f} GB")
     width = max(map(len, places)) + 1
-    return "\n".join(["; ".join(told), *(f"{name:{width}} {place}" for name, place in places.items())])
+    record = Path(metrics_jsonl).with_name(RECORD_FILE)
+    known = headlines(rows, json.loads(record.read_text()), None) if rows and record.is_file() else []
+    judged = [f"{h.label} {h.text} ({h.note})" for h in known if h.label in _JUDGED]
+    return "\n".join(["; ".join(told), *judged, *(f"{name:{width}} {place}" for name, place in places.items())])

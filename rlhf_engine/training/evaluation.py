@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,20 +136,26 @@ class Evaluation:
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
             shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
-        metrics = {"eval/kl": float(torch.tensor([kl for _, kl in shares]).sum() / n)}
-        for name in dict.fromkeys(name for values, _ in shares for name in values):
-            mean = mean_or_none([number for values, _ in shares for number in values.get(name, ())])
+        if world.is_main and not any(ended for _, _, ended in shares):
+            most = self._policy.config.max_completion_length
+            warnings.warn(
+                f"max_completion_length: no answer to a held-out prompt ended within {most} tokens", stacklevel=2
+            )
+        metrics = {"eval/kl": float(torch.tensor([kl for _, kl, _ in shares]).sum() / n)}
+        for name in dict.fromkeys(name for values, _, _ in shares for name in values):
+            mean = mean_or_none([number for values, _, _ in shares for number in values.get(name, ())])
             metrics |= {} if mean is None else {f"eval/{name}": mean}
         return metrics
 
-    def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float]:
-        """Scores and logged values of answers to held-out prompts, by metric, and the sum of their KL."""
+    def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float, bool]:
+        """Scores and logged values of answers to held-out prompts, the sum of their KL, and whether any ended."""
         assert self._inputs.eval_set is not None
         if not indices:  # fewer prompts than ranks
-            return {}, 0.0
+            return {}, 0.0, False
         seed = self._policy.config.seed
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
-        return {**answers.logged, "reward": answers.scores}, float(self._kl_sum(answers.rollout))
+        scores = {**answers.logged, "reward": answers.scores}
+        return scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 

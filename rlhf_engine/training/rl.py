@@ -150,7 +150,8 @@ class RlTrainer(Run[TrainerState]):
         Returns:
             Metrics of the evaluation; empty where none is due.
         """
-        if not self.config.eval_steps or self.state.step % self.config.eval_steps:
+        step, every = self.state.step, self.config.eval_steps
+        if not step or not every or step % every:
             return {}
         found = self.evaluation.evaluate()
         self._note_best(found.get("eval/reward"))

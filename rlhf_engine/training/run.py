@@ -133,7 +133,7 @@ class Run(ABC, Generic[State]):
         self.write_record()
 
     def look(self) -> dict[str, Any]:
-        """Evaluate, where an evaluation is due after the step that is done. Called on all ranks.
+        """Evaluate, where an evaluation is due: before the first step, or after one. Called on all ranks.
 
         Returns:
             Metrics by name; empty where none is due.
@@ -231,6 +231,8 @@ class Run(ABC, Generic[State]):
         with self.steps(), contextlib.ExitStack() as stack:
             trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
             writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
+            if self.state.step == 0 and (before := self.look()):
+                world.on_main("metrics", lambda: self._write(writer, trackers, before))
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
                     metrics = self.step()
@@ -257,19 +259,25 @@ class Run(ABC, Generic[State]):
     ) -> None:
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step
-        if writer is not None and (looked or self._is_last() or done % self.config.logging_steps == 0):
-            with writing(writer.path):
-                writer.write(done, metrics)
-            if trackers is not None:
-                trackers.log(done, metrics)
-            if self._page is not None:
-                self._page.refresh()
+        if looked or self._is_last() or done % self.config.logging_steps == 0:
+            self._write(writer, trackers, metrics)
         if on_step is not None:
             on_step(done, metrics)
         if self.saves_now():
             self._save_after(writer, self.save)
             if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
                 self.plot()
+
+    def _write(self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any]) -> None:
+        """Write metrics of the steps that are done, where this is the main rank."""
+        if writer is None:
+            return
+        with writing(writer.path):
+            writer.write(self.state.step, metrics)
+        if trackers is not None:
+            trackers.log(self.state.step, metrics)
+        if self._page is not None:
+            self._page.refresh()
 
     def _is_last(self) -> bool:
         done: int = self.state.step
@@ -327,7 +335,7 @@ class Run(ABC, Generic[State]):
     def _writer(self) -> MetricsWriter:
         with writing(self.output / METRICS_FILE):
             writer = MetricsWriter(self.output / METRICS_FILE)
-            writer.truncate_after(self.state.step)
+            writer.truncate_after(self.state.step or -1)  # before the first step, nothing is known yet
         return writer
 
     def _trackers(self) -> Trackers:

@@ -91,7 +91,7 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
         before, after = json.loads(before), json.loads(after)
         numbers = ("mean_logprob", "score", "mean_score")  # a batch of one prompt rounds as it rounds
         assert [after.pop(k) for k in numbers] == pytest.approx([before.pop(k) for k in numbers], abs=1e-5)
-        assert before == after
+        assert {**before, "digest": None} == {**after, "digest": None}
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,9 @@ def test_the_module_runs_as_a_program(tmp_path):
 
 def lying(out):
     """What a command said of where things are: name → path or command."""
-    found = dict(re.match(r"(\w+(?: \w+)?) +(.*)", line).groups() for line in out.splitlines()[1:])
+    found = dict(
+        re.match(r"(\w+(?: \w+)?) +(.*)", line).groups() for line in out.splitlines()[1:] if ", held out" not in line
+    )
     assert "page" in found
     return found
 
@@ -258,6 +260,9 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     final = tmp_path / "rm" / "final"
     assert lying(out)["reward model"].startswith(f"{final}  (step ")
     assert "held-out auc " in lying(out)["reward model"]
+    assert re.search(
+        r"^Area under the ROC curve, held out 0\.500 → .* \[.*\] \(step 0 → [12], which was kept", out, re.M
+    )
     record = json.loads((tmp_path / "rm" / "run.json").read_text())
     share = f"{record['trained_parameters']:,} parameters, {100 * record['trained_share']:.3g} % of the base's"
     assert f"pointwise, {record['rows']['train']} rows and {record['rows']['eval']} held out; training {share}" in err
@@ -356,7 +361,7 @@ def test_generate(capsys, model, tmp_path):
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [row["prompt"] for row in rows] == ["red cat", "the dog runs"]
-    names = {"index", "prompt", "completion", "tokens", "finish_reason", "mean_logprob"}
+    names = {"index", "prompt", "completion", "completion_ids", "tokens", "finish_reason", "mean_logprob"}
     assert all(set(row) == names for row in rows)
     assert [row["index"] for row in rows] == [0, 1]
     assert all(1 <= row["tokens"] <= 5 and row["mean_logprob"] < 0 for row in rows)
@@ -441,6 +446,13 @@ def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, mon
     other = [*common[:-1], "--out", str(out), "--resume"]
     other[other.index("red cat")] = "red dog"
     assert "1: expected an answer to one of these prompts" in refused(capsys, *other)
+    text = out.read_text()
+    for change in (('"completion": "', '"completion": "and '), ('"completion_ids": [', '"completion_ids": [1, ')):
+        out.write_text(text.replace(*change, 1))
+        assert "answers.jsonl:1: expected a line as it was written" in refused(
+            capsys, *common, "--out", str(out), "--resume"
+        )
+    out.write_text(text)
     code, printed, err = run(capsys, *common, "--out", str(out), "--resume")
     assert code == 0
     assert f"{len(kept)} of 9 answers are in {out} already" in err

@@ -10,9 +10,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import EvaluateConfig
@@ -21,6 +24,7 @@ from rlhf_engine.evaluation.candidates import find_candidates
 from rlhf_engine.evaluation.evaluate import Evaluation
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
 from tests.data.texts import FAMILIES, family
 from tests.evaluation.test_judges import likes_longer, says, serving
@@ -199,6 +203,13 @@ def test_win_rates_by_hand(evaluated):
         by_prompt.append(sum(wins) / 4)
     figures = results["models"]["one"]
     assert figures["win_rate"][0] == pytest.approx(sum(by_prompt) / len(by_prompt))
+    # rewards are lengths; their differences by prompt, resampled by numpy
+    length = {key: len(row["ids"]) for key, row in found.items()}
+    gaps = [np.mean([length["one", i, k] - length["base", i, k] for k in range(4)]) for i in range(len(PROMPTS))]
+    means = np.random.default_rng(0).choice(gaps, (20_000, len(gaps))).mean(1)
+    assert figures["reward_difference"][0] == pytest.approx(np.mean(gaps))
+    assert figures["reward_difference"][1:] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.05)
+    assert "reward_difference" not in results["models"]["base"]
     assert figures["won"] + figures["tied"] + figures["lost"] == pytest.approx(1.0)
 
 
@@ -213,6 +224,17 @@ def test_an_evaluation_that_was_stopped_goes_on(evaluated, place, tmp_path):
     again = run(place, output, resume="true")
     assert answers(output) == answers(whole)
     assert again["models"] == results["models"]
+
+
+def test_a_changed_line_is_refused(evaluated, place, tmp_path):
+    output = shutil.copytree(evaluated[0], tmp_path / "copy")
+    path, given = output / "answers.jsonl", options(place, output, resume=True)
+    lines = path.read_text().splitlines(keepends=True)
+    for change in (("sun", "sea"), ('"ids": [', '"ids": [1, '), ('"draw": 0', '"draw": 1'), ('"digest"', '"other"')):
+        i = next(i for i, line in enumerate(lines) if change[0] in line)
+        path.write_text("".join([*lines[:i], lines[i].replace(*change, 1), *lines[i + 1 :]]))
+        with pytest.raises(ConfigError, match=rf"answers.jsonl:{i + 1}: expected a line as it was written, got"):
+            Evaluation(EvaluateConfig(**given))
 
 
 def test_answers_of_other_options_are_refused(evaluated, place, tmp_path):
@@ -264,6 +286,56 @@ def test_references_other_models_and_files_of_answers(place, tmp_path):
     assert models["other"]["perplexity"][0] != models["base"]["perplexity"][0]
 
 
+def test_answers_in_a_file_are_scored_as_they_were_drawn(place, tmp_path):
+    """All of a prompt's answers, the cut ones without an end; rewards beside transformers' hidden states."""
+    out = tmp_path / "drawn.jsonl"
+    argv = ["generate", "--model_name_or_path", str(place / "base"), "--adapter", str(place / "one"), "--prompt",
+            *PROMPTS, "--num_generations", "4", "--out", str(out), "--max_completion_length", "6"]  # fmt: skip
+    assert main(argv) == 0
+    results = run(
+        place, tmp_path / "e", models=[f"one={place / 'one'}", str(out)], reward_funcs=["reward_model"], against="one"
+    )
+    drawn, read = results["models"]["one"], results["models"]["drawn"]
+    for key in ("answers", "reward", "finished", "tokens", "best_of_n", "distinct_2"):
+        assert read[key] == drawn[key]
+    assert 0 < read["finished"][0] < 1  # some ended, some were cut
+    assert read["reward_difference"] == [0.0, 0.0, 0.0]
+    assert read["tied"] == 1.0
+    model = AutoModelForCausalLM.from_pretrained(place / "base").eval()
+    head = load_file(place / "base" / "heads.safetensors")
+    tokenizer = load_tokenizer(str(place / "base"))
+    rewards = []
+    for line in out.read_text().splitlines():
+        row = json.loads(line)
+        ids = [*encode_prompt(tokenizer, row["prompt"]), *row["completion_ids"]]
+        with torch.no_grad():
+            last = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+        rewards.append(float(last @ head["reward.weight"][0] + head["reward.bias"][0]))
+    assert len(rewards) == 4 * len(PROMPTS)
+    assert read["reward"][0] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4)
+
+
+def test_a_file_of_texts(place, tmp_path):
+    """A text alone ended by itself, finish_reason says otherwise; ids of other tokenizers read as another text."""
+    tokenizer = load_tokenizer(str(place / "base"))
+    sea, end = encode_prompt(tokenizer, "sea")[-1], tokenizer.eos_token_id
+    columns = [{}, {"finish_reason": "length"}, {"finish_reason": "length", "completion_ids": [sea + 1]},
+               {"completion_ids": [10**9]}, {"completion_ids": "none"},
+               {"completion": "", "finish_reason": "eos", "completion_ids": [end]}]  # fmt: skip
+    rows = [{"prompt": p, "completion": "sea", **given} for p in PROMPTS for given in columns]
+    file = write_rows(tmp_path / "texts.jsonl", rows)
+    (tmp_path / "judge.py").write_text("def first(prompts, completions):\n    return [0] * len(prompts)\n")
+    given = options(place, tmp_path / "e", models=[str(file)], resume=True, judge=f"{tmp_path / 'judge.py'}:first")
+    found = Evaluation(EvaluateConfig(**given)).run()["texts"]
+    assert [answer.ids for answer in found.answers[0]] == [(sea, end), (sea,), (sea,), (sea, end), (sea, end), (end,)]
+    assert [answer.finished for answer in found.answers[0]] == [True, False, False, True, True, True]
+    assert found.preferences == [[0.5] * 6] * len(PROMPTS)  # each of the six, though the base has four
+    Evaluation(EvaluateConfig(**given))
+    write_rows(file, [{**row, "completion": "sea sea"} for row in rows])
+    with pytest.raises(ConfigError, match=r"verdicts.jsonl:1: .*got one of another model or with other options"):
+        Evaluation(EvaluateConfig(**given))
+
+
 def test_a_server_judges_both_orders_and_keeps_its_verdicts(place, tmp_path):
     with serving(likes_longer) as (url, seen):
         results = run(place, tmp_path / "e", judge=url, judge_model="m", num_generations=2)
@@ -297,6 +369,32 @@ def test_nonsense_stops_the_evaluation_unless_some_is_allowed(place, tmp_path):
         found = Evaluation(EvaluateConfig(**given, judge=url, resume=True, max_bad_verdicts=0.4)).run()
     unjudged = [p for of in found.values() if of.preferences for row in of.preferences for p in row if p is None]
     assert 1 <= len(unjudged) <= 2
+
+
+def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
+    """As the other commands say it: adapters of every other kind, classifiers as policies, two outputs as a reward."""
+    kinds = {
+        "use_dora": {"use_dora": True},
+        "rank_pattern": {"rank_pattern": {"q_proj": 8}},
+        "modules_to_save": {"modules_to_save": ["lm_head"]},
+        "trainable_token_indices": {"trainable_token_indices": [1]},
+        "lora_embedding_A": {"target_modules": ["embed_tokens"]},
+        "pissa": {"init_lora_weights": "pissa"},
+        "bias": {"bias": "all"},
+    }
+    for said, unusual in kinds.items():
+        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        lora = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **unusual})
+        get_peft_model(base, lora).save_pretrained(tmp_path / said)
+        assert main(command(place, tmp_path / "e", models=[str(tmp_path / said)])) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    two = tmp_path / "two"
+    AutoModelForSequenceClassification.from_pretrained(place / "base", num_labels=2).save_pretrained(two)
+    load_tokenizer(str(place / "base")).save_pretrained(two)
+    assert main(command(place, tmp_path / "e", models=[str(two)])) == 2
+    assert "models: expected a model with an LM head, got" in capsys.readouterr().err.splitlines()[-1]
+    assert main(command(place, tmp_path / "f", reward_model_path=two, reward_funcs=["reward_model"])) == 2
+    assert "expected a reward model with one output (num_labels=1), got" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -411,3 +509,21 @@ document.title = JSON.stringify({ before, blind, rows });
     assert "0 of 144 answers rated" in found["blind"]
     assert "win rate" not in found["blind"]
     assert len(found["rows"]) == 1
+
+
+@needs_browser
+def test_a_phone_shows_two_models(evaluated, tmp_path):
+    shutil.copy(evaluated[0] / "report.html", tmp_path / "report.html")
+    script = """for (const frame of document.querySelectorAll("iframe")) frame.onload = () => {
+const cells = [...frame.contentDocument.querySelectorAll("#comparison th.number, #comparison td:nth-child(3)")];
+const ends = cells.filter((_, i) => i !== 2).map((cell) => cell.getBoundingClientRect().right);  // but the third model
+document.title = Math.max(...ends);
+};"""
+    page = tmp_path / "phone.html"
+    page.write_text(
+        f'<title></title><iframe src="report.html" width="390" height="800"></iframe><script>{script}</script>'
+    )
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    right = float(re.search(r"<title>(.*?)</title>", done.stdout)[1])
+    assert 200 < right <= 390

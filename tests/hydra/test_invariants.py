@@ -5,6 +5,7 @@ unserved requests are in tests/hydra/test_bad_input.py.)
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,17 @@ def test_the_reward_head_is_frozen_while_the_value_head_moves():
     train_steps(model, batch)
     assert all(torch.equal(t, reward[n]) for n, t in model.heads["reward"].state_dict().items())
     assert not all(torch.equal(t, value[n]) for n, t in model.heads["value"].state_dict().items())
+
+
+def test_an_untrained_reward_head_is_said_once():
+    model, batch = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles()), random_batch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert not model.score(batch, ("reward",)).rewards_N.any()
+        model.score(batch, ("actor", "critic"))
+        with torch.no_grad():
+            model.heads["reward"].weight.normal_()
+        model.score(batch, ("reward",))
+    assert ["got one of zeros, so that every reward is 0.0" in str(w.message) for w in said] == [True]
+    assert said[0].filename == __file__

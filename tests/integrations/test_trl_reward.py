@@ -11,12 +11,15 @@ pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
-from transformers import EarlyStoppingCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback
 from trl import RewardConfig, RewardTrainer
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
 from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.training.reward_model.data import RewardExample
+from rlhf_engine.training.reward_model.model import reward_loss
 from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS
 from tests.data.texts import chat_tokenizer, said
 from tests.integrations.test_trl_ppo import config
@@ -210,3 +213,41 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
 def test_rows_and_options_that_cannot_be_served(folder, tmp_path, rows, changes, message):
     with pytest.raises(ConfigError, match=message):
         make(folder, tmp_path, rows, **changes)
+
+
+def test_the_loss_with_margins_is_trl_s(folder, tmp_path):
+    """The engine's loss and its gradient beside stock RewardTrainer's, on one whole reward model."""
+    whole = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    with torch.no_grad():
+        whole.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    whole.save_pretrained(tmp_path / "whole")
+    rows = [{**row, "margin": i / 3 - 1} for i, row in enumerate(PAIRS)]
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+    args = RewardConfig(**options, gradient_checkpointing=False)
+    stock = RewardTrainer(
+        model=str(tmp_path / "whole"),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=load_tokenizer(folder),
+    )
+    data = [stock.train_dataset[i] for i in range(len(rows))]
+    theirs = stock.compute_loss(stock.model, stock.data_collator(data))
+    theirs.backward()
+    examples = [
+        RewardExample(
+            prompt=(row["chosen_ids"][0],),
+            answers=(tuple(row["chosen_ids"][1:]), tuple(row["rejected_ids"][1:])),
+            label=None,
+            group=str(i),
+            margin=rows[i]["margin"],
+        )
+        for i, row in enumerate(data)
+    ]
+    ours = HydraModel.from_pretrained(
+        str(tmp_path / "whole"), roles={"reward": RoleSpec(head="reward", trainable=True)}
+    )
+    loss, _ = reward_loss(ours, examples, denom=len(examples), dropout_seed=0)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(theirs), rel=1e-5)
+    slope = stock.accelerator.unwrap_model(stock.model).score.weight.grad
+    torch.testing.assert_close(ours.heads["reward"].weight.grad, slope, rtol=1e-4, atol=1e-6)

@@ -54,11 +54,18 @@ def test_a_reward_model_leads_with_its_held_out_accuracy_and_margin():
     found = headlines(rows, record, "done")
     assert [h.label for h in found][0:3:2] == ["Accuracy, held out", "Margin, held out"]
     assert found[0].value == 0.8  # of the step whose model was kept
-    half = 1.96 * math.sqrt(0.8 * 0.2 / 400)
-    assert found[0].text == f"0.700 → 0.800 ± {half:.3f}"
-    assert found[0].note == "step 10 → 20, which was kept; ±: 95 % interval of 400 rows"
+    assert found[0].text == "0.700 → 0.800"
+    assert found[0].note == "step 10 → 20, which was kept; last, step 30: 0.750; the same rows chose the step"
+    # where rows report that chose nothing, theirs are shown, with the interval of the step
+    rows = [{"step": 0, "eval/accuracy": 0.5, "test/accuracy": 0.49}, *rows]
+    for step, accuracy in ((10, 0.6), (20, 0.71), (30, 0.7)):
+        rows[step] |= {"test/accuracy": accuracy, "test/accuracy_low": accuracy - 0.1, "test/accuracy_high": 0.85}
+    found = headlines(rows, record, "done")
+    assert found[0].text == "0.490 → 0.710 [0.610, 0.850]"
+    assert found[0].note == "step 0 → 20, which was kept; last, step 30: 0.700; [low, high]: 95 % by group"
+    assert headlines(rows[:1], {}, "running")[0].text == "0.490"
     running = headlines(rows, {"rows": {"eval": 400}}, "running")
-    assert running[0].value == 0.75
+    assert running[0].value == 0.7
     assert "kept" not in running[0].note
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -51,10 +53,10 @@ def test_gold_says_which_answer_is_better(place, tmp_path, kind):
     gold = load_gold(trainer.config)
     labels = trainer.gold["dataset_name"]
     assert labels.ties == 1
-    assert len(trainer.rows) == len(plain.rows) - 1
+    assert len(trainer.rows) == len(plain.rows)
     assert 0 < labels.turned < len(trainer.rows)
     turned = 0
-    for theirs, own in zip(plain.rows[:-1], trainer.rows, strict=True):
+    for theirs, own in zip(plain.rows, trainer.rows, strict=True):
         batch = PackedBatch.from_lists([own.prompt] * 2, own.answers)
         better, worse = gold.score(batch, ("reward",)).rewards_N.tolist()
         assert better > worse
@@ -106,5 +108,9 @@ def test_only_ties_are_an_error(place, tmp_path):
     file = write_rows(tmp_path / "ties.jsonl", rows)
     with pytest.raises(ConfigError, match=rf"expected pairs that gold prefers one answer of, got {len(PROMPTS)} ties"):
         RewardTrainer(config(place, tmp_path / "a", dataset_name=str(file)))
-    trainer = RewardTrainer(config(place, tmp_path / "b", gold_model_path=None, dataset_name=str(file)))
-    assert label_pairs(load_gold(config(place, tmp_path / "c")), trainer.rows).examples == []
+    plain = RewardTrainer(config(place, tmp_path / "b", gold_model_path=None)).rows
+    ties = [dataclasses.replace(example, answers=example.answers[:1] * 2) for example in plain]
+    assert label_pairs(load_gold(config(place, tmp_path / "c")), ties).examples == []
+    uneven = [dataclasses.replace(example, margin=0.5) for example in plain]
+    with pytest.raises(ConfigError, match="expected pairs without a margin, which the data say, got some"):
+        label_pairs(load_gold(config(place, tmp_path / "c")), uneven)

@@ -29,6 +29,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, Point
 from rlhf_engine.policy.build import build_policy_model
 from rlhf_engine.runs.checkpoint import TrainerState, load_checkpoint
 from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.summary import exit_summary
 from rlhf_engine.training.reward_model.data import RewardExample
 from rlhf_engine.training.reward_model.model import packed_batch, reward_loss, reward_roles
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
@@ -240,8 +241,10 @@ def trained(base, tmp_path_factory) -> RewardTrainer:
 
 def test_it_learns_and_the_best_step_is_the_final_model(trained, base):
     lines = [row for row in read_metrics(trained.output / "metrics.jsonl") if "eval/auc" in row]
-    assert [row["step"] for row in lines] == [20, 40, 60]
-    best = max(lines, key=lambda row: (row["eval/auc"], -row["step"]))  # of equal ones the first
+    assert [row["step"] for row in lines] == [0, 20, 40, 60]
+    assert (lines[0]["eval/auc"], lines[0]["eval/accuracy"]) == (0.5, 0.5)  # an untrained head: all rewards are 0
+    assert all(row["eval/auc_low"] <= row["eval/auc"] <= row["eval/auc_high"] for row in lines)
+    best = max(lines[1:], key=lambda row: (row["eval/auc"], -row["step"]))  # of equal ones the first
     assert best["eval/auc"] > 0.9
     assert best["eval/balanced_accuracy"] > 0.85
     record = json.loads((trained.output / "run.json").read_text())
@@ -353,7 +356,7 @@ def parameters(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
 
 
 def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base, tmp_path, monkeypatch):
-    scores = iter([0.6, 0.9, None, 0.9, 0.7, 0.8])  # None: undefined; the second 0.9 is no improvement
+    scores = iter([1.0, 0.6, 0.9, None, 0.9, 0.7, 0.8])  # 1.0: of no step; None: undefined
     common = {"eval_share": 0.4, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "save_total_limit": 1}
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
     monkeypatch.setattr(trainer, "evaluate", lambda: {"eval/loss": 1.0, "eval/auc": next(scores)})
@@ -365,6 +368,57 @@ def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base,
     assert same(parameters(trainer), at_two)
     final = load_file(trainer.output / "final" / "heads.safetensors")
     assert torch.equal(final["reward.weight"], at_two["heads.reward.weight"])
+
+
+def test_enough_held_out_groups_report_without_choosing(base, tmp_path):
+    """Two halves without a group in common; the numbers of each by the rows of each."""
+    rows = toy_rows(1000)
+    options = {"eval_share": 0.9, "group_column": "conversation", "max_steps": 2, "eval_steps": 1,
+               "per_device_eval_batch_size": 500}  # fmt: skip
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows, **options))
+    groups = [{e.group for e in part} for part in (trainer.rows, trainer.eval_set, trainer.test_set)]
+    assert len(set.union(*groups)) == sum(map(len, groups)) == 250
+    assert all(90 <= len(part) <= 135 for part in groups[1:])
+    trainer.run()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in lines] == [0, 1, 2]
+    for name, part in (("eval", trainer.eval_set), ("test", trainer.test_set)):
+        reward, label = trainer.rewards(part)[:, 0].double(), torch.tensor([e.label for e in part])
+        higher = (reward[label][:, None] > reward[~label]).double() + 0.5 * (reward[label][:, None] == reward[~label])
+        best = trainer.result()["final_step"]
+        assert lines[best][f"{name}/auc"] == pytest.approx(float(higher.mean()), abs=1e-4)
+    summary = exit_summary(tmp_path / "run" / "metrics.jsonl", {"page": "x"})
+    assert f"Accuracy, held out 0.500 → {lines[best]['test/accuracy']:.3f} [" in summary
+    assert f"(step 0 → {best}, which was kept" in summary
+    # a run that was stopped before its first checkpoint begins again, and its first line is there once
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "eval/auc": 0.4}\n')
+    shutil.rmtree(tmp_path / "run" / "final")
+    for folder in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    RewardTrainer(dataclasses.replace(trainer.config, resume_from_checkpoint="auto")).run()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_margins_are_those_of_the_formula(base, tmp_path):
+    rows = [{**row, "margin": (-1) ** i * i / 7} for i, row in enumerate(toy_pairs(24))]
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows, eval_share=0.4, max_steps=2))
+    trainer.run()
+    rewards = trainer.rewards(trainer.eval_set).double()
+    margins = torch.tensor([e.margin for e in trainer.eval_set], dtype=torch.float64)
+    by_hand = float((1 + (margins - rewards[:, 0] + rewards[:, 1]).exp()).log().mean())
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval/loss"] == pytest.approx(by_hand, rel=1e-5)
+    for value in (None, "much", math.inf, True):
+        with pytest.raises(ConfigError, match="expected a finite number in column 'margin', got"):
+            RewardTrainer(reward_config(base, tmp_path / "bad", [*rows, {**rows[0], "margin": value}]))
+
+
+def test_pairs_of_the_same_answer_are_counted(base, tmp_path):
+    rows = [*toy_pairs(24), *({"prompt": "red", "chosen": "cat", "rejected": "cat"} for _ in range(2))]
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows))
+    assert len(trainer.rows) == 24
+    assert "dataset_name: 2 pairs left out, whose two answers are the same" in trainer.notes
+    with pytest.raises(ConfigError, match="expected pairs of different answers, got the same answer twice in all"):
+        RewardTrainer(reward_config(base, tmp_path / "run", rows[24:]))
 
 
 def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):

@@ -184,3 +184,26 @@ def test_one_class_has_no_auc(label):
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_intervals_keep_groups_together():
+    """A bootstrap over groups in numpy; rows that stand alone would give a much narrower interval."""
+    draw_ = np.random.default_rng(1)
+    groups = np.repeat(np.arange(30), 8)
+    label = np.repeat(draw_.random(30) < 0.5, 8)  # one label per group
+    score = np.round(np.repeat(draw_.normal(size=30), 8) + 0.7 * label + 0.1 * draw_.normal(size=240), 1)
+    higher = (score[:, None] > score) + 0.5 * (score[:, None] == score)
+    aucs, accuracies = [], []
+    for _ in range(4000):
+        weight = np.bincount(draw_.integers(0, 30, 30), minlength=30)[groups]
+        pairs = np.outer(weight * label, weight * ~label)
+        aucs.append((pairs * higher).sum() / pairs.sum())
+        right = np.where(score == 0, 0.5, (score > 0) == label)
+        accuracies.append((weight * right).sum() / weight.sum())
+    found = metrics.intervals(torch.tensor(score), torch.tensor(label), [str(g) for g in groups])
+    for name, values in (("auc", aucs), ("accuracy", accuracies)):
+        edges = np.nanquantile(values, [0.025, 0.975])
+        assert [found[f"{name}_low"], found[f"{name}_high"]] == pytest.approx(edges, abs=0.03)
+    alone = metrics.intervals(torch.tensor(score), torch.tensor(label), [str(i) for i in range(240)])
+    assert found["auc_high"] - found["auc_low"] > 1.5 * (alone["auc_high"] - alone["auc_low"])
+    assert set(metrics.intervals(torch.tensor(score), None, [""] * 240)) == {"accuracy_low", "accuracy_high"}

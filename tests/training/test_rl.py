@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_evaluation_and_samples(model, tmp_path):
     text = (trainer.output / "samples.md").read_text()
     assert text.count("**Before**") == text.count("**After**") == 2
     assert PROMPTS[0] in text
+
+
+def test_evaluations_in_which_no_answer_ends_are_said_once(model, tmp_path):
+    heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:2]])
+    options = {"max_steps": 3, "eval_steps": 1, "eval_dataset_name": str(heldout), "max_completion_length": 1}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        trainer.run()
+    ended = [str(w.message) for w in said if "held-out prompt" in str(w.message)]
+    assert ended == ["max_completion_length: no answer to a held-out prompt ended within 1 tokens"]
 
 
 # ---- 6 reward sources ------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Rows of reward models: which of the two kinds they are, their labels and tokens.
 
-pairwise    {"prompt", "chosen", "rejected"}
+pairwise    {"prompt", "chosen", "rejected"}      and "margin", by which the better answer is to be ahead in reward
 pointwise   {"prompt", "completion", "label"}     label true or false, 1 or 0
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.config.data import RowOptions
 from rlhf_engine.data import (
     Kind,
-    Preference,
     Row,
+    RowError,
     Tally,
+    Tokenized,
     UnpairedPreference,
     load_rows,
     tokenize_rows,
 )
+from rlhf_engine.data.tally import shown
 from rlhf_engine.errors import ConfigError
 
 Objective = Literal["pairwise", "pointwise"]
@@ -46,6 +49,8 @@ class RewardExample:
     """None for a pair."""
     group: str
     """Rows of one group stay on one side of a split."""
+    margin: float = 0.0
+    """Difference of rewards that a pair is to exceed."""
 
     @property
     def tokens(self) -> int:
@@ -87,26 +92,30 @@ def load_examples(
         end_ids=end_ids,
         vocabulary=vocabulary,
     )
-    return [
-        RewardExample(
-            prompt=tuple(tokens.prompt),
-            answers=tuple(tuple(answer) for answer in tokens.answers),
-            label=_label(tokens.row),
-            group=tokens.row.group,
-        )
-        for tokens in found
-    ]
+    with_margin = any(row.columns.get("margin") is not None for row in rows)
+    examples = []
+    for tokens in found:
+        try:
+            examples.append(_example(tokens, with_margin=with_margin))
+        except RowError as error:
+            tally.bad(tokens.row.place, error)
+    tally.check()
+    return examples
 
 
 def _has_both(row: Row) -> bool:
     return all(row.columns.get(name) is not None for name in _POINTWISE)
 
 
-def _label(row: Row) -> bool | None:
-    if isinstance(row, UnpairedPreference):
-        return row.label
-    assert isinstance(row, Preference)
-    return None
+def _example(tokens: Tokenized, *, with_margin: bool) -> RewardExample:
+    row, answers, margin = tokens.row, tuple(map(tuple, tokens.answers)), 0.0
+    label = row.label if isinstance(row, UnpairedPreference) else None
+    if label is None and with_margin:
+        value = row.columns.get("margin")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RowError("a finite number in column 'margin'", shown(value))
+        margin = float(value)
+    return RewardExample(prompt=tuple(tokens.prompt), answers=answers, label=label, group=row.group, margin=margin)
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:
@@ -120,6 +129,7 @@ def digest(*parts: Sequence[RewardExample]) -> str:
     found = hashlib.blake2b(digest_size=8)
     for examples in parts:
         for example in examples:
-            found.update(repr((example.prompt, example.answers, example.label)).encode())
+            named = (example.prompt, example.answers, example.label, *filter(None, [example.margin]))
+            found.update(repr(named).encode())
         found.update(b"|")
     return found.hexdigest()

@@ -98,6 +98,10 @@ def label_pairs(model: HydraModel, examples: Sequence[RewardExample]) -> GoldLab
     """
     if any(example.label is not None for example in examples):
         raise ConfigError("gold_model_path, gold_adapter: expected pairs (chosen and rejected), got single answers")
+    if any(example.margin for example in examples):
+        raise ConfigError(
+            "gold_model_path, gold_adapter: expected pairs without a margin, which the data say, got some"
+        )
     prompts = [example.prompt for example in examples for _ in example.answers]
     answers = [answer for example in examples for answer in example.answers]
     rewards = measure.rewards(model, prompts, answers).view(-1, 2).tolist()

@@ -15,8 +15,11 @@ Pure counts (accuracies, AUC) are made of integers, so that they are exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
+
+from rlhf_engine.evaluation.statistics import interval_by_prompt, ratio_by_prompt
 
 CALIBRATION_BINS = 10
 LOWER_IS_BETTER = frozenset({"loss", "brier", "calibration_error"})
@@ -42,19 +45,25 @@ def balanced_accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float | N
 def roc_auc(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
     """Probability that a random row of label 1 scores above one of label 0, ties counting half; None if one is missing.
 
-    U = #{s_i > s_j} + ½ #{s_i = s_j} is counted in integers by groups of equal scores, in O(N log N).
+    U = #{s_i > s_j} + ½ #{s_i = s_j} is counted by groups of equal scores, in O(N log N); float64 holds it exactly.
     """
     score_N, label_N = _checked(score_N, label_N)
-    n_1 = int(label_N.sum())
-    n_0 = len(label_N) - n_1
-    if n_1 == 0 or n_0 == 0:
+    if label_N.all() or not label_N.any():
         return None
-    _, group_N = score_N.unique(return_inverse=True)
-    ones_G = torch.bincount(group_N, weights=label_N.double()).long()
-    zeros_G = torch.bincount(group_N, weights=(~label_N).double()).long()
-    below_G = zeros_G.cumsum(0) - zeros_G
-    twice_u = int((ones_G * (2 * below_G + zeros_G)).sum())
-    return twice_u / (2 * n_1 * n_0)
+    return float(_weighted_auc(score_N, label_N.double())(torch.ones(1, len(score_N), dtype=torch.float64)))
+
+
+def _weighted_auc(score_N: torch.Tensor, p_N: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """AUC [R] as a function of weights [R, N] of the rows; NaN where a label has no weight."""
+    levels, level_N = score_N.unique(return_inverse=True)
+
+    def auc(weights_RN: torch.Tensor) -> torch.Tensor:
+        none_RG = torch.zeros(len(weights_RN), len(levels), dtype=torch.float64)
+        ones_RG, zeros_RG = (none_RG.index_add(1, level_N, weights_RN * of_N) for of_N in (p_N, 1 - p_N))
+        below_RG = zeros_RG.cumsum(1) - zeros_RG
+        return (ones_RG * (below_RG + zeros_RG / 2)).sum(1) / (ones_RG.sum(1) * zeros_RG.sum(1))
+
+    return auc
 
 
 def pairwise_accuracy(margin_P: torch.Tensor) -> float:
@@ -118,21 +127,21 @@ def pointwise_metrics(
 
 
 def pairwise_metrics(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, center: float = 0.0
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, center: float = 0.0, margin_P: torch.Tensor | float = 0.0
 ) -> dict[str, float | None]:
     """`PAIRWISE_METRICS` of pairs: rewards [P] of chosen and of rejected answers.
 
-    loss is the training objective mean[−log σ(m) + center (r_w + r_l)²]. Every pair's outcome is 1 by the way it is
-    written down, which would make any probability below 1 look badly calibrated. So calibration looks at the pair as a
-    judge does who is not told which answer was chosen: the probability that the answer with the higher reward is the
-    chosen one, q = σ(|m|), against whether it was (½ for a tie, whose q is ½). Brier is mean (σ(m) − 1)², the same
+    loss is the training objective mean[−log σ(m − margin) + center (r_w + r_l)²]. Every pair's outcome is 1 by the way
+    it is written down, which would make any probability below 1 look badly calibrated. So calibration looks at the pair
+    as a judge does who is not told which answer was chosen: the probability that the answer with the higher reward is
+    the chosen one, q = σ(|m|), against whether it was (½ for a tie, whose q is ½). Brier is mean (σ(m) − 1)², the same
     from either side.
     """
     r_w, r_l = _finite("chosen_P", chosen_P), _finite("rejected_P", rejected_P)
     if r_w.shape != r_l.shape:
         raise ValueError(f"rejected_P: expected {len(r_w)} rewards like chosen_P, got {len(r_l)}")
     m_P = r_w - r_l
-    loss_P = _softplus(-m_P) + center * (r_w + r_l).square()
+    loss_P = _softplus(margin_P - m_P) + center * (r_w + r_l).square()
     right_P = (m_P > 0).double() + 0.5 * (m_P == 0).double()
     return {
         "loss": float(loss_P.mean()),
@@ -141,6 +150,24 @@ def pairwise_metrics(
         "brier": brier_score(torch.sigmoid(m_P), torch.ones_like(m_P)),
         "calibration_error": calibration_error(torch.sigmoid(m_P.abs()), right_P),
     }
+
+
+def intervals(score_N: torch.Tensor, label_N: torch.Tensor | None, groups: Sequence[str]) -> dict[str, float | None]:
+    """95 % intervals of accuracy and AUC by a bootstrap over groups, whose rows stay together: `accuracy_low`, ….
+
+    Scores are rewards of single answers, or r_w − r_l of pairs, which have no labels and no AUC.
+    """
+    places = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    group_N = torch.tensor([places[group] for group in groups])
+    score_N = _finite("score_N", score_N)
+    p_N = torch.ones_like(score_N) if label_N is None else label_N.double()
+    signed_N = (2 * p_N - 1) * score_N
+    right_G = torch.bincount(group_N, weights=(signed_N > 0).double() + 0.5 * (signed_N == 0).double())
+    found = {"accuracy": ratio_by_prompt(right_G.tolist(), torch.bincount(group_N).tolist())}
+    if 0 < float(p_N.sum()) < len(p_N):
+        auc = _weighted_auc(score_N, p_N)
+        found["auc"] = interval_by_prompt(lambda weights_RG: auc(weights_RG[:, group_N]), len(places))
+    return {f"{name}_{edge}": getattr(of, edge) for name, of in found.items() for edge in ("low", "high")}
 
 
 def _half_ties(signed_N: torch.Tensor) -> float:

@@ -109,7 +109,12 @@ def reward_loss(
     output: PairwiseRewardLoss | PointwiseRewardLoss
     if examples[0].label is None:
         index = torch.arange(2 * n, device=model.device)
-        output = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center)
+        margin_P = (
+            torch.tensor([e.margin for e in examples], device=model.device) if any(e.margin for e in examples) else None
+        )
+        output = PairwiseRewardLoss(
+            chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center, margin_P=margin_P
+        )
     else:
         labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
         output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)

@@ -1,6 +1,6 @@
 """Reward models: a LoRA slot and a scalar head on the frozen base (PERL, arXiv 2403.10704); or all of it.
 
-    pairwise     L = mean[−log σ(r_w − r_l) + c (r_w + r_l)²]                      chosen w, rejected l
+    pairwise     L = mean[−log σ(r_w − r_l − m) + c (r_w + r_l)²]                  chosen w, rejected l, margin m
     pointwise    L = −mean[w p log σ(r) + (1 − p) log(1 − σ(r))]                   label p ∈ {0, 1}
 
 (`PairwiseRewardLoss` and `PointwiseRewardLoss`). r is w·h at the last token, without a bias: transformers' sequence
@@ -8,7 +8,8 @@ classifiers have none, so that a trained one could not leave this package. The h
 head where it brings one, else at zero.
 
 Data order and dropout are functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
-The best step on held-out rows becomes the final model; its checkpoint is kept until then.
+The best step on held-out rows becomes the final model; its checkpoint is kept until then. The best of several numbers
+is too good by chance: where `eval_share` holds out enough groups, half of them report and do not choose.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class RewardState:
     """By which the place in the data is found again; None likewise."""
 
 
+_GROUPS_TO_REPORT = 200
+"""Held-out groups of `eval_share` from which on half of them choose the best step and half report it."""
+
+
 class RewardTrainer(SupervisedRun[RewardState]):
     """Training of a reward model. Construction finds what can be wrong with the request; `run` spends the time."""
 
@@ -105,9 +110,11 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.reports: dict[str, Report] = {}
         """Report on the rows of each source, by the option that names it."""
+        self.same: dict[str, int] = {}
+        """Number of pairs of each source that were left out, since the same answer twice teaches nothing."""
         self.gold: dict[str, GoldLabels] = {}
         """Labels of each source by the gold reward model, where there is one; by the option that names the source."""
-        self.rows, self.eval_set = self._load_rows()
+        self.rows, self.eval_set, self.test_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
@@ -122,7 +129,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             step=0,
             seed=config.seed,
             metric_for_best_model=self.best_metric,
-            rows=digest(self.rows, self.eval_set),
+            rows=digest(self.rows, [*self.eval_set, *self.test_set]),
             rows_per_step=self.rows_per_step,
         )
         if resume is not None:
@@ -131,6 +138,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.notes = self._notes()
         """Notes for the user before the run starts, one sentence each."""
         model = build_reward_model(config)
+        model.trained_heads.add("reward")  # by this run
         self.total_steps = self.count_steps()
         return model
 
@@ -166,12 +174,13 @@ class RewardTrainer(SupervisedRun[RewardState]):
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def look(self) -> dict[str, float | None]:
-        """An evaluation after every `eval_steps` steps, and after the last one."""
-        every = self.config.eval_steps
-        if not self.eval_set or not (self._is_last() or (every and self.state.step % every == 0)):
+        """An evaluation before the first step, after every `eval_steps` steps, and after the last one."""
+        step, every = self.state.step, self.config.eval_steps
+        if not self.eval_set or not (step == 0 or self._is_last() or (every and step % every == 0)):
             return {}
         found = self.evaluate()
-        self._note_best(found[f"eval/{self.best_metric}"])
+        if step:
+            self._note_best(found[f"eval/{self.best_metric}"])
         return found
 
     def saves_now(self) -> bool:
@@ -208,12 +217,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         """`packed_batch` of some rows on the model's device."""
         return packed_batch(rows, self.model.device)
 
-    def step(self) -> dict[str, Any]:
-        """One optimizer step."""
-        metrics = super().step()
-        self.model.trained_heads.add("reward")
-        return metrics
-
     def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
 
@@ -244,16 +247,33 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return rewards
 
     def evaluate(self) -> dict[str, float | None]:
-        """`eval/…` metrics of the held-out rows, see `reward_metrics`; None where a metric is undefined."""
+        """Metrics of the held-out rows with 95 % intervals, see `reward_metrics`; None where a metric is undefined.
+
+        `eval/…` is of the rows that choose the best step, `test/…` of those that only report.
+        """
         assert self.eval_set
-        rewards = self.rewards(self.eval_set)
-        if self.objective == "pairwise":
-            center = self.config.center_rewards_coefficient or 0.0
-            found = reward_metrics.pairwise_metrics(rewards[:, 0], rewards[:, 1], center=center)
-        else:
-            labels = torch.tensor([bool(e.label) for e in self.eval_set])
-            found = reward_metrics.pointwise_metrics(rewards[:, 0], labels, pos_weight=self.pos_weight)
-        return {f"eval/{name}": value for name, value in found.items()}
+        sets = {"eval": self.eval_set, "test": self.test_set}
+        rewards = self.rewards([*self.eval_set, *self.test_set]).split([len(rows) for rows in sets.values()])
+        return {
+            f"{name}/{metric}": value
+            for (name, rows), rewards_NA in zip(sets.items(), rewards, strict=True)
+            if rows
+            for metric, value in self._judge(rows, rewards_NA).items()
+        }
+
+    def _judge(self, rows: Sequence[RewardExample], rewards_NA: torch.Tensor) -> dict[str, float | None]:
+        groups = [e.group for e in rows]
+        if self.objective == "pointwise":
+            labels = torch.tensor([bool(e.label) for e in rows])
+            found = reward_metrics.pointwise_metrics(rewards_NA[:, 0], labels, pos_weight=self.pos_weight)
+            return found | reward_metrics.intervals(rewards_NA[:, 0], labels, groups)
+        found = reward_metrics.pairwise_metrics(
+            rewards_NA[:, 0],
+            rewards_NA[:, 1],
+            center=self.config.center_rewards_coefficient or 0.0,
+            margin_P=torch.tensor([e.margin for e in rows], dtype=torch.float64),
+        )
+        return found | reward_metrics.intervals(rewards_NA[:, 0] - rewards_NA[:, 1], None, groups)
 
     def finished(self) -> bool:
         """Whether every step is done, and the final model and the record's result are written."""
@@ -280,24 +300,32 @@ class RewardTrainer(SupervisedRun[RewardState]):
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
             )
 
-    def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample]]:
-        """Training rows and held-out rows (none where none are asked for), of one kind."""
+    def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample], list[RewardExample]]:
+        """Training rows, held-out rows that choose the best step, and such that only report; of one kind."""
         config = self.config
         model = load_gold(config) if config.has_gold else None
         train = self._labelled(model, "dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
             split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
-            return split.train, split.held_out
+            if len({e.group for e in split.held_out}) < _GROUPS_TO_REPORT:
+                return split.train, split.held_out, []
+            # another seed: by the same one, held-out groups are all on one side
+            halves = split_by_group(split.held_out, share=0.5, seed=config.seed + 1, argument="eval_share")
+            return split.train, halves.train, halves.held_out
         if config.eval_dataset_name is None:
-            return train, []
+            return train, [], []
         objective = "pairwise" if train[0].label is None else "pointwise"
-        return train, self._labelled(model, "eval_dataset_name", config.eval_dataset_name, objective)
+        return train, self._labelled(model, "eval_dataset_name", config.eval_dataset_name, objective), []
 
     def _labelled(self, model: HydraModel | None, argument: str, path: str, objective: str) -> list[RewardExample]:
         """Rows of a data file, as the data or the gold model label them."""
         found = self._load_examples(argument, path, objective)
         if model is None:
-            return found
+            different = [e for e in found if e.label is not None or e.answers[0] != e.answers[1]]
+            self.same[argument] = len(found) - len(different)
+            if not different:
+                raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
+            return different
         labels = label_pairs(model, found)
         if not labels.examples:
             raise ConfigError(f"{argument}: expected pairs that gold prefers one answer of, got {labels.ties} ties")
@@ -357,8 +385,14 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     def _notes(self) -> list[str]:
         found = [labels.text(argument) for argument, labels in self.gold.items()]
+        found += [f"{name}: {n} pairs left out, whose two answers are the same" for name, n in self.same.items() if n]
         if not self.eval_set:
             return [*found, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
+        if self.test_set:
+            found.append(
+                f"of the held-out rows, {len(self.eval_set)} choose the best step (eval/…), and {len(self.test_set)} "
+                "report without choosing (test/…)"
+            )
         if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
             positives, negatives = count_labels(self.eval_set)
             found.append(
@@ -398,7 +432,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     def describe(self) -> dict[str, Any]:
         """Objective, rows, notes, and how much is trained."""
-        rows: dict[str, Any] = {"train": len(self.rows), "eval": len(self.eval_set)}
+        rows: dict[str, Any] = {"train": len(self.rows), "eval": len(self.eval_set), "test": len(self.test_set)}
         if self.objective == "pointwise":
             rows |= {"train_true": count_labels(self.rows)[0], "eval_true": count_labels(self.eval_set)[0]}
         return {
