@@ -1,7 +1,7 @@
 """Rewards that can be checked without a model: `--reward_funcs math format,weight=…` and so on, by name.
 
     math         1 where the answer is that of the data (column `answer`), by math-verify
-    format       1 where the whole answer matches a pattern
+    format       1 where the whole answer has a form: thoughts, then the answer, or a pattern
     length       0 between `least` and `most` tokens, down to −1 over `buffer` tokens beside them
     repetition   −(share of n-grams of words that were said before)
     json_schema  1 where the answer is JSON of a schema
@@ -18,10 +18,8 @@ import json
 import os
 import re
 import selectors
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -31,33 +29,10 @@ from typing import Any, ClassVar
 from rlhf_engine.errors import ConfigError
 
 Texts = Sequence[Any]
-_FENCED = re.compile(r"```(?:[\w+-]*)\n(.*?)```", re.DOTALL)
 _INSTALL = "pip install 'rlhf-engine[rewards]' has it"
-_RUNNER = """
-import os, resource, sys
-seconds, size = map(int, sys.argv[1:])
-for kind, limit in (
-    (resource.RLIMIT_CPU, seconds),
-    (resource.RLIMIT_AS, size),
-    (resource.RLIMIT_FSIZE, 2**24),
-    (resource.RLIMIT_CORE, 0),
-):
-    resource.setrlimit(kind, (limit, limit))
-source = sys.stdin.buffer
-read = lambda: source.read(int(source.readline()))
-answer = read()
-names = {"__name__": "__main__"}
-try:
-    exec(compile(answer, "answer", "exec"), names)
-    tests, word = read(), read()
-    exec(compile(tests, "tests", "exec"), names)
-except BaseException:
-    os._exit(1)
-sys.__stdout__.flush()
-os.write(1, word)
-os._exit(0)
-"""
-"""Program of `code`: the tests and the word that says they passed are read when the answer's code has ended."""
+_JUDGE = Path(__file__).with_name("judge.py")
+_SPARE = 10.0
+"""Seconds beyond its limit after which a process that judges is given up."""
 
 
 def text_of(completion: Any) -> str:
@@ -65,33 +40,114 @@ def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
 
 
-def fenced(text: str) -> str:
-    """The last fenced block of a text; the whole text where there is none."""
-    found = _FENCED.findall(text)
-    return str(found[-1]) if found else text
+def _opened(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:
+    """Whether each prompt ends with <think>; None for TRL's conversations, whose template is not seen."""
+    return [p.rstrip().endswith("<think>") if isinstance(p, str) else None for p in prompts] if prompts else [False] * n
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """Reward of 1 for an answer that matches a pattern from its first character to its last, else 0.
+@dataclass(kw_only=True)
+class Judged:
+    """Reward whose answers are judged in processes apart from the run, each within one limit of time and of memory.
+
+    An answer that goes beyond a limit has the reward 0.
 
     Args:
-        pattern: regular expression in which a dot matches line feeds, too.
+        timeout: seconds of an answer.
+    """
+
+    __name__: ClassVar[str]
+    timeout: float = 5.0
+    _idle: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise ConfigError(f"reward_funcs: {self.__name__}: expected a timeout above 0, got {self.timeout:g}")
+
+    def _judge(self, rows: list[Any], batch: int = 1000, jobs: int = 1, memory: int = 4096) -> list[float | None]:
+        requests = [[self.timeout, memory * 2**20, rows[i : i + batch]] for i in range(0, len(rows), batch)]
+        with ThreadPoolExecutor(jobs) as pool:
+            return [reward for rewards in pool.map(self._ask, requests) for reward in rewards]
+
+    def _ask(self, request: list[Any]) -> list[float | None]:
+        worker, n = self._idle.pop() if self._idle else self._start(), len(request[-1])
+        assert worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.write(json.dumps(request).encode() + b"\n")
+            worker.stdin.flush()
+        reply = _line(worker, self.timeout * n + _SPARE)
+        if reply is None:
+            _end(worker)
+            return [0.0] * n
+        self._idle.append(worker)
+        rewards: list[Any] = json.loads(reply)
+        for reward in rewards:
+            if isinstance(reward, str):
+                raise ConfigError(f"reward_funcs: {self.__name__}: {reward}")
+        return rewards
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        worker = subprocess.Popen(
+            [sys.executable, "-I", "-X", "int_max_str_digits=0", str(_JUDGE), self.__name__],
+            env={"PATH": os.defpath},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        if _line(worker, 60.0) is None:  # until it has imported what it needs
+            _end(worker)
+            raise RuntimeError("the process that judges answers did not start")
+        return worker
+
+    def close(self) -> None:
+        """End the processes that judge."""
+        while self._idle:
+            _end(self._idle.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _line(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """A worker's next line; None where it takes longer, or has ended."""
+    assert worker.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(worker.stdout, selectors.EVENT_READ)
+        return worker.stdout.readline() or None if selector.select(seconds) else None
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
+                pipe.close()
+
+
+@dataclass(kw_only=True)
+class Format(Judged):
+    """Reward of 1 for an answer that has a form from its first character to its last, else 0.
+
+    Args:
+        timeout: seconds of an answer.
+        pattern: regular expression in which a dot matches line feeds, too; "": thoughts in <think>, then one answer in
+            <answer>, neither empty, where the prompt may have opened <think>.
     """
 
     __name__: ClassVar[str] = "format"
-    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    pattern: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             re.compile(self.pattern)
         except re.error as error:
             got = f"{self.pattern!r}: {error}"
             raise ConfigError(f"reward_funcs: format: expected a regular expression, got {got}") from error
 
-    def __call__(self, completions: Texts, **columns: Any) -> list[float]:
-        whole = re.compile(self.pattern, re.DOTALL)
-        return [float(whole.fullmatch(text_of(completion)) is not None) for completion in completions]
+    def __call__(self, completions: Texts, prompts: Sequence[Any] | None = None, **columns: Any) -> list[float | None]:
+        opened = _opened(prompts, len(completions))
+        return self._judge([(text_of(c), self.pattern, o) for c, o in zip(completions, opened, strict=True)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +204,12 @@ class Repetition:
         return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonSchema:
+@dataclass(kw_only=True)
+class JsonSchema(Judged):
     """Reward of 1 for an answer that is JSON of a schema, else 0; JSON may stand in a fenced block.
 
     Args:
+        timeout: seconds of an answer.
         schema: file with the schema; "": the data's column `schema` has each row's, as text or as an object.
     """
 
@@ -160,46 +217,28 @@ class JsonSchema:
     schema: str = ""
 
     def __post_init__(self) -> None:
-        _jsonschema()
+        super().__post_init__()
+        _require("json_schema", "jsonschema")
         if self.schema:
-            self._checked(_read_json(self.schema))
+            self(completions=["{}"])
 
-    def __call__(self, completions: Texts, schema: Sequence[Any] | None = None, **columns: Any) -> list[float]:
+    def __call__(self, completions: Texts, schema: Sequence[Any] | None = None, **columns: Any) -> list[float | None]:
         if self.schema:
             schemas: Sequence[Any] = [_read_json(self.schema)] * len(completions)
         elif schema is None:
             raise ConfigError("reward_funcs: json_schema: expected a column `schema`, or json_schema,schema=FILE")
         else:
             schemas = [json.loads(each) if isinstance(each, str) else each for each in schema]
-        return [self._of(text_of(c), self._checked(each)) for c, each in zip(completions, schemas, strict=True)]
-
-    @staticmethod
-    def _checked(schema: Any) -> Any:
-        """A validator; it fetches nothing that a schema refers to. Raises ConfigError for what is no schema."""
-        library = _jsonschema()
-        from referencing import Registry  # which jsonschema needs
-
-        try:
-            kind = library.validators.validator_for(schema)
-            kind.check_schema(schema)
-        except library.SchemaError as error:
-            raise ConfigError(f"reward_funcs: json_schema: expected a JSON schema, got {error.message}") from error
-        return kind(schema, registry=Registry())
-
-    @staticmethod
-    def _of(text: str, validator: Any) -> float:
-        try:
-            return float(validator.is_valid(json.loads(fenced(text))))
-        except (ValueError, RecursionError):
-            return 0.0
+        return self._judge([(text_of(c), each) for c, each in zip(completions, schemas, strict=True)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Code:
+@dataclass(kw_only=True)
+class Code(Judged):
     """Reward of 1 for an answer whose Python code runs, and the data's column `tests` after it, without an error.
 
-    The last fenced block of an answer is its code. Each answer runs in a process of its own, in an empty folder, with
-    limits. They hold programs that go wrong. They are no sandbox: a program that means harm has the rights of the run.
+    The last fenced block of an answer is its code. It runs in a process of its own, in an empty folder, with limits.
+    The tests run in another: they call what the code defines, and compare what it returns as data. What the answer's
+    process can reach all the same is said at the top of `judge.py`. It is no sandbox where Linux has no Landlock.
 
     Args:
         timeout: seconds of an answer.
@@ -208,7 +247,6 @@ class Code:
     """
 
     __name__: ClassVar[str] = "code"
-    timeout: float = 5.0
     memory: int = 512
     jobs: int = 0
 
@@ -219,45 +257,21 @@ class Code:
             got = f"{self.timeout:g} and {self.memory}"
             raise ConfigError(f"reward_funcs: code: expected a timeout above 0 and memory of 64 at least, got {got}")
 
-    def __call__(self, completions: Texts, tests: Sequence[Any] | None = None, **columns: Any) -> list[float]:
+    def __call__(self, completions: Texts, tests: Sequence[Any] | None = None, **columns: Any) -> list[float | None]:
         if tests is None:
             raise ConfigError("reward_funcs: code: expected a column `tests` with Python code, got none")
         sources = ["\n".join(each) if isinstance(each, list) else str(each) for each in tests]
-        with ThreadPoolExecutor(self.jobs or os.cpu_count() or 1) as pool:
-            return list(pool.map(self._of, [fenced(text_of(c)) for c in completions], sources))
-
-    def _of(self, answer: str, tests: str) -> float:
-        word = os.urandom(16)
-        parts = [answer.encode(errors="replace"), tests.encode(errors="replace"), word]
-        given = b"".join(b"%d\n%b" % (len(part), part) for part in parts)
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _RUNNER, str(int(self.timeout) + 1), str(self.memory * 2**20)],
-                cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            try:
-                process.communicate(given, timeout=self.timeout)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                pass
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            return float(process.returncode == 0 and output.read().endswith(word))
+        rows = [(text_of(c), each, self.timeout) for c, each in zip(completions, sources, strict=True)]
+        return self._judge(rows, 1, self.jobs or os.cpu_count() or 1, self.memory)
 
 
 @dataclass(kw_only=True)
-class Math:
-    """Reward of 1 for an answer that equals the data's, else 0, by math-verify; None where the data's cannot be read.
+class Math(Judged):
+    r"""Reward of 1 for an answer that equals the data's, else 0, by math-verify; None where the data's cannot be read.
 
-    The data's column `answer` has a number or LaTeX; of a text such as GSM8K's, what follows `####`. A process of its
-    own compares, and is ended where an answer takes too long.
+    The data's column `answer` has a number or LaTeX; of a text such as GSM8K's, what follows `####`. Of a completion
+    the answer counts and not its thoughts: what follows `</think>`, in it what is in `<answer>` or in the last
+    `\boxed`, and without these the end.
 
     Args:
         timeout: seconds of an answer.
@@ -265,61 +279,18 @@ class Math:
     """
 
     __name__: ClassVar[str] = "math"
-    timeout: float = 5.0
     column: str = "answer"
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
-            raise ConfigError(f"reward_funcs: math: expected a timeout above 0, got {self.timeout:g}")
-        try:
-            import math_verify  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(f"reward_funcs: math: expected the package math-verify, got none; {_INSTALL}") from error
+        super().__post_init__()
+        _require("math", "math-verify")
 
-    def __call__(self, completions: Texts, **columns: Any) -> list[float | None]:
+    def __call__(self, completions: Texts, prompts: Sequence[Any] | None = None, **columns: Any) -> list[float | None]:
         if self.column not in columns:
             raise ConfigError(f"reward_funcs: math: expected a column {self.column!r}, got {sorted(columns)}")
-        return [self._of(text_of(c), str(gold)) for c, gold in zip(completions, columns[self.column], strict=True)]
-
-    def _of(self, answer: str, gold: str) -> float | None:
-        if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, str(Path(__file__).with_name("math_worker.py"))]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            if self._line(60.0) is None:  # until it has imported what it needs
-                self.close()
-                raise RuntimeError("the process that compares answers did not start")
-        assert self._process.stdin is not None
-        gold = gold.rpartition("####")[2].strip()
-        self._process.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-        self._process.stdin.flush()
-        found = self._line(self.timeout)
-        if found is None:
-            self.close()
-            return 0.0
-        same: float | None = json.loads(found)
-        return same
-
-    def _line(self, seconds: float) -> bytes | None:
-        """The worker's next line; None where it takes longer, or has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            return self._process.stdout.readline() or None if selector.select(seconds) else None
-
-    def close(self) -> None:
-        """End the process that compares."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._process = None
-
-    def __del__(self) -> None:
-        self.close()
+        golds = [str(gold).rpartition("####")[2].strip() for gold in columns[self.column]]
+        opened = _opened(prompts, len(completions))
+        return self._judge([(text_of(c), g, o) for c, g, o in zip(completions, golds, opened, strict=True)])
 
 
 BUILT_IN: dict[str, Any] = {
@@ -372,14 +343,11 @@ def _value(name: str, key: str, kind: str, text: str) -> Any:
         raise ConfigError(f"reward_funcs: {name}: expected {what} for {key}, got {text!r}") from error
 
 
-def _jsonschema() -> Any:
+def _require(name: str, package: str) -> None:
     try:
-        import jsonschema
+        __import__(package.replace("-", "_"))
     except ImportError as error:
-        raise ConfigError(
-            f"reward_funcs: json_schema: expected the package jsonschema, got none; {_INSTALL}"
-        ) from error
-    return jsonschema
+        raise ConfigError(f"reward_funcs: {name}: expected the package {package}, got none; {_INSTALL}") from error
 
 
 def _read_json(path: str) -> Any:

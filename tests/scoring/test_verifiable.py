@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 import time
+from functools import cache
 
 import pytest
 
@@ -12,10 +15,13 @@ from rlhf_engine.scoring import verifiable
 from rlhf_engine.scoring.reward_functions import load_reward, score_with_functions, unique_names, weighted_total
 from rlhf_engine.scoring.verifiable import make
 
+judge_of = cache(make)
+"""Reward by its spec; those of this file share their processes."""
+
 
 def one(spec: str, answer: str, **columns: object) -> float | None:
     """The reward of one answer."""
-    return make(spec)(completions=[answer], **{name: [value] for name, value in columns.items()})[0]
+    return judge_of(spec)(completions=[answer], **{name: [value] for name, value in columns.items()})[0]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -25,7 +31,8 @@ def one(spec: str, answer: str, **columns: object) -> float | None:
     ("answer", "reward"),
     [
         ("<think>a\nb</think>\n<answer>4</answer>\n", 1.0),
-        ("<think></think><answer></answer>", 1.0),
+        (" \n<think>a</think><answer>4</answer>", 1.0),  # as templates and tokenizers begin
+        ("<think>if a < b or b > a</think>\n\n<answer><b>4</b></answer>", 1.0),
         ("so: <think>a</think><answer>4</answer>", 0.0),
         ("<think>a</think>", 0.0),
         ("", 0.0),
@@ -34,6 +41,14 @@ def one(spec: str, answer: str, **columns: object) -> float | None:
 def test_format(answer, reward):
     assert one("format", answer) == reward
     assert make("format")(completions=[[{"role": "assistant", "content": answer}]]) == [reward]
+
+
+def test_a_format_whose_thoughts_begin_in_the_prompt():
+    answers = ["a\n</think>\n<answer>4</answer>", "<think>a</think><answer>4</answer>"]
+    for prompt, rewards in {"<|assistant|>\n<think>\n": [1.0, 0.0], "What is <think>?": [0.0, 1.0]}.items():
+        assert make("format")(prompts=[prompt] * 2, completions=answers) == rewards
+    messages = [{"role": "user", "content": "2 + 2?"}]  # TRL's conversations do not show what the template begins
+    assert make("format")(prompts=[messages] * 2, completions=answers) == [1.0, 1.0]
 
 
 def test_a_format_of_ones_own():
@@ -106,8 +121,7 @@ def test_json_schema(answer, reward, tmp_path):
 
 
 def test_a_schema_that_refers_elsewhere_fetches_nothing():
-    referencing = pytest.importorskip("referencing")
-    with pytest.raises(referencing.exceptions.Unresolvable):
+    with pytest.raises(ConfigError, match=r"expected a JSON schema that refers to itself alone, got .*9/schema"):
         one("json_schema", "{}", schema={"$ref": "http://127.0.0.1:9/schema"})
 
 
@@ -220,10 +234,223 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
     judge.close()
     with pytest.MonkeyPatch.context() as patch:  # a process that ends at once is no wrong answer
         patch.setattr(verifiable.sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="the process that compares answers did not start"):
+        with pytest.raises(RuntimeError, match="the process that judges answers did not start"):
             judge(completions=["7"], solution=["7"])
     with pytest.raises(ConfigError, match=r"math: expected a column 'solution', got \['answer'\]"):
         judge(completions=["7"], answer=["7"])
+
+
+# ---- answers that want the reward without the answer -----------------------------------------------------------------
+
+EQUALS_ALL = "class Same({}):\n    __eq__ = __ge__ = __le__ = __contains__ = __bool__ = lambda *_: True\n"
+FOR_ALL = "import os, sys, json\nfor fd in range(64):\n    try: os.write(fd, {})\n    except OSError: pass\n"
+HOSTILE_CODE = [
+    "import os, sys\nword = sys.stdin.buffer.read()[-16:]\nos.write(1, word)\nos._exit(0)",
+    EQUALS_ALL.format("") + "def add(a, b): return Same()",
+    EQUALS_ALL.format("int") + "    __hash__ = None\ndef add(a, b): return Same()",
+    FOR_ALL.format("b'[1.0]\\n1.0\\n'") + "os._exit(0)",
+    FOR_ALL.format("json.dumps({'is': None, 'changed': [], 'said': ''}).encode() + b'\\n'"),
+    "import __main__, builtins, json\nbuiltins.AssertionError = json.loads = __main__.judge_code = int\nadd = max",
+    "import gc\nseen = [x for x in gc.get_objects() if 'assert add' in str(x)]\ndef add(a, b): return seen[0]",
+    "import sys\nsys.settrace(lambda f, *_: sys.settrace)\ndef add(a, b): raise StopIteration",
+    "def add(a, b): return 'x' * 10**9",
+    "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "def add(a, b): return add(b, a)",
+    RIGHT + "import os\nfor _ in range(5): os.fork()\nwhile True: os.setsid() if os.fork() == 0 else None; input()",
+    "def add(a, b):\n    while True: pass",
+]
+HOSTILE_MATH = [
+    "<think>6 * 7 = 42</think><answer>41</answer>",
+    "<think>It is \\boxed{42}.</think>The answer is 41.",
+    "<think>6 * 7 = 42",
+    "\\boxed{41}\\boxed{42}\\boxed{43}",
+    "\\boxed{41, 42, 43}",
+    "<answer>41, 42, 43</answer>",
+    "<answer>41</answer> It may also be \\boxed{42}.",
+    "<answer>42</answer><answer>41</answer>",
+    "<answer></answer> 42",
+    "The final answer is $42$. I hope it is correct. No, the final answer is $41$.",
+    "</think>42</think> 41",
+    "$\\boxed{" + "^{".join(["9"] * 12) + "}" * 11 + "}$",
+]
+HOSTILE_FORMAT = [
+    "<think></think><answer></answer>",
+    "<think> \n</think><answer> 4 </answer>",
+    "<think>a</think><answer>\n</answer>",
+    "<think>a</think><answer>4</answer><answer>5</answer>",
+    "<think>a</think><answer>4</answer></answer>",
+    "<think>a</think></think><answer>4</answer>",
+    "<think>a<think>b</think><answer>4</answer>",
+    "<think>a <answer>4</answer></think><answer>4</answer>",
+    "a</think><answer>4</answer>",
+    "<answer>4</answer><think>a</think>",
+    "<think>a</think><answer>" + "<think>" * 20_000,
+]
+HOSTILE_PATTERN = ["a" * n for n in range(30, 38)] + ["a" * 40 + "c", "b", "aab\n", " aab"]
+SLOW = {"type": "string", "pattern": "^(a+)+$"}
+HOSTILE_JSON = [
+    (json.dumps("a" * 40 + "!"), SLOW),
+    (json.dumps(["a" * 40 + "!"]), {"items": SLOW}),
+    (json.dumps({"a" * 40 + "!": 1}), {"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False}),
+    (json.dumps([{"n": i} for i in range(5000)] + [{"n": 0}]), {"uniqueItems": True}),
+    ("NaN", {"type": "number"}),
+    ("[-Infinity]", {"items": {"type": "number"}}),
+    ('{"n": true}', SCHEMA),
+    ('{"n": 3} {"n": 3}', SCHEMA),
+    ('```json\n{"n": 3}\n```\n```json\n{"n": "3"}\n```', SCHEMA),
+    ("[" * 100_000 + "]" * 100_000, {}),
+    ("1" * 3_000_000, {"type": "integer"}),
+    ("", {}),
+]
+
+
+def test_hostile_answers_are_not_paid_and_end_in_time():
+    """A right answer beside them is, and no answer makes the run end or wait."""
+    pytest.importorskip("math_verify")
+    tables = [  # reward, seconds of an answer, a right answer, columns of hostile answers and of the right one
+        ("code,jobs=2", 2.5, RIGHT, HOSTILE_CODE, {"tests": [TESTS] * (len(HOSTILE_CODE) + 1)}),
+        ("math", 0.5, "42", HOSTILE_MATH, {"answer": ["42"] * (len(HOSTILE_MATH) + 1)}),
+        ("format", 0.5, "<think>a</think><answer>4</answer>", HOSTILE_FORMAT, {}),
+        ("format,pattern=(a+)+b", 0.2, "aab", HOSTILE_PATTERN, {}),
+        ("json_schema", 0.2, '"aaa"', [a for a, _ in HOSTILE_JSON], {"schema": [s for _, s in HOSTILE_JSON] + [SLOW]}),
+    ]
+    for spec, seconds, right, hostile, columns in tables:
+        assert len(hostile) >= 10
+        judge = make(f"{spec},timeout={seconds}")
+        judge(completions=[right], **{name: values[-1:] for name, values in columns.items()})  # it has begun
+        began = time.perf_counter()
+        rewards = judge(completions=[*hostile, right], **columns)
+        took = time.perf_counter() - began
+        judge.close()
+        assert rewards == [0.0] * len(hostile) + [1.0], [h for h, r in zip(hostile, rewards, strict=False) if r]
+        assert took < (seconds + 1) * len(rewards), spec
+
+
+def test_answers_without_an_end_of_the_thoughts_that_the_prompt_began(judge):
+    answers = ["6 * 7 = 42", "6 * 7 = 41?</think>42"]
+    prompts = ["What is 6 * 7?<think>\n"] * 2
+    assert judge(prompts=prompts, completions=answers, answer=["42"] * 2) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("42", "<answer>42</answer>"),
+        ("42", "<think>41? No.</think>\n\n<answer>\n42\n</answer>"),
+        ("42", "<think>41? No.</think>It is \\boxed{42}."),
+        ("42", "41? No.</think> 42"),
+        ("42", "<answer>\\boxed{42}</answer>"),
+        ("42", "<answer>The answer is 42.</answer>"),
+        ("42", "<answer>42 dollars</answer>"),
+        ("42", "<answer>42.</answer>"),
+        ("42", "The answer is $42$, which is 6 times 7."),
+        ("x + 1", "<answer>x + 1</answer>"),
+        (r"\frac{1}{2}", r"<answer>\frac12</answer>"),
+        (r"\{1, 2\}", r"\boxed{1, 2}"),
+    ],
+)
+def test_math_reads_the_answer(judge, gold, answer):
+    assert judge(completions=[answer], answer=[gold]) == [1.0]
+
+
+RIGHT_CODE = {  # what tests may do with an answer: its code, and the tests
+    "a function that is handed on": (RIGHT, "def check(candidate):\n    assert candidate(2, b=3) == 5\ncheck(add)"),
+    "a method": ("class Solution:\n    def two(self, x): return x[:2]", "assert Solution().two(x=[1, 2, 3]) == [1, 2]"),
+    "an object": (
+        "class Empty(ValueError): pass\nclass Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x):\n        self.items.append(x)\n        return self\n"
+        "    def pop(self):\n        if not self.items: raise Empty('none')\n        return self.items.pop()\n"
+        "    def __len__(self): return len(self.items)\n    def __iter__(self): return iter(self.items)\n"
+        "    def __eq__(self, other): return self.items == other.items",
+        "s = Stack()\ns.push(3).push((1, 'x'))\nassert len(s) == 2 and list(s) == s.items == [3, (1, 'x')] and 3 in s\n"
+        "assert s == Stack().push(3).push((1, 'x')) != Stack() and s != [3, (1, 'x')]\n"
+        "assert s.pop() == (1, 'x') and s.pop() == 3\n"
+        "for kind in (Empty, ValueError):\n    try: s.pop()\n    except kind as error: assert str(error) == 'none'\n"
+        "    else: raise AssertionError",
+    ),
+    "an object of the tests": (
+        "def flip(n):\n    if n: n.left, n.right = flip(n.right), flip(n.left)\n    return n",
+        "class Node:\n    def __init__(self, v, left=None, right=None):\n"
+        "        self.v, self.left, self.right = v, left, right\n"
+        "t = Node(1, Node(2, Node(4)), Node(3))\nassert flip(t) is t and t.right.right.v == 4 and t.left.v == 3",
+    ),
+    "changed in place": (
+        "def turn(m): m[:] = [list(r) for r in zip(*m)]",
+        "m = [[1, 2]]\nturn(m)\nassert m == [[1], [2]]",
+    ),
+    "printed": (
+        "def greet(n): print('hi', n)",
+        "import contextlib, io\nout = io.StringIO()\nwith contextlib.redirect_stdout(out): greet('you')\n"
+        "assert out.getvalue() == 'hi you\\n'",
+    ),
+    "a generator": ("def upto(n): yield from range(n)", "assert list(upto(3)) == [0, 1, 2] and next(upto(1)) == 0"),
+    "types of its own": (
+        "from collections import *\nimport enum\nP = namedtuple('P', 'x y')\ndef point(): return P(1, 2)\n"
+        "def count(s): return Counter(s)\nclass Hue(enum.Enum): RED = 1",
+        "assert point() == (1, 2) and point().y == 2 and count('aab') == {'a': 2, 'b': 1}\n"
+        "assert count('aab').most_common(1) == [('a', 2)] and Hue.RED is Hue.RED and Hue.RED.value == 1",
+    ),
+    "plain data": (
+        "def data(x): return [x, {1: (2, {3}), 'a': [None, True, 1.5, float('inf'), b'x', 2j, range(3), 10**5000]}]",
+        "assert data(()) == [(), {1: (2, {3}), 'a': [None, True, 1.5, float('inf'), b'x', 2j, range(3), 10**5000]}]",
+    ),
+    "arrays": (
+        "import numpy as np\ndef twice(x): return np.asarray(x) * 2\ndef mean(x): return np.mean(x)",
+        "import numpy as np\nassert np.allclose(twice(np.array([1, 2])), [2, 4]) and mean([1, 2]) == 1.5",
+    ),
+    "a function of the tests": (
+        "def order(x, key): return sorted(x, key=key)",
+        "assert order([3, -1], lambda x: -x) == [3, -1]",
+    ),
+    "a name of Python's": ("def sum(a, b): return a + b + 1", "assert sum(10, 15) == 26"),
+    "a module that the tests did not import": (
+        "def pi(): return 3.14159265",
+        "assert math.isclose(pi(), math.pi, rel_tol=1e-6)",
+    ),
+    "a file": ("def save(): open('f', 'w').write('x')", "save()\nassert open('f').read() == 'x'"),
+    "operators": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, other): return V(self.x + other.x)\n"
+        "    def __eq__(self, other): return self.x == other.x\n    def __repr__(self): return f'V({self.x})'",
+        "a = V(1) + V(2)\nassert a == V(3) and repr(a) == 'V(3)'\na.x = 7\nassert a == V(7)",
+    ),
+    "unittest": (
+        RIGHT,
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n"
+        "        with self.assertRaises(TypeError): add()\n"
+        "found = unittest.defaultTestLoader.loadTestsFromTestCase(T).run(unittest.TestResult())\n"
+        "assert found.testsRun == 1 and found.wasSuccessful()",
+    ),
+}
+
+
+def test_right_code_is_paid_whatever_the_tests_do_with_it():
+    answers, tests = zip(*RIGHT_CODE.values(), strict=True)
+    rewards = judge_of("code,timeout=20")(completions=answers, tests=tests)
+    assert dict(zip(RIGHT_CODE, rewards, strict=True)) == dict.fromkeys(RIGHT_CODE, 1.0)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or ctypes.CDLL(None).syscall(444, None, 0, 1) < 6, reason="needs Landlock with signals"
+)
+def test_an_answers_process_reaches_its_folder_and_python_alone(tmp_path):
+    (tmp_path / "tests").write_text("the tests")
+    reaches = [
+        "open(f'/proc/{os.getppid()}/mem', 'r+b')",  # where the tests are
+        "open(f'/proc/{os.getppid()}/environ')",
+        "open(__main__.__file__, 'a')",  # the judge of the next answer
+        f"open({str(tmp_path / 'tests')!r})",
+        f"open({str(tmp_path / 'more')!r}, 'w')",
+        "os.kill(os.getppid(), 9)",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "os.setuid(1)",
+        "os.nice(-5)",
+    ]
+    answer = "import __main__, os, socket\ndef reach(what):\n    try: eval(what)\n"
+    answer += "    except OSError as error: return error.errno\n"
+    answer += "import numpy, subprocess, sys\nsubprocess.run([sys.executable, '-c', ''], check=True)\n"
+    answer += "with open('f', 'w') as file: file.write('x')\nos.rename('f', 'g')\nos.kill(-1, 9)\n"
+    tests = "".join(f"assert reach({reach!r}) in (1, 3, 13), {reach!r}\n" for reach in reaches)
+    assert one("code,timeout=20", answer, tests=tests) == 1.0
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
