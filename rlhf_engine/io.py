@@ -35,6 +35,43 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointWriteError(f"output_dir: expected to write {str(path)!r}, got: {error}") from error
 
 
+@contextlib.contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """Write a folder aside, and give it its final name once it is whole. Links that have either name are replaced.
+
+    Args:
+        final: folder that is written; one that is there stays until the new one is whole.
+
+    Returns:
+        The context manager of the block that writes; its value is the path to write to, where nothing is.
+
+    Raises:
+        CheckpointWriteError: a full disk, or a folder that cannot be written.
+    """
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        with writing(final):
+            delete(temporary)
+            yield temporary
+            put_in_place(temporary, final)
+    finally:
+        with contextlib.suppress(OSError):
+            delete(temporary)  # a full disk would stay full
+
+
+def delete(path: Path) -> None:
+    """Remove what is there: a file, a folder with all that is in it, or a link, but not what that names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def no_link(path: str | Path, flags: int) -> int:
+    """Open a file that grows in a run's folder: OSError for a link, which may name any other file. An `opener`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def put_in_place(temporary: Path, final: Path) -> None:
     """Give a written folder its final name, once all of it is on disk.
 
@@ -42,15 +79,12 @@ def put_in_place(temporary: Path, final: Path) -> None:
     """
     _flush(temporary)
     finish_replacement(final)
-    if not final.exists():
-        os.rename(temporary, final)
-        _flush_directory(final.parent)
-        return
     replaced = _replaced(final)
-    os.rename(final, replaced)
+    if os.path.lexists(final):
+        os.rename(final, replaced)
     os.rename(temporary, final)
     _flush_directory(final.parent)
-    shutil.rmtree(replaced)
+    delete(replaced)
 
 
 def finish_replacement(final: Path) -> None:
@@ -59,10 +93,9 @@ def finish_replacement(final: Path) -> None:
     Several processes may do so at once.
     """
     replaced = _replaced(final)
-    if not replaced.exists():
-        return
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            delete(replaced)
     else:
         with contextlib.suppress(FileNotFoundError):
             os.rename(replaced, final)
@@ -71,7 +104,8 @@ def finish_replacement(final: Path) -> None:
 def finish_replacements(root: Path, names: str) -> None:
     """Finish what a stop left of replacements and removals of folders in `root` whose name matches the pattern."""
     for removed in root.glob(_removed(Path(names)).name):
-        shutil.rmtree(removed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            delete(removed)
     for replaced in root.glob(_replaced(Path(names)).name):
         finish_replacement(root / replaced.name.removeprefix(".").removesuffix(_REPLACED))
 
@@ -125,11 +159,11 @@ def _is_config(path: Path) -> bool:
 def remove(folder: Path) -> None:
     """Remove a folder, if it is there: whole or not at all, as others see it."""
     aside = _removed(folder)
-    shutil.rmtree(aside, ignore_errors=True)  # of a removal that was stopped
-    if folder.exists():
+    delete(aside)  # of a removal that was stopped
+    if os.path.lexists(folder):
         os.rename(folder, aside)
         _flush_directory(folder.parent)  # or a power cut could leave half of it under its own name
-        shutil.rmtree(aside)
+        delete(aside)
 
 
 _REPLACED, _REMOVED = ".replaced", ".removed"

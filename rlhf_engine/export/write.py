@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from rlhf_engine.export.sequence_classification import write_classifier
 from rlhf_engine.export.source import Source, find_source, public_name, read_quantization
 from rlhf_engine.hub import is_hub_name, push_folder, require_push
 from rlhf_engine.hydra.loading import load_model
-from rlhf_engine.io import put_in_place, writing
+from rlhf_engine.io import replacing
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.tokenizing import load_tokenizer
 
@@ -58,17 +57,9 @@ def export(config: ExportConfig) -> Exported:
     if config.push_to_hub is not None:
         require_push(config.push_to_hub)
     source = find_source(config)
-    temporary = output.absolute().with_name(f".{output.absolute().name}.tmp")
-    with writing(output):
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    try:
-        with writing(output):
-            notes = _write(config, source, temporary, converter)
-            put_in_place(temporary, output.absolute())
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with replacing(output.absolute()) as temporary:
+        temporary.mkdir(parents=True)
+        notes = _write(config, source, temporary, converter)
     url = None
     if config.push_to_hub is not None:
         url = push_folder(output, config.push_to_hub, private=config.private)

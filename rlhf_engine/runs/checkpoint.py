@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpo
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.io import finish_replacement, finish_replacements, put_in_place, remove, writing
+from rlhf_engine.io import finish_replacement, finish_replacements, remove, replacing, writing
 from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
 from rlhf_engine.policy.optimizer import RoleOptimizer
 
@@ -127,17 +126,11 @@ def save_checkpoint(
         ValueError: PEFT would load another function from a slot's folder.
     """
     root = Path(output_dir)
-    final, temporary = root / f"checkpoint-{state.step}", root / f".checkpoint-{state.step}.tmp"
-    try:
-        with writing(final):
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            _write(temporary, model, optimizer, state, policies or {})
-            put_in_place(temporary, final)
-            _drop_all_but(keep, root)
-    except CheckpointWriteError:
-        shutil.rmtree(temporary, ignore_errors=True)  # a full disk would stay full
-        raise
+    final = root / f"checkpoint-{state.step}"
+    with replacing(final) as temporary:
+        _write(temporary, model, optimizer, state, policies or {})
+    with writing(final):
+        _drop_all_but(keep, root)
     return final
 
 

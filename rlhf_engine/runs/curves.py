@@ -8,13 +8,13 @@ behind it. Values that are null in the metrics file (NaN or infinite when writte
 
 from __future__ import annotations
 
-import contextlib
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.metrics import read_metrics, write_atomic
 
 SMOOTHING = 0.8
 SMOOTHED_FROM = 20  # points
@@ -126,11 +126,10 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
         figure.suptitle(f"pale: raw; solid: exponential mean, decay {SMOOTHING:g}", fontsize=9, color="0.35")
     png_path = Path(png_path)
     try:
-        png_path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png_path, dpi=120)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=120, format="png")
+        write_atomic(png_path, picture.getvalue())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            png_path.unlink()  # half of a picture
         warnings.warn(f"{png_path}: the curves were not drawn: {error.strerror}", stacklevel=2)
     return [panel.title for panel, _ in drawn]
 

@@ -6,13 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlhf_engine.errors import CheckpointWriteError, ConfigError
-from rlhf_engine.io import finish_replacements, put_in_place, remove, writing
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
 
@@ -33,7 +32,9 @@ def locked(output: Path) -> Iterator[None]:
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / LOCK_FILE).open("a+")
+        if (output / LOCK_FILE).is_symlink():
+            (output / LOCK_FILE).unlink()
+        file = os.fdopen(no_link(output / LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+")
     except OSError as error:
         place = f"output_dir: expected a folder that can be written, got {str(output)!r}"
         raise ConfigError(f"{place}: {error.strerror}") from error
@@ -106,7 +107,7 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
     for names in ("checkpoint-*", FINAL_FOLDER):
         finish_replacements(output, names)
     for unfinished in output.glob(".*.tmp"):
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        delete(unfinished)
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
             remove(checkpoint)
@@ -122,13 +123,6 @@ def write_final(output: Path, write: Callable[[Path], object]) -> None:
     Raises:
         CheckpointWriteError: a full disk, or a folder that cannot be written.
     """
-    temporary, final = output / f".{FINAL_FOLDER}.tmp", output / FINAL_FOLDER
-    try:
-        with writing(final):
-            shutil.rmtree(temporary, ignore_errors=True)
-            write(temporary)
-            write_manifest(temporary)
-            put_in_place(temporary, final)
-    except CheckpointWriteError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with replacing(output / FINAL_FOLDER) as temporary:
+        write(temporary)
+        write_manifest(temporary)

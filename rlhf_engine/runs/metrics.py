@@ -43,8 +43,7 @@ class MetricsWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = whole_lines(self.path)
-        if self.path.exists() and b"".join(lines) != self.path.read_bytes():
-            write_atomic(self.path, b"".join(lines))
+        write_atomic(self.path, b"".join(lines))  # without what a crash has left, and no link
         self.last_step = max((json.loads(line)["step"] for line in lines), default=-1)
         self._file = self.path.open("ab")
 
@@ -234,10 +233,11 @@ def _is_whole(line: bytes) -> bool:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file beside itself, flush and rename it: it is either the old one or the whole new one."""
+    """Write a file beside itself, flush and rename it: it is either the old one or the whole new one, and no link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
+    beside.unlink(missing_ok=True)
+    with beside.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

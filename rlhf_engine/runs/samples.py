@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.io import no_link
 from rlhf_engine.runs.metrics import whole_lines, write_atomic
 
 
@@ -47,12 +48,12 @@ class SampleLog:
     def drop_from(self, step: int) -> None:
         """Drop the looks at this step and later ones: the run has gone back."""
         kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < step]
-        if self.path.exists():
+        if os.path.lexists(self.path):
             write_atomic(self.path, b"".join(kept))
 
     def write(self, samples: Samples) -> None:
         """Append one look, flushed to disk."""
-        with self.path.open("ab") as file:
+        with open(self.path, "ab", opener=no_link) as file:
             file.write(json.dumps(asdict(samples), ensure_ascii=False, allow_nan=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

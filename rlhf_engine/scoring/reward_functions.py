@@ -260,14 +260,15 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @contextlib.contextmanager
 def _settings_kept(name: str) -> Iterator[None]:
-    """Put torch's process-wide settings back after the block, with a warning where it changed one.
+    """Put the working folder and torch's process-wide settings back after the block, with a warning for the latter.
 
     A function that loads a model of its own often sets some, which is no reason to stop a run. Random numbers are left
     alone: the run draws none from torch's own generator, and put back it would give a function the same ones each time.
     """
     before = {setting: get() for setting, (get, _) in _SETTINGS.items()}
     try:
-        yield
+        with contextlib.chdir("."):
+            yield
     finally:
         for setting, (get, put_back) in _SETTINGS.items():
             found = get()

@@ -16,6 +16,7 @@ from rlhf_engine.io import writing
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
+from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.samples import SampleLog, Samples
 from rlhf_engine.runs.text import samples_markdown
 from rlhf_engine.scoring.experience import as_replies, decode_answers
@@ -188,4 +189,4 @@ class Evaluation:
         before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
         text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
         with writing(self._output / SAMPLES_FILE):
-            (self._output / SAMPLES_FILE).write_text(text, encoding="utf-8")
+            write_atomic(self._output / SAMPLES_FILE, text.encode())

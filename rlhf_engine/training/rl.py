@@ -73,7 +73,7 @@ class RlTrainer(Run[TrainerState]):
             shares = config.shard_base or config.method == "full_ppo"
             config = replace(config, device=str(world.device), shard_base=shares)
         self.config, self.title = config, config.algorithm
-        self.output = Path(config.output_dir)
+        self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
         world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))

@@ -414,7 +414,7 @@ class SupervisedRun(Run[State]):
                 require_shared_state(config, world)
             shares = config.shard_base or is_full
             self.config = dataclasses.replace(config, device=str(world.device), shard_base=shares)
-        self.output = Path(config.output_dir)
+        self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         self.ranks = Ranks(world, in_step=bool(self.config.shard_base))
         model = world.run_on_all_ranks("the start of the run", self.load)
         step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.hydra.shares import state_of
-from rlhf_engine.io import put_model_in_place, remove_model
+from rlhf_engine.io import delete, put_model_in_place, remove_model
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.build import loading_device, slot_config
@@ -430,7 +429,7 @@ class SftTrainer(SupervisedRun[SftState]):
         """
         self.output.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.output.with_name(f".{self.output.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        delete(temporary)
         temporary.mkdir()
         backbone = self.model.backbone()
         if self.config.mode == "full":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.checkpoint import list_checkpoints
+from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import locked, require_unlocked
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
@@ -27,6 +30,7 @@ def model(tmp_path_factory):
 HOLDER = """
 import sys
 from pathlib import Path
+from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
@@ -109,3 +113,42 @@ def test_a_beta_that_adapts_is_the_checkpoints(model, tmp_path):
         other = RlTrainer(train_config(model, tmp_path / "other", **{**options, "beta": 0.3}, **resume))
     assert other.state.beta == adapted
     assert RlTrainer(train_config(model, tmp_path / "same", **options, **resume)).state == trainer.state
+
+
+def test_links_in_a_run_folder_are_replaced_and_nothing_is_written_through_them(model, tmp_path):
+    """However they came there: of files that are written at once, files that grow, and folders."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    files = [".lock", "run.json", "metrics.jsonl", "samples.jsonl", "samples.md", "page.html", "drawn.png"]
+    files += [f".{name}.{os.getpid()}.tmp" for name in ("run.json", "metrics.jsonl", "drawn.png")]
+    folders = ["checkpoint-1", ".checkpoint-1.tmp", ".checkpoint-1.replaced", ".checkpoint-1.removed"]
+    folders += ["final", ".final.tmp", ".final.replaced", ".final.removed"]
+    for how in ("there", "nowhere"):
+        run.mkdir()
+        for name in files + folders:
+            (run / name).symlink_to(outside / how / name)
+        for name in [*files, *(f"{folder}/kept" for folder in folders)] if how == "there" else []:
+            (outside / how / name).parent.mkdir(parents=True, exist_ok=True)
+            (outside / how / name).write_text("kept")
+        options = {"max_steps": 1, "save_steps": 1, "num_samples": 1, "overwrite_output_dir": True}
+        RlTrainer(train_config(model, run, **options)).run()
+        plot_curves(run / "metrics.jsonl", run / "drawn.png")  # the run's own are a copy, in tests
+        assert not [path.name for path in run.rglob("*") if path.is_symlink()]
+        assert (run / "final" / "manifest.json").is_file()
+        assert list_checkpoints(run) == [run / "checkpoint-1"]
+        assert {path.read_text() for path in outside.rglob("*") if path.is_file()} == {"kept"}
+        shutil.rmtree(run)
+
+
+def test_a_reward_function_that_changes_the_working_folder_moves_nothing(model, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    code = "import os\ndef score(completions, **_):\n    os.chdir('elsewhere')\n    return [0.0] * len(completions)\n"
+    (tmp_path / "reward.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    rewards = {"reward_funcs": ["reward.py:score"], "reward_model_path": None}
+    trainer = RlTrainer(train_config(model, Path("run"), max_steps=2, save_steps=1, num_samples=1, **rewards))
+    assert trainer.output == tmp_path / "run"  # a thread may write while the function runs
+    trainer.run()
+    assert Path.cwd() == tmp_path
+    assert not list((tmp_path / "elsewhere").iterdir())
+    written = {"final", "checkpoint-2", "run.json", "metrics.jsonl", "samples.md", "page.html"}
+    assert written <= {path.name for path in (tmp_path / "run").iterdir()}

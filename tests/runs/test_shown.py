@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
+import os
 import re
 from pathlib import Path
 
@@ -48,10 +50,13 @@ def test_no_known_metric_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "c.png").exists()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_costs_the_picture_alone(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_picture_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m.jsonl", 3, "reward")
-    (tmp_path / "c.png").symlink_to("/dev/full")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match=r"c\.png: the curves were not drawn: No space left on device"):
         plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()
