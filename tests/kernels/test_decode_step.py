@@ -221,6 +221,33 @@ def test_bits_do_not_depend_on_blocks_or_other_slots(dtype):
 
 
 @needs_native
+def test_shapes_that_change_in_place_are_seen(dtype):
+    """Tensors that stay the same object at the same address, with other bounds than those that were bound."""
+    s = SIZES[0]
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            decoder, call = make_decoder(s, dtype), make_call(s, 20, dtype, 3)
+            call = call._replace(keys=[t.contiguous() for t in call.keys], values=[t.contiguous() for t in call.values])
+            step = DecodeStep(decoder, make_adapters(s), backend="cpu")
+            expected = step(*call).clone()
+            for tensors, fewer, said in (
+                ([*call.keys, *call.values], 1, "table"),
+                ([decoder.embedding], int(call.tokens.max()), "tokens"),
+            ):
+                shape = tensors[0].shape
+                for t in tensors:
+                    t.resize_(fewer, *shape[1:])
+                with pytest.raises(ValueError, match=said):
+                    step(*call)
+                for t in tensors:
+                    t.resize_(shape)
+                assert torch.equal(step(*call), expected)
+            decoder.layers[0].gate.weight.resize_(s.mlp - 1, s.H)
+            with pytest.raises(ValueError, match=r"layers\[0\].up.weight: expected shape \(171, 64\), got \(172, 64\)"):
+                step(*call)
+
+
+@needs_native
 @pytest.mark.parametrize("sizes", [SIZES[1], BIG], ids=["small", "big"])
 def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes):
     one_by_one, *together = prompts_in_calls(sizes, dtype, "cpu")

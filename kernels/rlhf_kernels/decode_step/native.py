@@ -1,8 +1,8 @@
 """`decode_step` in C++ (csrc/cpu/decode_step.cpp): addresses, bound once and again whenever a tensor has moved.
 
-A call costs Python one look at every tensor's address. Memory beyond weights and caches stays with the step for the
-next call: panels of the residual stream, of q, k and v and of the MLP's width, and per thread a copy of what enters a
-product.
+A call costs Python one look at every tensor's address and version. Memory beyond weights and caches stays with the
+step for the next call: panels of the residual stream, of q, k and v and of the MLP's width, and per thread a copy of
+what enters a product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rlhf_kernels.decode_step.model import (
     DecoderLayer,
     Projection,
     StepAdapter,
+    check_adapter,
     check_caches,
+    check_decoder,
     tensors_of,
 )
 from rlhf_kernels.runtime import native
@@ -54,11 +56,11 @@ class Step:
                                 f"got {x.dtype}"
                             )
         self._decoder, self._adapters = decoder, adapters
-        self._dtype, self._hidden = decoder.embedding.dtype, decoder.embedding.shape[1]
+        self._dtype = decoder.embedding.dtype
         self._tensors = tensors_of(decoder, adapters)
-        self._addresses: list[int] = []
+        self._places: list[Any] = []
         self._caches: list[weakref.ref[Tensor]] = []
-        self._cache_addresses: list[int] = []
+        self._cache_places: list[Any] = []
         self._turn = threading.Lock()
         """Of binding and running together: a step runs on what was bound last."""
 
@@ -88,9 +90,9 @@ class Step:
         ]
         cos_address = native.dense("cos", cos, self._dtype, angles)
         sin_address = native.dense("sin", sin, self._dtype, angles)
-        hidden = torch.empty((n, self._hidden), dtype=self._dtype)
         with self._turn:
             self._bind_what_moved(keys, values)
+            hidden = torch.empty((n, self._decoder.embedding.shape[1]), dtype=self._dtype)
             self._run(
                 n,
                 *rows,
@@ -104,20 +106,23 @@ class Step:
         return hidden
 
     def _bind_what_moved(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        addresses = [t.data_ptr() for t in self._tensors]
-        if addresses != self._addresses:
-            self._bind(addresses)
+        places = _places(self._tensors)
+        if places != self._places:
+            self._bind(places)
         caches = [*keys, *values]
-        addresses = [t.data_ptr() for t in caches]
+        places = _places(caches)
         if (
-            addresses != self._cache_addresses
+            places != self._cache_places
             or len(keys) != len(values)
             or not all(known() is t for known, t in zip(self._caches, caches, strict=True))
         ):
-            self._bind_caches(keys, values, addresses)
+            self._bind_caches(keys, values, places)
 
-    def _bind(self, addresses: list[int]) -> None:
+    def _bind(self, places: list[Any]) -> None:
         d = self._decoder
+        check_decoder(d)
+        for s, adapter in enumerate(self._adapters):
+            check_adapter(f"adapters[{s}]", adapter, d)
         self._run = native.extension().DecodeStep(
             _TYPES[self._dtype],
             (*d.embedding.shape, d.n_heads, d.n_kv_heads, d.head_dim),
@@ -132,14 +137,19 @@ class Step:
                 for a in self._adapters
             ],
         )
-        self._addresses, self._cache_addresses = addresses, []
+        self._places, self._cache_places = places, []
 
-    def _bind_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor], addresses: list[int]) -> None:
+    def _bind_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor], places: list[Any]) -> None:
         check_caches(keys, values, self._decoder)
         blocks, block = keys[0].shape[:2]
         self._run.bind(blocks, block, *([(t.data_ptr(), *t.stride()[:3]) for t in caches] for caches in (keys, values)))
         self._caches = [weakref.ref(t) for t in (*keys, *values)]
-        self._cache_addresses = addresses
+        self._cache_places = places
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Any]:
+    """What is bound: address and version, which an in-place `resize_` raises. Tensors of inference mode have none."""
+    return [(t.data_ptr(), t.shape if t.is_inference() else t._version) for t in tensors]
 
 
 def _layer(layer: DecoderLayer) -> tuple[Any, ...]:
