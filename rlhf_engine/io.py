@@ -139,7 +139,7 @@ def put_model_in_place(temporary: Path, final: Path) -> None:
         return
     _flush(temporary)
     remove_model(final)
-    for path in sorted(temporary.iterdir(), key=_is_config):
+    for path in sorted(temporary.iterdir(), key=is_config):
         os.replace(path, final / path.name)
     temporary.rmdir()
     _flush_directory(final)
@@ -148,11 +148,12 @@ def put_model_in_place(temporary: Path, final: Path) -> None:
 def remove_model(folder: Path) -> None:
     """Remove a model's files from a folder, if it holds one, the config first; files of other kinds stay."""
     old = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
-    for path in sorted(old, key=_is_config, reverse=True):
+    for path in sorted(old, key=is_config, reverse=True):
         path.unlink()
 
 
-def _is_config(path: Path) -> bool:
+def is_config(path: Path) -> bool:
+    """Whether a file is one without which its folder is no model or adapter."""
     return path.name in ("config.json", "adapter_config.json")
 
 

@@ -1,8 +1,9 @@
 """A folder's own list of its files, with sizes and SHA-256: what was changed since it was written is not loaded.
 
 `manifest.json` is the list. There is one way to write it, so that a change of the list itself is noticed, too. A
-checkpoint is never read without its list. A model's or an adapter's folder may have none: PEFT and transformers write
-none, and whoever edits such a folder on purpose deletes it.
+checkpoint is never read without its list. A folder in it that loads alone has a list of its own, which goes along when
+it is copied. A model's or an adapter's folder may have none: PEFT and transformers write none, and whoever edits such
+a folder on purpose deletes it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_engine.errors import CorruptCheckpointError
-from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES
+from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES, is_config
 
 _CHUNK = 1 << 20
 _PARENTS = 2
@@ -24,8 +25,14 @@ _Files = dict[str, dict[str, int | str]]
 
 
 def write_manifest(folder: Path) -> None:
-    """List every file of a folder that is being written; the last file to be written."""
-    (folder / MANIFEST_FILE).write_bytes(_text({name: _entry(folder / name) for name in _files(folder)}))
+    """List every file of a folder that is being written, last; before it, of each folder in it that loads alone."""
+    root = folder.absolute()
+    files = {name: _entry(root / name) for name in _files(root)}
+    alone = {path.parent for path in root.rglob("*config.json") if is_config(path)}
+    for each in sorted(alone | {root}, reverse=True):  # inner ones first
+        path = each / MANIFEST_FILE
+        path.write_bytes(_text(_within(each, root, files)))
+        files[path.relative_to(root).as_posix()] = _entry(path)
 
 
 def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
@@ -61,7 +68,7 @@ def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = No
     if root is None:
         return
     try:
-        files = _within(folder, root)
+        files = _within(folder, root, _read(root))
         _require_none(folder, files, {name for name in files if not (folder / name).is_file()}, "not there")
         beside = (path for parent in {(folder / name).parent for name in files} for path in _model_files(parent))
         added = {path.relative_to(folder).as_posix() for path in beside} - set(files) - {MANIFEST_FILE}
@@ -84,15 +91,16 @@ def _manifest_of(folder: Path) -> Path | None:
     for root in list(folder.absolute().parents)[:_PARENTS]:
         if (root / MANIFEST_FILE).is_file():
             with contextlib.suppress(CorruptCheckpointError):
-                if _within(folder, root):
+                if _within(folder, root, _read(root)):
                     return root
     return None
 
 
-def _within(folder: Path, root: Path) -> _Files:
-    """Entries in the manifest of `root` for `folder`, which is the same or lies in it, as paths within `folder`."""
+def _within(folder: Path, root: Path, files: _Files) -> _Files:
+    """Entries of `root` for `folder`, which is the same or lies in it, as paths within it, but its own manifest."""
     place = "" if folder == root else f"{folder.absolute().relative_to(root).as_posix()}/"
-    return {name.removeprefix(place): entry for name, entry in _read(root).items() if name.startswith(place)}
+    found = {name.removeprefix(place): entry for name, entry in files.items() if name.startswith(place)}
+    return {name: entry for name, entry in found.items() if name != MANIFEST_FILE}
 
 
 def _is_foreign(path: Path) -> bool:

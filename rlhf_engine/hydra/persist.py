@@ -48,7 +48,8 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # of what is overwritten
+    for manifest in (*folder.glob(MANIFEST_FILE), *folder.glob(f"*/*/{MANIFEST_FILE}")):  # of what is overwritten
+        manifest.unlink()
     actor = model.roles.get("actor")
     slots: dict[str, dict[str, str]] = {}
     backbones: dict[str, dict[str, Any]] = {}
