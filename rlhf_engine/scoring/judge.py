@@ -105,8 +105,6 @@ def judge_math(text: str, gold: str, opened: bool | None = False) -> float | Non
     return float(verify(right, given, timeout_seconds=None)) if right else None
 
 
-# ---- code ------------------------------------------------------------------------------------------------------------
-
 _FORMS: tuple[tuple[type, Callable[[Any], Any], Callable[[list[Any]], Any]], ...] = (
     (dict, dict.items, dict),
     *((kind, list, kind) for kind in (list, tuple, set, frozenset, bytes)),
@@ -360,8 +358,6 @@ def _confine(folder: str, seconds: int) -> None:
         raise OSError("expected Landlock to hold the process of an answer")
 
 
-# ---- worker ----------------------------------------------------------------------------------------------------------
-
 _JUDGES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "format": (judge_format, ("", ".*", None)),
     "json_schema": (judge_json_schema, ("{}", {})),
@@ -398,22 +394,17 @@ def _judged(judge: Callable[..., Any], seconds: float, memory: int, rows: list[A
                 os._exit(0)
         os.close(into)
         os.waitpid(child, 0)
-        _end_children(child)
+        with contextlib.suppress(OSError):  # its process group, then what Linux gives to the parent of all
+            os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # until there are none
+            while sys.platform == "linux":
+                with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as children:
+                    for left in children.read().split():
+                        os.kill(int(left), signal.SIGKILL)
+                os.waitpid(-1, 0)
         with os.fdopen(out) as lines:
             verdicts = [json.loads(line) for line in lines]
     return verdicts if len(verdicts) == len(rows) else [*verdicts, 0.0]
-
-
-def _end_children(group: int) -> None:
-    """End what a judged answer has started: its process group, then all that Linux has given to this process."""
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # until there are none
-        while sys.platform == "linux":
-            with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as children:
-                for child in children.read().split():
-                    os.kill(int(child), signal.SIGKILL)
-            os.waitpid(-1, 0)
 
 
 def main() -> None:
