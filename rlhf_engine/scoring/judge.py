@@ -368,14 +368,14 @@ _JUDGES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def _silence() -> None:
-    """What is judged reads nothing, and writes nowhere."""
+    """Let what is judged read nothing and write nowhere."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
 
 
 def _judged(judge: Callable[..., Any], seconds: float, memory: int, rows: list[Any]) -> list[Any]:
-    """What a judge says of rows, up to one at which it fails or goes beyond a limit, which has 0."""
+    """Judge rows in a process, up to one at which it fails or goes beyond a limit; that row has 0."""
     import tempfile
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -148,7 +148,7 @@ class Step:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[Any]:
-    """What is bound: address and version, which an in-place `resize_` raises. Tensors of inference mode have none."""
+    """Address and version of each tensor. An in-place `resize_` raises the version, which inference mode leaves out."""
     return [(t.data_ptr(), t.shape if t.is_inference() else t._version) for t in tensors]
 
 
