@@ -6,6 +6,7 @@ import ctypes
 import gc
 
 import torch
+from rlhf_kernels.runtime.registry import is_gpu as is_gpu
 
 from rlhf_engine.errors import ConfigError
 

@@ -63,10 +63,10 @@ def randomise(model: HydraModel, *names: str, seed: int = 7, scale: float = 0.1)
     with torch.no_grad():
         for name in names:
             for p in model.backbone().slot(name).parameters():
-                p.add_(scale * torch.randn(p.shape, generator=generator))
+                p.add_(scale * torch.randn(p.shape, generator=generator).to(p.device))
         for head in model.heads.values():
             for p in head.parameters():
-                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+                p.add_(0.3 * torch.randn(p.shape, generator=generator).to(p.device))
 
 
 def build(method: str = "hydra", *, seed: int = 0, **options: object) -> HydraModel:

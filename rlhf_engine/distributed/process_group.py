@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import distributed as dist
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.distributed.launch import launched
 from rlhf_engine.errors import RankError
 
@@ -48,7 +49,7 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         # without a GPU it would take this process for one that is alone, unless the CPU is named
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
-        found = state.device if state.device.type != "cpu" else torch.device("cpu")  # not cpu:1
+        found = state.device if is_gpu(state.device) else torch.device("cpu")  # not cpu:1
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=found)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
@@ -120,6 +121,6 @@ def make_source(
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
     """Threads of the CPU that are a generator's; None where it takes none from the learner."""
-    if device.type != "cpu" or config.async_mode not in ("replay", "overlap") or config.rollout_backend != "local":
+    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.rollout_backend != "local":
         return None
     return config.generator_threads or max(1, torch.get_num_threads() // 2)

@@ -37,6 +37,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, varlen
 from rlhf_engine.hydra.eager import is_eager
@@ -143,7 +144,7 @@ def plan_packed(
         lengths=tuple(lengths), device=device, parents=None if parents is None else tuple(parents), new=new
     )
     _ = plan.max_length  # torch.compile enters no cached property
-    if device.type != varlen.DEVICE_TYPE and parents is None:  # elsewhere the first layer that needs it makes it
+    if not is_gpu(device) and parents is None:  # elsewhere the first layer that needs it makes it
         _ = plan.layout
     return plan
 
@@ -199,7 +200,7 @@ def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
         return None
     backend = registry.default_backend()
     if backend == "auto":
-        backend = "cpu" if device_type == "cpu" else "triton"
+        backend = "triton" if is_gpu(device_type) else "cpu"
     if backend == "triton" and not registry.is_exact():
         return None
     return backend if registry.unsupported("attention", backend, device_type, dtype) is None else None

@@ -244,14 +244,16 @@ class PackedBatch:
     def sequence_of_M(self) -> torch.Tensor:
         """int64 [M], index of the sequence that each completion token belongs to."""
         lens = torch.tensor(self.completion_lens, device=self.device)
-        return torch.repeat_interleave(torch.arange(self.n_sequences, device=self.device), lens)
+        return torch.repeat_interleave(
+            torch.arange(self.n_sequences, device=self.device), lens, output_size=self.n_completion_tokens
+        )
 
     @cached_property
     def row_ids_T(self) -> torch.Tensor:
         """int64 [T], a name of each row that no re-batching changes: sample id · 2²⁴ + position."""
         lens = torch.tensor(self.lengths, device=self.device)
         ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=self.device)
-        return (torch.repeat_interleave(ids, lens) << _POSITION_BITS) + self.positions_T
+        return (torch.repeat_interleave(ids, lens, output_size=self.n_tokens) << _POSITION_BITS) + self.positions_T
 
     @cached_property
     def prompts_N(self) -> tuple[int, ...]:
@@ -292,7 +294,12 @@ class PackedBatch:
             for i in members:
                 places[self.cu_seqlens[i] : self.cu_seqlens[i] + p] = torch.arange(first, first + p)
                 add(self.cu_seqlens[i] + p, self.cu_seqlens[i + 1], prompt)
-        return SharedRows(rows=torch.cat(rows), places_T=places, lengths=tuple(lengths), parents=tuple(parents))
+        return SharedRows(
+            rows=torch.cat(rows).to(self.device),
+            places_T=places.to(self.device),
+            lengths=tuple(lengths),
+            parents=tuple(parents),
+        )
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """Select some sequences as a batch of their own.

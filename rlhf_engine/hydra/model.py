@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import SlotConfig
@@ -672,8 +673,7 @@ class HydraModel(nn.Module):
         hidden = backbone.run(tokens.repeat(n), positions.repeat(n), table, plan, dropout)
         if shared is None:
             return hidden
-        places = torch.cat([shared.places_T + i * t for i in range(n)])
-        return hidden.index_select(0, places)
+        return hidden.index_select(0, torch.cat([shared.places_T + i * t for i in range(n)]))
 
     def _trains_slot(self, lane: Lane) -> bool:
         if lane.slot is OFF:
@@ -767,7 +767,7 @@ def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig
 
 def default_token_budget(device: torch.device, hidden_size: int) -> int:
     """Most tokens of all lanes in one backbone forward by default, as bench/studies/lanes.py measured."""
-    return _CUDA_TOKEN_BUDGET if device.type == "cuda" else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
+    return _CUDA_TOKEN_BUDGET if is_gpu(device) else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
 
 
 def split_by_tokens(

@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from rlhf_engine.devices import is_out_of_memory
+from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
@@ -170,9 +170,9 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int
         positions_T=positions,
         windows=windows,
     )
-    devices = [tokens.device] if tokens.device.type == "cuda" else []
+    devices = [tokens.device] if is_gpu(tokens.device) else []
     backbone.train()
-    with torch.random.fork_rng(devices), gate.enter(call), _ran(backbone) as in_train:
+    with torch.random.fork_rng(devices, device_type=tokens.device.type), gate.enter(call), _ran(backbone) as in_train:
         hidden, logits = _run(backbone, inputs)
     backbone.eval()
     config = backbone.model.config

@@ -37,7 +37,8 @@ from typing import Any
 import torch
 from rlhf_kernels.runtime import registry
 
-DEVICE_TYPE = "cuda"
+from rlhf_engine.devices import is_gpu
+
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK = 128
 """Rows of FlexAttention's blocks; its own default."""
@@ -163,7 +164,7 @@ def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
     """Whether `choose` finds who serves layers of sequences that share prompts.
 
     Args:
-        device_type: "cuda" for any answer but no.
+        device_type: type of the device of the tensors.
         dtype: of queries, keys and values.
         head_size: least size of a head of a query or of a value.
     """
@@ -173,7 +174,7 @@ def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
 def _may_serve(device_type: str, dtype: torch.dtype) -> bool:
     """Whether attention without padding is to be used at all."""
     in_order = registry.is_exact() or registry.default_backend() == "reference"
-    return device_type == DEVICE_TYPE and dtype in _HALF and not in_order
+    return is_gpu(device_type) and dtype in _HALF and not in_order
 
 
 @functools.cache
@@ -193,13 +194,13 @@ def report() -> dict[str, str]:
     """
     if registry.default_backend() == "reference":
         return {"attention": SDPA, "why": "kernels are the reference"}
-    if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
+    at = capability(torch.device("cuda"))
+    if at == (0, 0):
         in_cpp = registry.unsupported("attention", "cpu", "cpu", torch.bfloat16) is None
         return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
     if registry.is_exact():
         return {"attention": IN_TRITON, "why": "exact mode: decoding's order in training, too"}
     found = {}
-    at = capability(torch.device(DEVICE_TYPE))
     for name in ("attention", "window", "sinks", "shared prompts", "softcap"):
         layer = Layer(
             capability=at,
@@ -217,8 +218,8 @@ def report() -> dict[str, str]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device)
+    """Compute capability of a GPU; (0, 0) where CUDA is not there."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 # ---- flash-attn ------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from rlhf_engine.config.training import FLOAT32_GRADIENTS, Optim
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -80,7 +81,7 @@ def temporary_bytes(optim: Optim, shape: torch.Size, dtype: torch.dtype, device_
     if dtype in HALF:
         copies += optim not in FLOAT32_GRADIENTS  # the gradient in float32
         copies += 2 * (not has_masters(optim))  # the weights in float32 and the random numbers
-    if has_8bit_moments(optim) and device_type == "cpu" and shape.numel() >= MIN_8BIT_SIZE:
+    if has_8bit_moments(optim) and not is_gpu(device_type) and shape.numel() >= MIN_8BIT_SIZE:
         copies += 5  # bitsandbytes has no fused kernel there: both moments, the gradient, the denominator and its root
     copies += optim == "adafactor"  # the step itself, which AdamW's kernel does not hold
     return 4 * copies * shape.numel()

@@ -17,7 +17,7 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.rollout import EngineConfig, StepName
-from rlhf_engine.devices import is_out_of_memory
+from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.eager import is_eager
@@ -155,7 +155,7 @@ class RolloutEngine:
         self._live = LiveRows(self.backbone.device, columns, slots, head_slots)
         self._sampler = Sampler(self.backbone, sampling.eos_token_ids)
         self._step = self._make_step(step, slots, columns)
-        self._burst = _BURST if self.backbone.device.type == "cuda" else 1
+        self._burst = _BURST if is_gpu(self.backbone.device) else 1
         self.stats = RolloutStats(step=self._step.name)
         """Statistics of time and memory so far."""
 

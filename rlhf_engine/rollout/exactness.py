@@ -19,6 +19,7 @@ import torch
 from rlhf_kernels.runtime import native, registry
 from torch import nn
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
@@ -51,7 +52,7 @@ def by_default(device_type: str) -> bool:
     Returns:
         Whether it does; `settle` leaves exact mode where it does not serve the model.
     """
-    serves = device_type == "cpu" and registry.default_backend() in ("auto", "cpu") and native.missing() is None
+    serves = not is_gpu(device_type) and registry.default_backend() in ("auto", "cpu") and native.missing() is None
     return serves and native.isa() in MEASURED
 
 
@@ -75,7 +76,7 @@ def unsupported(backbone: Backbone) -> str | None:
     Returns:
         The reason, which names the module; None if it can serve.
     """
-    in_triton = backbone.device.type == "cuda" or registry.default_backend() == "triton"
+    in_triton = is_gpu(backbone.device) or registry.default_backend() == "triton"
     reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
         return reason
@@ -109,7 +110,7 @@ def _differs(backbone: Backbone) -> str | None:
     if backbone.quantized:
         return "the products of its quantised weights depend on the rows that they are batched with"
     modules = list(backbone.base_model.named_modules())
-    by_rows = backbone.device.type == "cuda"  # where torch adds a row up as their number has it
+    by_rows = is_gpu(backbone.device)  # where torch adds a row up as their number has it
     for name, module in modules:
         if any(p.dim() > 2 for p in module.parameters(recurse=False)):
             return f"{name} is a {type(module).__name__}, whose stacked experts share products"

@@ -32,6 +32,7 @@ import torch
 from rlhf_kernels.runtime import cores, native
 
 import rlhf_engine
+from rlhf_engine.devices import is_gpu
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
@@ -135,7 +136,7 @@ def run_record(
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "attention": {
-            "bf16, fp16": varlen.report()["attention"] if device.type == "cuda" else varlen.SDPA,
+            "bf16, fp16": varlen.report()["attention"] if is_gpu(device) else varlen.SDPA,
             "fp32": varlen.SDPA,
         },
         "kernel_backends": {op: dict(row) if isinstance(row, Mapping) else row for op, row in backends.items()},

@@ -38,6 +38,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_engine.data.types import Text
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring import verifiable
 
@@ -240,7 +241,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (
         torch.get_default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        lambda device: torch.set_default_device(device if is_gpu(device) else None),
     ),
     "autocast on the CPU": (
         lambda: torch.is_autocast_enabled("cpu"),

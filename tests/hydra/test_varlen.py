@@ -47,7 +47,7 @@ def site(monkeypatch, tmp_path) -> Iterator[object]:
     """A folder of packages, with a Hopper GPU's place taken by the CPU."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(varlen, "is_gpu", "cpu".__eq__)
     monkeypatch.setattr(varlen, "capability", lambda device: HOPPER)
     forget()
     stand_ins.CALLS.clear()
@@ -180,10 +180,10 @@ def assert_same_function(found: list[torch.Tensor], expected: list[torch.Tensor]
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("name", FLASH)
 def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch, name, model):
-    monkeypatch.setattr(varlen, "DEVICE_TYPE", "none")
+    monkeypatch.setattr(varlen, "is_gpu", lambda device: False)
     expected = numbers(model)
     assert not stand_ins.CALLS
-    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(varlen, "is_gpu", "cpu".__eq__)
     stand_ins.install(name, site)
     importlib.invalidate_caches()
     assert_same_function(numbers(model), expected)
@@ -197,9 +197,9 @@ def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch,
 @pytest.mark.parametrize("model", ["qwen3", "mistral"])
 @pytest.mark.parametrize("function", [stand_ins.varlen_of_torch_211, stand_ins.varlen_of_torch_213])
 def test_torch_s_varlen_gives_the_model_s_numbers(site, monkeypatch, function, model):
-    monkeypatch.setattr(varlen, "DEVICE_TYPE", "none")
+    monkeypatch.setattr(varlen, "is_gpu", lambda device: False)
     expected = numbers(model)
-    monkeypatch.setattr(varlen, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(varlen, "is_gpu", "cpu".__eq__)
     monkeypatch.setattr(torch_varlen, "varlen_attn", function)
     assert_same_function(numbers(model), expected)
     assert stand_ins.CALLS

@@ -1,5 +1,9 @@
 """Continuous batching: who is admitted when, what is shared, and that none of it changes an answer."""
 
+import contextlib
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
@@ -10,7 +14,7 @@ from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
 from rlhf_engine.rollout.steps import graph as graph_step
 from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.graph import CaptureError, GraphStep
+from rlhf_engine.rollout.steps.graph import WARM_UP, CaptureError, CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
 from rlhf_engine.rollout.steps.transformers import TransformersStep
 from tests.conftest import VOCAB, build, randomise, tiny_llama
@@ -475,6 +479,68 @@ def test_a_step_that_cannot_be_captured():
         assert engine.stats.step == "transformers"
         plain = generate(model, asked, how, options=EngineOptions(decode_step="transformers"))
         assert [list(answer.tokens) for answer in answers] == tokens(plain)
+
+
+class EndsBadly:
+    """A CUDA graph whose capture was ended from outside."""
+
+    def capture_begin(self, **options: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("left", [False, True, None], ids=["torch 2.11", "the allocator has left", "without the calls"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["its end fails", "its step fails"])
+def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monkeypatch):
+    """Else no memory would be given back from then on. The next rollout tries a capture again."""
+    calls: list[tuple[object, ...]] = []
+
+    def end(*which):
+        calls.append(("end", *which))
+        if left:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {
+        "CUDAGraph": EndsBadly,
+        "graph_pool_handle": lambda: (0, 7),
+        "Stream": lambda *_, **__: stream,
+        "current_stream": lambda device: stream,
+        "current_device": lambda: 1,
+        "device": contextlib.nullcontext,
+        "stream": contextlib.nullcontext,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    if left is not None:
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        monkeypatch.setattr(
+            torch._C, "_cuda_releasePool", lambda *which: calls.append(("release", *which)), raising=False
+        )
+    model, asked = build(), prompts(3)
+    how = sampling(max_completion_length=40)
+    requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
+    one = {False: [("end", 1, (0, 7)), ("release", 1, (0, 7))], True: [("end", 1, (0, 7))], None: []}[left]
+    for rollout in (1, 2):
+        engine = RolloutEngine(model, how, requests, options=EngineOptions(decode_step="transformers"))
+        capture = CudaCapture(torch.device("cpu"))
+        engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, capture, required=False)
+        if breaks:
+            decode, calls_so_far = engine._step.decode, itertools.count()
+
+            def waits(*args, decode=decode, calls_so_far=calls_so_far):
+                if next(calls_so_far) == WARM_UP:
+                    raise RuntimeError("a wait")
+                return decode(*args)
+
+            engine._step.decode = waits
+        with pytest.warns(
+            UserWarning, match=f"decoding without CUDA graphs: .*{'a wait' if breaks else 'previous error'}"
+        ):
+            assert len(list(engine.run())) == 3
+        assert calls == one * rollout
 
 
 def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.runtime import autocast
+from rlhf_kernels.runtime.registry import is_gpu
 
 # Up to this many features per position, one GEMM with all cache heads side by side beats a copy per head.
 _PACKED_FEATURES = 256
@@ -30,7 +31,7 @@ def forward(
 ) -> Tensor:
     n, n_heads, d = q.shape
     block, n_kv = k_cache.shape[1], k_cache.shape[2]
-    on_cpu = q.device.type == "cpu"
+    on_cpu = not is_gpu(q.device)
     lo, hi, any_empty = 0, block_table.shape[1] * block, True  # [lo, hi): positions that any row may use
     if on_cpu and n:  # reading lengths costs little here; on a device it would stall the stream
         lo, hi, any_empty = _used_range(lengths, hi, window)
@@ -109,7 +110,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Positions [lo, hi) of every row, [N, hi − lo, Hkv, D] each; a view of the cache if possible."""
     n, blocks, block = block_table.shape[0], k_cache.shape[0], k_cache.shape[1]
-    on_cpu = block_table.device.type == "cpu"
+    on_cpu = not is_gpu(block_table.device)
     first, after = lo // block, -(-hi // block)
     table = block_table[:, first:after].long()
     lo, hi = lo - first * block, hi - first * block

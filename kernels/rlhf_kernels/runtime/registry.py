@@ -127,6 +127,17 @@ def cuda_device(args: Iterable[Any]) -> torch.device | None:
     return None
 
 
+def is_gpu(device: torch.device | str) -> bool:
+    """Whether a device, or a type of device, is another than the CPU: the host waits for what it reads from there.
+
+    CUDA's own calls are no matter of this: a place that makes them looks for CUDA itself.
+
+    Args:
+        device: the device, or its type.
+    """
+    return (device if isinstance(device, str) else device.type) != "cpu"
+
+
 def register(op: str, backend: str, implementation: Any, *, when_measured: bool = False, by_name: bool = False) -> None:
     """Offer an implementation of an op under the name of a backend; an op's folder does so once, at import.
 
@@ -299,13 +310,13 @@ def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str 
     if backend is None:
         with _lock:
             backend = _AUTO_CHOICE[key] = _decide(op, device_type, dtype, shape).backend
-            if device_type == "cpu":
+            if not is_gpu(device_type):
                 _decided[op, _name(dtype), shape] = backend
     return backend
 
 
 def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Decision:
-    held = _held.get((op, _name(dtype), shape)) if device_type == "cpu" and not _exact else None
+    held = _held.get((op, _name(dtype), shape)) if not is_gpu(device_type) and not _exact else None
     if held is not None:
         _require(op, held, device_type, dtype, f"{held!r}, the choice of the run's checkpoint,")
         return _Decision(held, "as in the run's checkpoint")
@@ -318,7 +329,7 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
     if _exact:
         return _Decision(served[0], "exact mode: its rows depend on nothing else")
     first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
-    if device_type != "cpu":
+    if is_gpu(device_type):
         return _Decision(first, "the first that serves" if first == served[0] else f"{served[0]} is for exact mode")
     entry = table().find(op, native.isa(), _name(dtype), shape)
     if entry is not None:
@@ -510,7 +521,8 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
     if _default_backend != "auto":
         reason = reasons[_default_backend]
         return _Decision(_default_backend, f"asked for by name{f', but {reason}' if reason else ''}")
-    shapes = {entry.shape for entry in table().of(op, native.isa(), _name(dtype))} if device_type == "cpu" else set()
+    measured = () if is_gpu(device_type) else table().of(op, native.isa(), _name(dtype))
+    shapes = {entry.shape for entry in measured}
     shapes |= {shape for held_op, held_dtype, shape in _held if (held_op, held_dtype) == (op, _name(dtype))}
     found = [_decide(op, device_type, dtype, shape) for shape in sorted(shapes, key=lambda s: s or ())]
     if not found:

@@ -1,7 +1,7 @@
 """Helpers that all Triton backends share: whether they can run here, and the cases that are compiled ahead of time.
 
 Triton itself is imported by the `triton.py` of an op, which `registry.Lazy` loads on the first call, so none of this
-needs it. `TRITON_INTERPRET=1`, set before Triton is first imported, runs the kernels on CPU tensors (tests). There
+needs it. `TRITON_INTERPRET=1`, set before Triton is first imported, runs the kernels on the CPU (tests). There
 `tl.dot` on bf16 operands is silently wrong; kernels upcast such operands when `INTERPRETED`.
 """
 
@@ -23,7 +23,7 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
     """Reason why Triton cannot serve such tensors, or None if it can (see `registry`)."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it comes with torch on Linux; pip install triton)"
-    if device_type != "cuda" and not (device_type == "cpu" and INTERPRETED):
+    if device_type != "cuda" and not INTERPRETED:
         return f"it needs CUDA tensors, not {device_type}"
     if dtype not in DTYPES:
         return f"it computes in {', '.join(map(str, DTYPES))}, not in {dtype}"

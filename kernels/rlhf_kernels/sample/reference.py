@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf_kernels.linear_logprob.reference import tile_stats
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox import gumbel, gumbel_at
+from rlhf_kernels.runtime.registry import is_gpu
 from rlhf_kernels.vocab.logits import Head, HeadOptions, accumulation_dtype, row_chunks
 
 _MANY = 8  # one in so many words
@@ -83,9 +84,9 @@ def choose(
     words that are drawn among, where they are known.
     """
     # On the CPU it costs nothing to see that no row needs noise
-    if greedy is not None and z.device.type == "cpu" and bool(greedy[0].all()):
+    if greedy is not None and not is_gpu(z.device) and bool(greedy[0].all()):
         return greedy[1]
-    if kept is None or z.device.type != "cpu":
+    if kept is None or is_gpu(z.device):
         drawn = (gumbel(seed, position, STREAM, z.shape[1]) + z).argmax(-1)
     else:
         drawn = _choose_among(z, seed, position, kept)

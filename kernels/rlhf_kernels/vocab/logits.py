@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_kernels.runtime.registry import is_gpu
+
 TILE_ELEMENTS = 2**22
 OUTPUTS = ("logprob", "entropy", "lse", "is_top1", "mean_logit", "log_sum_sq_prob")
 
@@ -213,7 +215,7 @@ def split_target(target: Tensor, n_vocab: int, ignore_index: int) -> tuple[Tenso
     """(keep, index): rows that count, and their target (0 elsewhere). Range is checked on the CPU only."""
     keep = target != ignore_index
     index = torch.where(keep, target, 0)
-    if target.device.type == "cpu" and bool(((index < 0) | (index >= n_vocab)).any()):
+    if not is_gpu(target.device) and bool(((index < 0) | (index >= n_vocab)).any()):
         wrong = target[keep & ((target < 0) | (target >= n_vocab))][0].item()
         raise ValueError(f"target: expected values in [0, {n_vocab}) or ignore_index={ignore_index}, got {wrong}")
     return keep, index
@@ -224,7 +226,7 @@ def temperature_column(row_temperature: Tensor | None, keep: Tensor, dtype: torc
     if row_temperature is None:
         return None
     column = torch.where(keep, row_temperature.to(dtype), 1.0)
-    if column.device.type == "cpu" and not bool((column > 0).all()):
+    if not is_gpu(column.device) and not bool((column > 0).all()):
         raise ValueError(f"temperature: expected values > 0, got {column[~(column > 0)][0].item()}")
     return column[:, None]
 

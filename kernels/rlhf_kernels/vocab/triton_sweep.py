@@ -97,7 +97,7 @@ def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         if made is not out:
             _ = out.add_(made) if add else out.copy_(made)
         return
-    if a.device.type == "cpu":
+    if not registry.is_gpu(a.device):
         a, b = a.float(), b.float()
     if a.dtype == torch.float32:
         _ = torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)

@@ -24,7 +24,7 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.devices import resolve_device
+from rlhf_engine.devices import is_gpu, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.build import Connect
@@ -93,10 +93,10 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
 def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]], *, learners: int = 1) -> Room:
     """Ray resources of each generator. Raises ConfigError where machines with these resources cannot hold them all."""
     n, gpus = config.ray_generators * learners, config.ray_gpus_per_generator
-    if device.type == "cpu" and gpus is not None:
+    if not is_gpu(device) and gpus is not None:
         raise ConfigError(f"ray_gpus_per_generator: expected it unset where device is cpu, got {gpus}")
     cpus_by_node = [int(node.get("CPU", 0)) for node in nodes]
-    if device.type == "cpu":
+    if not is_gpu(device):
         half = min(max(cpus_by_node, default=1), sum(cpus_by_node) // (2 * n))
         threads = config.generator_threads or max(1, half)
         room = Room(cpus=threads, gpus=0.0, threads=threads)

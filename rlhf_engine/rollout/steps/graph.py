@@ -198,10 +198,26 @@ def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], NextTokens], pool:
             drawn = step()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the stream has to leave the capture; the step's own error counts
-                graph.capture_end()
+                _end(graph, pool)
             raise
-        graph.capture_end()
+        _end(graph, pool)
     finally:
         if collects:
             gc.enable()
     return drawn
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture, and see that the allocator leaves it, too.
+
+    Where the end fails, torch 2.11 stays in the capture: no memory is given back then, and `empty_cache` dies.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        end, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+        if end is not None and release is not None:
+            with contextlib.suppress(RuntimeError):  # of a later torch, which has left by itself
+                end(torch.cuda.current_device(), pool)
+                release(torch.cuda.current_device(), pool)
+        raise

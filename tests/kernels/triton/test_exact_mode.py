@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.rollout import EngineOptions, Request, SamplingConfig, exactness, generate_requests
 from tests.conftest import randomise
+from tests.devices.stand_in import installed
 
 VOCABULARY = 150
 _SIZES = {
@@ -39,6 +40,16 @@ OPS = ("linear", "lora", "attention", "decode_attention", "sample", "linear_logp
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.fixture(scope="module")
+def device(device):
+    """A GPU, or what stands in for one: whole models have more than one side."""
+    if device == "cuda":
+        yield device
+        return
+    with installed() as stand_in:
+        yield stand_in
+
+
 @pytest.fixture(autouse=True)
 def _exactly_in_triton():
     with registry.use_exact(), registry.use_backend("triton"):
@@ -51,7 +62,7 @@ def make(kind, dtype, device):
     for parameter in plain.parameters():  # logits that differ
         parameter.data.mul_(3.0)
     slots = {"actor": SlotConfig(r=5), "critic": SlotConfig(r=3)}
-    model = HydraModel.from_pretrained(plain, roles=hydra_roles(), slots=slots, dtype=dtype).eval()
+    model = HydraModel.from_pretrained(plain, roles=hydra_roles(), slots=slots, dtype=dtype, device=device).eval()
     randomise(model, "actor")
     return model
 

@@ -1,0 +1,157 @@
+"""Planted faults: places where a tensor, an index, a mask or a generator comes to lie on the wrong side."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Fault(NamedTuple):
+    """A text that stands for another in a function, and the runs in which it has to be seen."""
+
+    module: str
+    function: str
+    """Name of the function in its module, with that of its class."""
+    old: str
+    new: str
+    runs: Mapping[str, Any] | str = MappingProxyType({})
+    """Options of the steps that it is in, or the name of a supervised run."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}"
+
+
+_HERE, _THERE = "device=device", 'device="cpu"'
+FAULTS = [
+    Fault(
+        "rlhf_engine.hydra.batch",
+        "PackedBatch.shared",
+        "places_T=places.to(self.device)",
+        "places_T=places",
+        {"exact": True, "algorithm": "grpo", "lora_dropout": 0.0},
+    ),
+    Fault("rlhf_engine.hydra.batch", "PackedBatch.positions_T", ".to(self.device)", ""),
+    Fault("rlhf_engine.hydra.batch", "PackedBatch.predict_rows_M", ".to(self.device)", ""),
+    Fault("rlhf_engine.hydra.batch", "PackedBatch.from_lists", _HERE, _THERE),
+    Fault(
+        "rlhf_engine.hydra.batch",
+        "PackedBatch.sequence_of_M",
+        "self.completion_lens, device=self.device",
+        "self.completion_lens",
+        {"algorithm": "grpo"},
+    ),
+    Fault(
+        "rlhf_engine.hydra.batch",
+        "PackedBatch.row_ids_T",
+        "dtype=torch.int64, device=self.device",
+        "dtype=torch.int64",
+        {"lora_dropout": 0.2, "method": "hydra_ppo"},
+    ),
+    Fault(
+        "rlhf_engine.hydra.heads",
+        "ScalarHead.__init__",
+        "torch.zeros(1, device=device)",
+        "torch.zeros(1)",
+        {"algorithm": "ppo"},
+    ),
+    Fault(
+        "rlhf_engine.hydra.adapters",
+        "LoraPair.__init__",
+        "torch.empty(r, in_features, device=device, ",
+        "torch.empty(r, in_features, ",
+        {"method": "hydra_ppo"},
+    ),
+    Fault(
+        "rlhf_engine.hydra.attention",
+        "_in_layout",
+        "places=places.to(device)",
+        "places=places",
+        {"exact": False, "dtype": "float32"},
+    ),
+    Fault(
+        "rlhf_engine.hydra.supports",
+        "Supports.mask",
+        ", device=words.device",
+        "",
+        {"exact": False, "top_k": 5},
+    ),
+    Fault(
+        "rlhf_engine.rollout.rows",
+        "LiveRows.append",
+        f"[row.seed for row in rows], {_HERE}",
+        "[row.seed for row in rows]",
+    ),
+    Fault("rlhf_engine.rollout.rows", "RowState.idle", f"dtype=dtype, {_HERE}", "dtype=dtype"),
+    Fault("rlhf_engine.rollout.generate", "collect", f"dtype=torch.float32, {_HERE}", "dtype=torch.float32"),
+    Fault(
+        "rlhf_engine.scoring.experience",
+        "_make",
+        f"dtype=torch.float32, {_HERE})\n    if not",
+        "dtype=torch.float32)\n    if not",
+    ),
+    Fault(
+        "rlhf_engine.scoring.experience",
+        "_make",
+        f"torch.tensor(found, dtype=torch.float32, {_HERE})",
+        "torch.tensor(found, dtype=torch.float32)",
+        {"algorithm": "remax"},
+    ),
+    Fault(
+        "rlhf_engine.training.update", "_Minibatch._micro", "device=rows_M.device", 'device="cpu"', {"algorithm": "ppo"}
+    ),
+    Fault(
+        "rlhf_engine.policy.adamw",
+        "AdamW._write_back",
+        "torch.Generator(p.device)",
+        "torch.Generator()",
+        {"optim": "adamw_stochastic"},
+    ),
+    Fault(
+        "rlhf_engine.algorithms.grpo",
+        "token_weights",
+        "dtype=torch.float32, device=batch.device",
+        "dtype=torch.float32",
+        {"algorithm": "grpo"},
+    ),
+    Fault("rlhf_kernels.ppo_loss.checks", "as_denom", ", device=like.device)", ")", {"algorithm": "ppo"}),
+    Fault("rlhf_engine.training.sft", "sft_loss", "n_chosen, device=model.device", "n_chosen", "sft"),
+    Fault(
+        "rlhf_engine.training.reward_model.model",
+        "reward_loss",
+        "[bool(e.label) for e in examples], device=model.device",
+        "[bool(e.label) for e in examples]",
+        "single",
+    ),
+]
+"""One of each kind first: an index, a mask, a generator, a number."""
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """A block in which the function has the fault."""
+    owner: Any = importlib.import_module(fault.module)
+    source = inspect.getsource(owner)
+    names = fault.function.split(".")
+    for name in names[:-1]:
+        owner = getattr(owner, name)
+    function = vars(owner)[names[-1]]
+    function = getattr(function, "func", None) or getattr(function, "__func__", None) or inspect.unwrap(function)
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
+    node: Any = tree
+    for name in names:
+        node = next(x for x in node.body if getattr(x, "name", None) == name)
+    before, own = "".join(lines[: node.lineno - 1]), "".join(lines[node.lineno - 1 : node.end_lineno])
+    assert own.count(fault.old) == 1, f"{fault} no longer has the text of a planted fault once: {fault.old}"
+    code: CodeType = compile(before + own.replace(fault.old, fault.new), function.__code__.co_filename, "exec")
+    for name in names:
+        code = next(x for x in code.co_consts if isinstance(x, CodeType) and x.co_name == name)
+    right, function.__code__ = function.__code__, code
+    try:
+        yield
+    finally:
+        function.__code__ = right
