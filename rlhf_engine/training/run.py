@@ -446,7 +446,7 @@ class SupervisedRun(Run[State]):
         rates = dict.fromkeys(model.roles, self.config.learning_rate)
         self.policy = Policy(self.config, model, rates, self.start, world=self.world)
         if self.resume is not None:
-            self.state = self.go_on(self.policy.load(self.resume))
+            self.state = self.go_on(self.policy.load(self.resume, self.total_steps))
 
     @abstractmethod
     def loss(

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,25 @@ def test_epochs_in_place_of_steps(model, tmp_path):
     for name, most in (("warmup_steps", "at most"), ("critic_warmup_steps", "less than")):
         with pytest.raises(ConfigError, match=f"{name}: expected {most} the run's {trainer.total_steps} steps, got 99"):
             RlTrainer(train_config(model, tmp_path / "b", **{**options, name: 99}))
+
+
+def test_a_learning_rate_that_jumps_where_a_run_goes_on_is_said(model, tmp_path):
+    """By a line to 0, step 3 of 4 has half of the rate; of 8 steps it has three quarters."""
+    options = {"max_steps": 4, "lr_scheduler_type": "linear", "learning_rate": 4e-4}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    trainer.write_record()
+    for _ in range(2):
+        trainer.step()
+    resume = {**options, "resume_from_checkpoint": str(trainer.save())}
+    for changed, now in (({"max_steps": 8}, "0.0003, by linear over 8"), ({"lr_scheduler_type": "constant"}, "0.0004")):
+        said = f"learning_rate: step 3 goes on at {now}.*had 0.0002 for it, by linear over 4$"
+        with pytest.warns(UserWarning, match=said):
+            RlTrainer(train_config(model, tmp_path / "other", **{**resume, **changed}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RlTrainer(train_config(model, tmp_path / "other", **resume))
+    (tmp_path / "run" / "run.json").write_text("{")  # what others have damaged says nothing of a rate
+    RlTrainer(train_config(model, tmp_path / "other", **resume))
 
 
 def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
