@@ -67,7 +67,8 @@ def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = T
 def require_base(source: Source, model: PreTrainedModel, kind: str = "base_hash") -> None:
     """Raise ConfigError for a model that is not the base that the source was trained on.
 
-    Where no hash is recorded, another name of a base is warned of. kind: `base_hash`, or `decoder_hash` without the LM head.
+    Where no hash is recorded, another name of a base is warned of. kind: `base_hash`, or `decoder_hash` without the
+    LM head.
     """
     recorded = source.base_hash if kind == "base_hash" else source.decoder_hash
     if recorded is None:

@@ -496,9 +496,8 @@ def test_of_a_conditional_generation_class_the_text_is_served(tmp_path, monkeypa
     """
     from peft import PeftModel
 
-    monkeypatch.setattr(
-        Llama4ForConditionalGeneration, "forward", lambda self, input_ids, **more: self.language_model(input_ids, **more)
-    )
+    of_text = lambda self, input_ids, **more: self.language_model(input_ids, **more)  # noqa: E731
+    monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", of_text)
 
     tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     tower |= {"vision_output_dim": 16, "image_size": 28, "patch_size": 14}
