@@ -77,13 +77,13 @@ class Policy(Generic[State]):
         # a record of an older version, or a damaged one, has no rate to compare with
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             record = json.loads((checkpoint.parent / RECORD_FILE).read_text(encoding="utf-8"))
-            before = _rate(state.step, record["config"], record["total_steps"])
-            now = _rate(state.step, vars(self.config), total_steps)
+            runs = (record["config"], record["total_steps"]), (vars(self.config), total_steps)
+            before, now = (o["learning_rate"] * _factor(state.step, o, total) for o, total in runs)
             if self.world.is_main and abs(now - before) > 1e-9 * before:
+                old, new = (f"{o['lr_scheduler_type']} over {total} steps" for o, total in runs)
                 warnings.warn(
-                    f"learning_rate: step {state.step + 1} goes on at {now:g}, by {self.config.lr_scheduler_type} over "
-                    f"{total_steps} steps; the run of {checkpoint} had {before:g} for it, by "
-                    f"{record['config']['lr_scheduler_type']} over {record['total_steps']}",
+                    f"learning_rate: step {state.step + 1} goes on at {now:g}, by {new}; the run of {checkpoint} had "
+                    f"{before:g} for it, by {old}",
                     stacklevel=3,
                 )
         return state
@@ -99,13 +99,7 @@ class Policy(Generic[State]):
         Returns:
             Factor of every role's learning rate, in [0, 1].
         """
-        config = self.config
-        factor = lr_factor(
-            self.state.step,
-            kind=config.lr_scheduler_type,
-            warmup_steps=config.warmup_steps,
-            total_steps=total_steps,
-        )
+        factor = _factor(self.state.step, vars(self.config), total_steps)
         self.optimizer.set_lr_factor(factor)
         return factor
 
@@ -173,8 +167,7 @@ class Policy(Generic[State]):
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
 
 
-def _rate(step: int, options: Mapping[str, Any], total_steps: int) -> float:
-    """Learning rate after so many steps, of the actor or of all that is trained, by a run's options."""
-    rate: float = options["learning_rate"]
+def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
+    """`lr_factor` by a run's options."""
     kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
-    return rate * lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
+    return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
