@@ -82,8 +82,8 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
     folder = model_folder(path)
     raw = read_json(folder, "config.json", "model_name_or_path")
-    for part in (raw, raw.get("text_config")):
-        for name in _SIZES if isinstance(part, dict) else ():
+    for part in (part for part in (raw, raw.get("text_config")) if isinstance(part, dict)):
+        for name in _SIZES:
             if type(part.get(name)) is int and part[name] < 1:
                 file = str(folder / "config.json")
                 raise ValueError(f"model_name_or_path: expected {name} of at least 1 in {file!r}, got {part[name]}")

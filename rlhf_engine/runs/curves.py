@@ -46,7 +46,7 @@ _OUTCOMES = (
     Panel("Area under the ROC curve", "0.5 is chance", (("eval/auc", "held out"),)),
     Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
 )
-"""What a run is for, of whichever kind it is."""
+"""Panels of what a run is for, of whichever kind it is."""
 PANELS = (
     *_OUTCOMES,
     Panel("Entropy", "nats per token", (("entropy", "update"), ("entropy_rollout", "rollout"))),

@@ -49,7 +49,7 @@ def check_kl(kl: str) -> None:
 
 
 def check_denom(denom: float | Tensor) -> None:
-    """It must be positive. A tensor must be 0-d, and is read where it lies on the CPU: elsewhere that would wait."""
+    """Raise unless a denominator is positive. A tensor must be 0-d, and is read on a CPU alone: elsewhere it waits."""
     if isinstance(denom, Tensor):
         if denom.dim() != 0:
             raise ValueError(f"denom: expected a number or a 0-d tensor, got shape {tuple(denom.shape)}")
