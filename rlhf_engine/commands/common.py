@@ -126,12 +126,12 @@ def run_trainer(
 
 def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
     """Export a run's result to the folder `hub` in its own, and upload it; the address of the commit."""
-    from rlhf_engine.config.export import ExportConfig
+    from rlhf_engine.config.export import ExportConfig, Format
     from rlhf_engine.export.write import export
     from rlhf_engine.io import remove
 
     is_full = getattr(config, "mode", None) == "full" or getattr(config, "method", None) == "full_ppo"
-    to = ("sequence_classification" if name == "reward" else "merged") if is_full else "peft"
+    to: Format = ("sequence_classification" if name == "reward" else "merged") if is_full else "peft"
     place = output / "hub"
     remove(place)
     with as_request_errors():
