@@ -132,9 +132,9 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
 
 def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
     """The prompts of some of the rows, which are in the same order."""
-    chosen = {id(row) for row in rows}
-    kept = [i for i, row in enumerate(prompts.rows) if id(row) in chosen]
-    return PromptSet(rows=list(rows), prompts=prompts.texts(kept), ids=[prompts.ids[i] for i in kept])
+    chosen, of_row = {id(row) for row in rows}, zip(prompts.rows, prompts.prompts, prompts.ids, strict=True)
+    kept = [(text, ids) for row, text, ids in of_row if id(row) in chosen]
+    return PromptSet(rows=list(rows), prompts=[text for text, _ in kept], ids=[ids for _, ids in kept])
 
 
 def _check_resumed(config: TrainConfig, resume: Path) -> int:
