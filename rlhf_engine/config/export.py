@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.parser import Options, option, required
-from rlhf_engine.config.training import not_empty
+from rlhf_engine.config.training import REPOSITORY, check_repository, not_empty
 from rlhf_engine.errors import ConfigError
 
 Format = Literal["merged", "peft", "sequence_classification", "gguf"]
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_NAME_OR_REVISION = re.compile(rf"{_NAME.pattern}(@[\w./-]+)?")
+_NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,7 @@ class ExportConfig(Options):
             raise ConfigError(f"license: expected a name such as apache-2.0, got {self.license!r}")
         if self.base_model is not None and _NAME_OR_REVISION.fullmatch(self.base_model) is None:
             raise ConfigError(f"base_model: expected owner/name or owner/name@revision, got {self.base_model!r}")
-        if self.push_to_hub is not None and _NAME.fullmatch(self.push_to_hub) is None:
-            raise ConfigError(f"push_to_hub: expected owner/name, got {self.push_to_hub!r}")
+        check_repository(self.push_to_hub)
         if self.private and self.push_to_hub is None:
             raise ConfigError("private: expected it together with push_to_hub, got no push_to_hub")
         if self.to == "gguf" and self.push_to_hub is not None:

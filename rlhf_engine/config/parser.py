@@ -43,6 +43,27 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _NONE = ("none", "null")
 _SPECIAL = ("config", "print_config", "help", "help_all")
+_OURS = """
+model=model_name_or_path dataset=dataset_name reward_model=reward_model_path bf16=dtype:bfloat16 torch_dtype=dtype
+lr=learning_rate epochs=num_train_epochs num_epochs=num_train_epochs num_iterations=num_ppo_epochs kl_coef=beta
+batch_size=per_device_train_batch_size steps_per_generation=num_mini_batches warmup_ratio=warmup_steps
+target_modules=lora_target_modules max_new_tokens=max_completion_length response_length=max_completion_length
+num_return_sequences=num_generations epsilon=cliprange epsilon_high=cliprange_high eval_strategy=eval_steps
+save_strategy=save_steps logging_dir=output_dir fsdp=shard_base deepspeed=shard_base use_vllm=rollout_backend:vllm
+vllm_mode=rollout_backend:vllm vllm_server_host=vllm_server_base_url vllm_server_port=vllm_server_base_url
+gpu_memory_utilization=kv_cache_memory vllm_gpu_memory_utilization=kv_cache_memory
+"""
+"""Names of options elsewhere, and the option here, with a value where it takes that one."""
+_WITHOUT = {
+    "packing padding_free": "rows are always packed, without padding",
+    "use_liger_kernel use_liger_loss": "losses never hold the logits; kernels says whose kernels run",
+    "attn_implementation": "attention is the engine's own; `rlhf-engine doctor` shows it",
+    "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
+    "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
+    "fp16": "dtype is float32 or bfloat16",
+    "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
+}
+"""Names of options elsewhere, and the reason why there is none here."""
 
 
 def option(
@@ -286,8 +307,12 @@ def _default(field: dataclasses.Field) -> Any:
 def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
     switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
-    close = difflib.get_close_matches(name, known, n=1)
-    return ConfigError(f"unknown {what} {prefix}{name}" + (f"; did you mean {prefix}{close[0]}?" if close else ""))
+    ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
+    close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
+    why = next((why for names, why in _WITHOUT.items() if name in names.split()), None)
+    if close and (ours or why is None):
+        why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
+    return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))
 
 
 def _with_flags(cls: type[Options], argv: Sequence[str]) -> list[str]:
@@ -348,8 +373,8 @@ def _only(name: str, expected: str, raw: list[str]) -> str:
 def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
     """The strings that followed `--name` as a value of `hint`; what no alternative can read is an error."""
     kinds = _alternatives(hint)
-    if type(None) in kinds and len(raw) == 1 and raw[0].lower() in _NONE:
-        return None
+    if len(raw) == 1 and (empty := _emptied(hint, raw[0])) != raw[0]:
+        return empty
     if bool in kinds and not raw:
         return True
     as_list = next((k for k in kinds if typing.get_origin(k) is list), None)
@@ -363,6 +388,13 @@ def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
     return _from_string(name, hint, kinds[0], text)
 
 
+def _emptied(hint: Any, value: Any) -> Any:
+    """None, or an empty list, where `none` stands for it; else the value as it is."""
+    is_none = isinstance(value, str) and value.lower() in _NONE
+    kinds = [typing.get_origin(kind) or kind for kind in _alternatives(hint)] if is_none else []
+    return None if type(None) in kinds else [] if list in kinds else value
+
+
 def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
     if kind is bool:
         if text.lower() in _TRUE + _FALSE:
@@ -371,9 +403,11 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
             return text
     elif kind in (int, float) or typing.get_origin(kind) is dict:
         try:
-            value = json.loads(text) if typing.get_origin(kind) is dict else kind(text)
-            if _matches(kind, value) or kind in (int, float):
-                return value
+            if typing.get_origin(kind) is dict:
+                if _matches(kind, value := json.loads(text)):
+                    return value
+            elif "_" not in text:  # Python takes 1_0 for 10
+                return kind(text)
         except (ValueError, RecursionError):
             pass  # reported below, with the option's name
     else:
@@ -452,8 +486,7 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
         if name in values:
             raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
-        if isinstance(value, str) and value.lower() in _NONE and type(None) in _alternatives(hints[name]):
-            value = None
+        value = _emptied(hints[name], value)
         if isinstance(value, str) and float in _alternatives(hints[name]):
             value = _from_string(name, hints[name], float, value)
         values[name] = value

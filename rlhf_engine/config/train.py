@@ -58,6 +58,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
 
     eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
+    eval_share: float | None = option(None, "hold out this share of the prompts of dataset_name", gt=0, lt=1)
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
@@ -133,8 +134,12 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         )
         if self.num_train_epochs is None:
             self._check_warm_up(self.max_steps)
-        if self.eval_steps and self.eval_dataset_name is None:
-            raise ConfigError(f"eval_steps: expected 0 or an eval_dataset_name, got {self.eval_steps} without one")
+        if self.eval_dataset_name is not None and self.eval_share is not None:
+            raise ConfigError("eval_share: expected either eval_dataset_name or eval_share, got both")
+        if self.eval_steps and self.eval_dataset_name is None and self.eval_share is None:
+            raise ConfigError(
+                f"eval_steps: expected 0, or an eval_dataset_name or eval_share, got {self.eval_steps} without one"
+            )
 
     def count_steps(self, n_prompts: int) -> int:
         """Count the steps of the whole run.

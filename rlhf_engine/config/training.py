@@ -27,6 +27,8 @@ LARGEST_SEED = 2**32 - 1
 """As NumPy has it. Seeds of steps are made of the run's, and have to stay within 64 bits."""
 LARGEST_RANK = 2**14
 """Of an adapter: more than the width of most models, at which it is no low rank."""
+REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"
+"""Pattern of owner/name on the Hub."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -58,6 +60,9 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
+    push_to_hub: str | None = option(
+        None, "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public"
+    )
     logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
@@ -67,6 +72,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
+    use_rslora: bool = option(False, "scale it by lora_alpha / √lora_r")
     adapter_dtype: Dtype = option("float32", "dtype of the adapters; heads are in float32")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
@@ -109,6 +115,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
+        check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
             for field in dataclasses.fields(self):
@@ -152,7 +159,7 @@ class SupervisedOptions(TrainingOptions):
 
     def _check_no_adapter(self) -> None:
         """Raise ConfigError where an option of adapters is set, although everything is trained."""
-        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype")
+        names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules", "adapter_dtype")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:
             value = getattr(self, name)
@@ -164,6 +171,12 @@ def not_empty(name: str, value: str | list[Any]) -> None:
     """Raise ConfigError, naming the option, for an empty text, an empty list or a list with an empty text."""
     if not value or (isinstance(value, list) and not all(value)):
         raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
+
+
+def check_repository(name: str | None) -> None:
+    """Raise ConfigError for what names no repository of the Hub; None names none on purpose."""
+    if name is not None and re.fullmatch(REPOSITORY, name) is None:
+        raise ConfigError(f"push_to_hub: expected owner/name, got {name!r}")
 
 
 def check_device(name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_engine.evaluation.evaluate import Evaluation, Measured
 from rlhf_engine.evaluation.results import figure_of, lines, shown_figure
 from rlhf_engine.runs.metrics import write_atomic
-from rlhf_engine.runs.page_parts import COLOURS
+from rlhf_engine.runs.page_parts import COLOURS, policy
 from rlhf_engine.runs.text import show_controls
 from rlhf_engine.scoring.rewards import mean_or_none
 
@@ -30,7 +30,9 @@ MOST_PROMPTS = 400
 def write_page(evaluation: Evaluation, found: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
     """Write the page with the figures that `summarise` returned, at once and whole; its path."""
     data = _data(evaluation, found, results)
+    script = "\n".join(["", _asset("rlhf_engine.runs", "page_chart.js"), _asset(__package__, "page.js")])
     text = _PAGE.format(
+        policy=policy(script),
         title=html.escape(show_controls(f"Evaluation of {', '.join(found)}")),
         style=_asset("rlhf_engine.runs", "page.css") + _asset(__package__, "page.css"),
         written=datetime.fromtimestamp(round(time.time()), UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -41,7 +43,7 @@ def write_page(evaluation: Evaluation, found: Mapping[str, Measured], results: M
         table=_table(results),
         # `</script>` in an answer must not end the element that the data are in
         data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script=_asset("rlhf_engine.runs", "page_chart.js") + "\n" + _asset(__package__, "page.js"),
+        script=script,
     )
     write_atomic(out, text.encode())
     return out
@@ -51,6 +53,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+{policy}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{title}</title>
@@ -65,8 +68,7 @@ _PAGE = """<!doctype html>
 <div id="page"></div>
 </main>
 <script type="application/json" id="data">{data}</script>
-<script>
-{script}</script>
+<script>{script}</script>
 </body>
 </html>
 """

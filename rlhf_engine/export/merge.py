@@ -67,10 +67,13 @@ def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = T
 def require_base(source: Source, model: PreTrainedModel, kind: str = "base_hash") -> None:
     """Raise ConfigError for a model that is not the base that the source was trained on.
 
-    Nothing is compared where no hash is recorded. kind: `base_hash`, or `decoder_hash` without the LM head.
+    Where no hash is recorded, another name of a base is warned of. kind: `base_hash`, or `decoder_hash` without the
+    LM head.
     """
     recorded = source.base_hash if kind == "base_hash" else source.decoder_hash
     if recorded is None:
+        if source.adapter is not None:
+            peft_io.warn_of_other_base(peft_io.recorded_base(source.adapter)[0], source.base, "model_name_or_path")
         return
     part = model if kind == "base_hash" else base_model(model)
     own = [(name, p) for name, p in part.named_parameters() if not name.startswith("score.")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from rlhf_kernels.linear import linear
+from rlhf_kernels.runtime.eager import eager
 from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
 from rlhf_engine.hydra.adapters import AdapterSlot, LoraPair, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
+from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
 from rlhf_engine.hydra.gated_linear import (
     GatedHead,
@@ -266,6 +268,21 @@ class Backbone(nn.Module):
             return hidden
 
         return forward() if self.in_turn is None else self.in_turn(forward)
+
+    def require_served(self, name: str, batch: PackedBatch) -> None:
+        """Raise ValueError for a sequence beyond the context or an id outside the vocabulary, where reading is free."""
+        longest, limit = max(batch.lengths), self.context_length
+        if longest > limit:
+            raise ValueError(
+                f"batch: expected sequences of at most {limit} tokens (the context of backbone {name!r}), got one of "
+                f"{longest}"
+            )
+        tokens, vocabulary = batch.tokens_T, self.model.config.get_text_config().vocab_size
+        if tokens.is_cpu and eager(tokens):
+            least, most = (int(x) for x in tokens.aminmax())
+            if least < 0 or most >= vocabulary:
+                wrong = least if least < 0 else most
+                raise ValueError(f"batch: expected token ids from 0 to {vocabulary - 1}, got {wrong}")
 
     def add_slot(
         self,

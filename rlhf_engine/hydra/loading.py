@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
 
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
+from rlhf_engine.hydra.peft_io import read_json
 from rlhf_engine.manifest import check_model
 
 Quantization = Literal["none", "8bit", "4bit"]
@@ -44,6 +46,13 @@ _CHUNKED = "chunked_attention"
 
 _OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)
 """Errors of transformers and torch where a config names types or sizes that cannot be, or are not its weights'."""
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "n_embd", "n_head", "n_layer"),
+)
+"""Numbers of config.json by which transformers divides, or of which a model has at least one."""
 
 
 def _line(error: BaseException) -> str:
@@ -72,10 +81,16 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
 def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
     folder = model_folder(path)
+    raw = read_json(folder, "config.json", "model_name_or_path")
+    for part in (part for part in (raw, raw.get("text_config")) if isinstance(part, dict)):
+        for name in _SIZES:
+            if type(part.get(name)) is int and part[name] < 1:
+                file = str(folder / "config.json")
+                raise ValueError(f"model_name_or_path: expected {name} of at least 1 in {file!r}, got {part[name]}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
-        if "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        if "auto_map" in raw:
             raise ValueError(
                 "model_name_or_path: expected an architecture of transformers, got one whose code lies in "
                 f"{str(path)!r}; code of a model folder is never run"
@@ -263,14 +278,17 @@ def _holds_mxfp4(config: PreTrainedConfig) -> bool:
     return kind == QuantizationMethod.MXFP4
 
 
+def require_bitsandbytes(argument: str, expected: str, got: object) -> None:
+    """Raise ConfigError, naming the argument that needs it, where bitsandbytes is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{argument}: expected {expected} where bitsandbytes is not installed (pip install 'rlhf-engine[bnb]'), "
+            f"got {got!r}"
+        )
+
+
 def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"quantization: expected 'none' where bitsandbytes is not installed (pip install bitsandbytes), "
-            f"got {quantization!r}"
-        ) from error
+    require_bitsandbytes("quantization", "'none'", quantization)
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
@@ -305,8 +323,8 @@ def context_length(config: PreTrainedConfig) -> int:
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise ValueError(f"{type(config).__name__}: expected max_position_embeddings, got {limit!r}")
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"{type(config).__name__}: expected max_position_embeddings of at least 1, got {limit!r}")
     rope = getattr(text, "rope_parameters", None) or {}
     for rule in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
         if isinstance(rule, Mapping) and rule.get("rope_type") == "longrope":

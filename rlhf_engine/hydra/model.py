@@ -469,12 +469,14 @@ class HydraModel(nn.Module):
             The results, in the order of the requests.
 
         Raises:
-            ValueError: a role that does not exist, a sequence longer than the context, or what an output refuses.
+            ValueError: a role that does not exist, a sequence longer than the context, an id outside the vocabulary, or
+                what an output refuses.
             RuntimeError: something else has changed the backbone's attention since it was taken over.
         """
         names = [role for output in outputs for role in output.roles]
         lanes = fold_lanes(self.roles, names)
-        self._check_length(batch, lanes)
+        for name in dict.fromkeys(lane.backbone for lane in lanes):
+            self.backbone(name).require_served(name, batch)
         with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_slot(lane)]
         without = [lane for lane in lanes if lane not in with_grad]
         hidden: dict[str, torch.Tensor] = {}
@@ -727,16 +729,6 @@ class HydraModel(nn.Module):
             slot.copy_from(backbone.slot(origin))
         else:
             peft_io.load_slot(slot, origin, backbone)
-
-    def _check_length(self, batch: PackedBatch, lanes: Sequence[Lane]) -> None:
-        longest = max(batch.lengths)
-        for lane in lanes:
-            limit = self.backbone(lane.backbone).context_length
-            if longest > limit:
-                raise ValueError(
-                    f"batch: expected sequences of at most {limit} tokens (the context of backbone {lane.backbone!r}), "
-                    f"got one of {longest}"
-                )
 
 
 def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig]) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_engine.hub import local_folder
+from rlhf_engine.hub import local_folder, plain_name
 from rlhf_engine.hydra.adapters import AdapterSlot, SlotConfig
 from rlhf_engine.manifest import check_model
 
@@ -156,31 +157,44 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
     """Load a PEFT folder's weights into a slot of a backbone.
 
-    Raises ValueError if it belongs to another base or does not fit. A backbone without an LM head is the folder's
-    base if its weights are: reward models are made on bases with an LM head and serve without. With None for the
-    backbone, an adapter of any base is taken.
+    Raises ValueError if it belongs to another base or does not fit. Where no hash of the base is recorded, another name
+    of a base is warned of. A backbone without an LM head is the folder's base if its weights are: reward models are
+    made on bases with an LM head and serve without. With None for the backbone, an adapter of any base is taken.
     """
     theirs = read_slot_config(folder)
+    origin = f"init_from={str(folder)!r}"
     if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):
         raise ValueError(
-            f"init_from={str(folder)!r}: expected r={slot.config.r}, scale {slot.config.scale:g} like slot "
-            f"{slot.name!r}, got r={theirs.r} and scale {theirs.scale:g}"
+            f"{origin}: expected r={slot.config.r}, scale {slot.config.scale:g} like slot {slot.name!r}, got "
+            f"r={theirs.r} and scale {theirs.scale:g}"
         )
-    if backbone is not None and (Path(folder) / ENGINE_FILE).is_file():
+    name, recorded = recorded_base(folder)
+    if backbone is not None and recorded is not None:
         record = read_json(Path(folder), ENGINE_FILE, "adapter")
         by_decoder = not backbone.has_lm_head and record.get("decoder_hash") is not None
-        recorded = record["decoder_hash"] if by_decoder else record.get("base_hash")
+        recorded = record["decoder_hash"] if by_decoder else recorded
         ours = backbone.decoder_hash if by_decoder else backbone.base_hash
-        if recorded is not None and recorded != ours():
+        if recorded != ours():
             raise ValueError(
-                f"init_from={str(folder)!r}: expected an adapter of this base (hash {ours()[:12]}…), "
+                f"{origin}: expected an adapter of this base (hash {ours()[:12]}…), "
                 f"got one of another base (hash {recorded[:12]}…)"
             )
+    elif backbone is not None:
+        warn_of_other_base(name, backbone.model.config.name_or_path, origin)
     tensors = _load_weights(folder)
-    origin = f"init_from={str(folder)!r}"
     if backbone is not None:
         _require_own_weights(tensors, backbone, origin)
     load_tensors(slot, _pair_up(tensors, origin), origin)
+
+
+def warn_of_other_base(recorded: str | None, given: str | None, origin: str) -> None:
+    """Warn of an adapter whose config names another base than the one given, by the last part of their names."""
+    if recorded and given and Path(plain_name(recorded)).name != Path(plain_name(given)).name:
+        warnings.warn(
+            f"{origin}: its base_model_name_or_path is {recorded!r}, the base given is {given!r}; no hash is recorded "
+            "that would tell whether they are the same",
+            stacklevel=3,
+        )
 
 
 def _require_own_weights(tensors: Mapping[str, torch.Tensor], backbone: Backbone, origin: str) -> None:

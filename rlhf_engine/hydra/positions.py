@@ -9,6 +9,7 @@ Such attention is given a stand-in for the cache. It holds what the count lacks,
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +35,7 @@ class PastOfRows:
         return positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *others: Any
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *others: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are: the engine's attention keeps them."""
         return key, value
@@ -47,7 +48,9 @@ def give_positions(blocks: Iterable[nn.Module]) -> int:
         for module in block.modules():
             if _counts_positions(module):
                 # not of the block: gradient checkpointing takes caches from blocks
-                module.register_forward_pre_hook(_with_past, with_kwargs=True)
+                names = inspect.signature(type(module).forward).parameters
+                keyword = "cache" if "cache" in names else "past_key_values"  # of transformers before 5.24
+                module.register_forward_pre_hook(functools.partial(_with_past, keyword), with_kwargs=True)
                 given += 1
     return given
 
@@ -59,9 +62,9 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _with_past(
-    module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    keyword: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = gate.current()
-    if call is not None and call.positions_T is not None and keywords.get("past_key_values") is None:
-        keywords = {**keywords, "past_key_values": PastOfRows(call.positions_T)}
+    if call is not None and call.positions_T is not None and keywords.get(keyword) is None:
+        keywords = {**keywords, keyword: PastOfRows(call.positions_T)}
     return arguments, keywords

@@ -87,7 +87,7 @@ def fuse_lora(model: PeftModel) -> Fusion:
 
     Raises:
         TypeError: a model other than a PeftModel with LoRA.
-        ValueError: a model that is fused already, or one without a layer that can be fused.
+        ValueError: a model that is fused already.
     """
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
         raise TypeError(f"model: expected a PeftModel with LoRA adapters, got {type(model).__name__}")
@@ -96,9 +96,6 @@ def fuse_lora(model: PeftModel) -> Fusion:
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     left = {name: reason for name, module in layers.items() if (reason := _refusal(module))}
     fused = [name for name in layers if name not in left]
-    if not fused:
-        name, reason = next(iter(left.items()), ("the model", "it has no LoRA layer"))
-        raise ValueError(f"model: expected LoRA on linears, got none that can be fused; {name}: {reason}")
     if left:
         name, reason = next(iter(left.items()))
         warnings.warn(

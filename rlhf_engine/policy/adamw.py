@@ -23,7 +23,6 @@ mean square as well. Here that counts above 1 alone: an adapter's B begins at 0.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from torch import nn
 from rlhf_engine.config.training import FLOAT32_GRADIENTS, Optim
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra.loading import require_bitsandbytes
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 256
@@ -89,11 +89,8 @@ def temporary_bytes(optim: Optim, shape: torch.Size, dtype: torch.dtype, device_
 
 def require_optim(optim: Optim) -> None:
     """Raise ConfigError for an `optim` whose library is not installed."""
-    if has_8bit_moments(optim) and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "optim: expected 'adamw' or 'adamw_stochastic' where bitsandbytes is not installed "
-            f"(pip install 'rlhf-engine[bnb]'), got {optim!r}"
-        )
+    if has_8bit_moments(optim):
+        require_bitsandbytes("optim", "'adamw' or 'adamw_stochastic'", optim)
 
 
 def warn_without_masters(optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
 from rlhf_engine.hydra.adapters import ALL_LINEAR
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.loading import Quantization, read_config, require_lm_head
+from rlhf_engine.hydra.loading import Quantization, read_config, require_bitsandbytes, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.hydra.roles import OFF
@@ -42,7 +42,13 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
     targets: str | tuple[str, ...] = tuple(named) if isinstance(named, list) else (named,)
     if named == ALL_LINEAR:
         targets = ALL_LINEAR
-    return SlotConfig(r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, target_modules=targets)
+    return SlotConfig(
+        r=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=targets,
+        use_rslora=config.use_rslora,
+    )
 
 
 def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
@@ -289,6 +295,9 @@ def _quantization(config: TrainConfig) -> Quantization:
 
 def check_sources(config: TrainConfig) -> None:
     """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if getattr(config, name):
+            require_bitsandbytes(name, "false", True)
     base = read_config(config.model_name_or_path)
     require_lm_head(base, config.model_name_or_path)
     if config.method == "full_ppo" and getattr(base, "quantization_config", None) is not None:

@@ -28,8 +28,7 @@ class Panel(NamedTuple):
     lines: tuple[tuple[str, str], ...]
 
 
-PANELS = (
-    # what a run is for comes first, of whichever kind it is
+_OUTCOMES = (
     Panel("Reward", "score per answer", (("reward", "training"), ("eval/reward", "held out"))),
     Panel("KL to the reference", "nats per answer", (("kl", "training"), ("eval/kl", "held out"))),
     Panel("Cross-entropy", "nats per token", (("lm_loss", "training"),)),
@@ -46,6 +45,10 @@ PANELS = (
     Panel("Reward model's loss", "nats per row", (("reward_loss", "training"), ("eval/loss", "held out"))),
     Panel("Area under the ROC curve", "0.5 is chance", (("eval/auc", "held out"),)),
     Panel("Calibration", "0 is perfect", (("eval/calibration_error", "expected error"), ("eval/brier", "Brier"))),
+)
+"""Panels of what a run is for, of whichever kind it is."""
+PANELS = (
+    *_OUTCOMES,
     Panel("Entropy", "nats per token", (("entropy", "update"), ("entropy_rollout", "rollout"))),
     Panel("Clipped ratios", "fraction of tokens", (("clip_ratio", "policy"), ("value/clip_ratio", "value"))),
     Panel("KL of the update", "approximate, nats per token", (("approx_kl", "policy"),)),
@@ -74,6 +77,13 @@ PANELS = (
 )
 
 
+def has_signal(panel: Panel, lines: Sequence[Sequence[float]]) -> bool:
+    """Whether a panel with these numbers is drawn: one of outcomes always, others unless each line is flat."""
+    if panel in _OUTCOMES:
+        return any(lines)
+    return any(len(line) in (1, 2) or len(set(line)) > 1 for line in lines)
+
+
 def smooth(values: Sequence[float], decay: float = SMOOTHING) -> list[float]:
     """Exponential mean of what came so far, without the bias towards 0 at the start."""
     total = weight = 0.0
@@ -85,7 +95,7 @@ def smooth(values: Sequence[float], decay: float = SMOOTHING) -> list[float]:
 
 
 def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
-    """Draw every panel of `PANELS` that the metrics file has data for; returns their titles.
+    """Draw every panel of `PANELS` that has a signal in the metrics file; returns their titles.
 
     A line of fewer than 20 points (evaluations, short runs) is drawn as it is: smoothed, it would only lag. Where the
     disk is full or fails there is no picture, and a warning: it can be drawn again from the metrics.
@@ -96,7 +106,8 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
     from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(metrics_jsonl)
-    drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, rows))]
+    found = ((panel, _lines(panel, rows)) for panel in PANELS)
+    drawn = [(panel, lines) for panel, lines in found if has_signal(panel, [values for _, _, values in lines])]
     if not drawn:
         raise ValueError(f"metrics_jsonl: expected lines with known metrics in {str(metrics_jsonl)!r}, got none")
     columns = min(3, len(drawn))

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs import page_parts
-from rlhf_engine.runs.curves import PANELS
+from rlhf_engine.runs.curves import PANELS, has_signal
 from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG, require_unlocked
 from rlhf_engine.runs.headline import Headline, headlines, is_number, numbers, total_steps
 from rlhf_engine.runs.metrics import read_metrics, write_atomic
@@ -44,21 +44,11 @@ def write_page(
     state: str | None = None,
     refresh: float | None = None,
 ) -> Path:
-    """Write the page of some runs' output folders, at once and whole.
+    """Write the page of some runs' output folders, or of demos', at once and whole; its path.
 
-    Args:
-        runs: output folders, or those of demos.
-        out: the page.
-        title: its heading; None: the run's name, or how many there are.
-        state: `running`, `done` or `stopped`, for all runs; None: what each folder says.
-        refresh: seconds after which the page reads itself again; None: never.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ConfigError: a folder that holds no run or a damaged one, a run that is named twice, or an `out` that cannot be
-            written.
+    title: its heading; None: the run's name, or how many there are. state: `running`, `done` or `stopped`, for all
+    runs; None: what each folder says. refresh: seconds after which the page reads itself again; None: never. Raises
+    ConfigError for a folder without a run, a damaged one or one named twice, and where `out` cannot be written.
     """
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
@@ -77,7 +67,7 @@ def write_page(
 def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, refresh: float | None) -> str:
     """The page of some runs, each with its headline numbers."""
     runs, numbers_of = [run for run, _ in found], [shown for _, shown in found]
-    panels = [panel for panel in PANELS if any(name in run["curves"] for run in runs for name, _ in panel.lines)]
+    panels = [panel for panel in PANELS if has_signal(panel, [_values(runs, name) for name, _ in panel.lines])]
     written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
     data = {
@@ -93,7 +83,9 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
         top = page_parts.cards(numbers_of[0])
     pictures = "".join(page_parts.picture(panel, runs) for panel in panels[:4])
     answers = "".join(page_parts.answers(run["name"], run["samples"]) for run in runs)
+    script = "\n".join(["", *(_asset(name) for name in SCRIPTS)])
     return _PAGE.format(
+        policy=page_parts.policy(script),
         title=html.escape(title),
         attributes="" if refresh is None else f' data-refresh="{refresh:.0f}"',
         again="" if refresh is None else f'<noscript><meta http-equiv="refresh" content="{refresh:.0f}"></noscript>',
@@ -103,14 +95,20 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
         plain=f'<h2>Curves</h2><div class="grid">{pictures}</div>{answers}',
         # `</script>` in an answer must not end the element that the data are in
         data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script="\n".join(_asset(name) for name in SCRIPTS),
+        script=script,
     )
+
+
+def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Values of a metric in all runs."""
+    return [value for run in runs if name in run["curves"] for value in run["curves"][name][1]]
 
 
 _PAGE = """<!doctype html>
 <html lang="en"{attributes}>
 <head>
 <meta charset="utf-8">
+{policy}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{title}</title>
@@ -125,8 +123,7 @@ _PAGE = """<!doctype html>
 <div id="page"></div>
 </main>
 <script type="application/json" id="data">{data}</script>
-<script>
-{script}</script>
+<script>{script}</script>
 </body>
 </html>
 """

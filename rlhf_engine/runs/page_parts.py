@@ -5,6 +5,8 @@ Every text of a run passes `html.escape`.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -20,6 +22,13 @@ _PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "repo
 _FEW = 4
 """Most options that stand before the numbers in a comparison."""
 _DASHES = ("", "7 4", "2 3")
+
+
+def policy(script: str) -> str:
+    """Element of a page's head that lets the page run this script alone and load nothing."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
+    return f"""<meta http-equiv="Content-Security-Policy" content="{allowed}; base-uri 'none'; form-action 'none'">"""
 
 
 def cards(found: Sequence[Headline]) -> str:
@@ -39,13 +48,7 @@ def cards(found: Sequence[Headline]) -> str:
 def comparison(names: Sequence[str], configs: Sequence[Mapping[str, Any]], found: Sequence[Sequence[Headline]]) -> str:
     """Table with a row per run: the options in which runs differ, then their headline numbers, the best ones marked.
 
-    Args:
-        names: names of the runs.
-        configs: options of each run.
-        found: headline numbers of each run.
-
-    Returns:
-        A table whose cells hold their value for sorting in `data-value`.
+    configs, found: options and headline numbers of each run. Cells hold their value for sorting in `data-value`.
     """
     options = differing_options(configs)
     by_label = [{h.label: h for h in one} for one in found]

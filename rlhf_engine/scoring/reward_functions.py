@@ -217,7 +217,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         with _settings_kept(f"importing {str(path)!r}"):
             found.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and passed on
+    except _OF_USERS_CODE as error:  # a user's file may raise anything; it is named and passed on
         del sys.modules[name]
         raise _failure(f"importing {str(path)!r}", error) from error
     return module
@@ -233,7 +233,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
             hint = "for a file write its path with .py"
             raise ConfigError(f"reward_funcs: no module named {error.name!r} (from {spec!r}); {hint}") from error
         raise _failure(f"importing {name!r}", error) from error
-    except (Exception, SystemExit) as error:  # as for files
+    except _OF_USERS_CODE as error:  # as for files
         raise _failure(f"importing {name!r}", error) from error
 
 
@@ -281,6 +281,10 @@ def _settings_kept(name: str) -> Iterator[None]:
                 )
 
 
+_OF_USERS_CODE = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""Errors that a user's code may raise. Of what is left, KeyboardInterrupt stops the run."""
+
+
 class _TookTooLong(BaseException):
     """Raised inside a function whose time is over; no Exception, which the function might handle itself."""
 
@@ -317,13 +321,17 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, Any], timeou
             return function(**arguments)
     except _TookTooLong as error:
         raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
-    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is named and passed on
+    except _OF_USERS_CODE as error:  # a user's function may raise anything; it is named and passed on
         raise _failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
 
 
 def _failure(what: str, error: BaseException, prompts: Sequence[Any] = (), answers: Sequence[Any] = ()) -> RewardError:
     """The error of a user's code that raised, with the answer that it had in hand and the lines that led there."""
-    text = f"{what} raised {type(error).__name__}: {error}"
+    try:
+        said = str(error)
+    except Exception as second:  # by the error's own __str__
+        said = f"its text cannot be had, for {type(second).__name__}"
+    text = f"{what} raised {type(error).__name__}: {said}"
     frames = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -7,7 +7,10 @@ the floats that it makes alone. A run has one policy, its data, its folder and t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,6 +23,7 @@ from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, save_checkpoint
+from rlhf_engine.runs.folder import RECORD_FILE
 from rlhf_engine.training.data_parallel import require_same_weights, sum_gradients
 
 State = TypeVar("State", bound=Counters)
@@ -55,11 +59,12 @@ class Policy(Generic[State]):
         """Counters."""
         model.eval()
 
-    def load(self, checkpoint: Path) -> State:
+    def load(self, checkpoint: Path, total_steps: int) -> State:
         """Load a checkpoint into model and optimizer. The policy's own counters stay as they are.
 
         Args:
             checkpoint: folder of the checkpoint.
+            total_steps: steps of the whole run, by which it goes on.
 
         Returns:
             Counters of the checkpoint.
@@ -68,7 +73,20 @@ class Policy(Generic[State]):
             ConfigError: a checkpoint of another model, optimizer or kind of run, or a folder without one.
             CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
         """
-        return load_checkpoint(checkpoint, self.model, self.optimizer, type(self.state))
+        state = load_checkpoint(checkpoint, self.model, self.optimizer, type(self.state))
+        # a record of an older version, or a damaged one, has no rate to compare with
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            record = json.loads((checkpoint.parent / RECORD_FILE).read_text(encoding="utf-8"))
+            runs = (record["config"], record["total_steps"]), (vars(self.config), total_steps)
+            before, now = (o["learning_rate"] * _factor(state.step, o, total) for o, total in runs)
+            if self.world.is_main and abs(now - before) > 1e-9 * before:
+                old, new = (f"{o['lr_scheduler_type']} over {total} steps" for o, total in runs)
+                warnings.warn(
+                    f"learning_rate: step {state.step + 1} goes on at {now:g}, by {new}; the run of {checkpoint} had "
+                    f"{before:g} for it, by {old}",
+                    stacklevel=3,
+                )
+        return state
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -81,13 +99,7 @@ class Policy(Generic[State]):
         Returns:
             Factor of every role's learning rate, in [0, 1].
         """
-        config = self.config
-        factor = lr_factor(
-            self.state.step,
-            kind=config.lr_scheduler_type,
-            warmup_steps=config.warmup_steps,
-            total_steps=total_steps,
-        )
+        factor = _factor(self.state.step, vars(self.config), total_steps)
         self.optimizer.set_lr_factor(factor)
         return factor
 
@@ -153,3 +165,9 @@ class Policy(Generic[State]):
         keep = self.config.save_total_limit
         state = self.state if state is None else state
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
+
+
+def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
+    """`lr_factor` by a run's options."""
+    kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
+    return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)

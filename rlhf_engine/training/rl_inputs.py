@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Report, Tally, load_rows, require_room, tokenize_prompts
+from rlhf_engine.data import PromptSet, Report, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
 from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -98,7 +99,10 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         reports[argument] = tally.report()
         return found
 
-    train_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit)
+    train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
+    if config.eval_share is not None:
+        split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_share")
+        train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
     total_steps = config.count_steps(len(train_set.rows))
     if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
         if config.num_train_epochs is None:
@@ -106,7 +110,6 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         raise ConfigError(
             f"num_train_epochs: expected at least {resumed_step} steps, those of {resume}, got {total_steps}"
         )
-    eval_set = None
     if config.eval_dataset_name is not None:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
     some = list(range(min(2, len(train_set.rows))))
@@ -125,6 +128,13 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         server=None,
     )
     return replace(inputs, server=find_server(config, inputs.all_prompts(), rank=rank))
+
+
+def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
+    """The prompts of some of the rows, which are in the same order."""
+    chosen, of_row = {id(row) for row in rows}, zip(prompts.rows, prompts.prompts, prompts.ids, strict=True)
+    kept = [(text, ids) for row, text, ids in of_row if id(row) in chosen]
+    return PromptSet(rows=list(rows), prompts=[text for text, _ in kept], ids=[ids for _, ids in kept])
 
 
 def _check_resumed(config: TrainConfig, resume: Path) -> int:

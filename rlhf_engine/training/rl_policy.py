@@ -50,7 +50,7 @@ class RlPolicy(Policy[TrainerState]):
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
         super().__init__(config, model, rates, state, world=world)
         if resume is not None:
-            self.state = resumed_state(self.load(resume), state, resume)
+            self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
         self._token_budget = model.token_budget
         if self.state.token_budget is not None:
             model.token_budget = self.state.token_budget

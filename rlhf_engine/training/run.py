@@ -13,6 +13,7 @@ import functools
 import math
 import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -104,11 +105,7 @@ class Run(ABC, Generic[State]):
 
     @abstractmethod
     def step(self) -> dict[str, Any]:
-        """Make one step. Afterwards `state` counts it and `optimizer.is_whole` is true.
-
-        Returns:
-            Metrics of the step, by name.
-        """
+        """Make one step; its metrics by name. Afterwards `state` counts it and `optimizer.is_whole` is true."""
 
     @abstractmethod
     def finished(self) -> bool:
@@ -116,11 +113,7 @@ class Run(ABC, Generic[State]):
 
     @abstractmethod
     def end(self) -> Any:
-        """Write the result of a run whose steps are done. Called on the main rank alone.
-
-        Returns:
-            The result of `run`.
-        """
+        """Write the result of a run whose steps are done; what `run` returns. Called on the main rank alone."""
 
     def steps_done(self) -> int:
         """Number of steps of which the output folder holds the outcome."""
@@ -133,11 +126,7 @@ class Run(ABC, Generic[State]):
         self.write_record()
 
     def look(self) -> dict[str, Any]:
-        """Evaluate, where an evaluation is due: before the first step, or after one. Called on all ranks.
-
-        Returns:
-            Metrics by name; empty where none is due.
-        """
+        """Evaluate, where that is due: before the first step, or after one; metrics by name. Called on all ranks."""
         return {}
 
     def saves_now(self) -> bool:
@@ -145,19 +134,11 @@ class Run(ABC, Generic[State]):
         return self._is_regular() or self._is_last()
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the run for its record, beside its options and this machine.
-
-        Returns:
-            Plain values by name.
-        """
+        """Facts of the run for its record, beside its options and this machine: plain values by name."""
         return {}
 
     def make_saver(self) -> Callable[[], object]:
-        """Make a function that writes a checkpoint. It is made before each step, and called if the step fails.
-
-        Returns:
-            The function.
-        """
+        """Make a function that writes a checkpoint. It is made before each step, and called if the step fails."""
         return self.save
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
@@ -298,13 +279,9 @@ class Run(ABC, Generic[State]):
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank.
+        """Write a checkpoint of the current step, where this is the main rank; its folder.
 
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            CheckpointWriteError: the disk is full or fails.
+        Raises CheckpointWriteError where the disk is full or fails.
         """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
@@ -336,6 +313,12 @@ class Run(ABC, Generic[State]):
         with writing(self.output / METRICS_FILE):
             writer = MetricsWriter(self.output / METRICS_FILE)
             writer.truncate_after(self.state.step or -1)  # before the first step, nothing is known yet
+        step = self.state.step
+        if writer.last_step < 0 and step >= self.config.logging_steps and (self.output / f"checkpoint-{step}").is_dir():
+            warnings.warn(
+                f"{writer.path}: expected metrics of the steps up to {step}, got none; curves begin after them",
+                stacklevel=2,
+            )
         return writer
 
     def _trackers(self) -> Trackers:
@@ -346,11 +329,7 @@ class Run(ABC, Generic[State]):
         plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
     def write_record(self, result: dict[str, Any] | None = None) -> None:
-        """Write run.json.
-
-        Args:
-            result: outcome of a run that is done; None before.
-        """
+        """Write run.json. result: outcome of a run that is done; None before."""
         if self._record is None:
             device = self.model.device
             self._record = run_record(
@@ -425,28 +404,17 @@ class SupervisedRun(Run[State]):
 
     @abstractmethod
     def load(self) -> HydraModel:
-        """Load the data, and the model as it is before any step.
-
-        Returns:
-            The model.
-        """
+        """Load the data, and the model as it is before any step; the model."""
 
     def go_on(self, held: State) -> State:
-        """Take up the counters of a checkpoint, whose model and optimizer have been loaded.
-
-        Args:
-            held: counters of the checkpoint.
-
-        Returns:
-            Counters to go on with.
-        """
+        """Counters to go on with. held: those of the checkpoint, whose model and optimizer have been loaded."""
         return held
 
     def _prepare(self, model: HydraModel) -> None:
         rates = dict.fromkeys(model.roles, self.config.learning_rate)
         self.policy = Policy(self.config, model, rates, self.start, world=self.world)
         if self.resume is not None:
-            self.state = self.go_on(self.policy.load(self.resume))
+            self.state = self.go_on(self.policy.load(self.resume, self.total_steps))
 
     @abstractmethod
     def loss(
@@ -465,14 +433,7 @@ class SupervisedRun(Run[State]):
 
     @abstractmethod
     def packed(self, rows: Sequence[Any]) -> PackedBatch:
-        """Pack the sequences of n rows.
-
-        Args:
-            rows: rows of one kind, at least one.
-
-        Returns:
-            The first answers of all rows, then the second ones (of pairs).
-        """
+        """Pack the sequences of rows of one kind: first answers of all rows, then second ones (of pairs)."""
 
     @property
     def rows_per_step(self) -> int:
@@ -480,24 +441,14 @@ class SupervisedRun(Run[State]):
         return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
 
     def next_rows(self) -> list[Any]:
-        """Choose the rows of the next step.
-
-        Returns:
-            The rows, in the order of the step's places.
-        """
+        """Choose the rows of the next step, in the order of its places."""
         places = batch_indices(len(self.rows), self.rows_per_step, self.state.step, self.config.seed)
         return [self.rows[i] for i in places]
 
     def micro_batches(self, rows: Sequence[HasTokens]) -> list[list[int]]:
-        """Divide this rank's share of a step's rows.
+        """Divide this rank's share of all rows of a step: places of the rows of each forward and backward.
 
         Rows of one prompt are neighbours, and tokens that they share count once.
-
-        Args:
-            rows: all rows of the step.
-
-        Returns:
-            Places of the rows of each forward and backward.
         """
         batch = self.packed(rows)
         order = side_by_side(batch.prompts_N[: len(rows)])
@@ -513,14 +464,7 @@ class SupervisedRun(Run[State]):
         return [[order[own[unit]] for unit in part] for part in parts]
 
     def count_steps(self) -> int:
-        """Count the steps of the whole run.
-
-        Returns:
-            Optimizer steps, at least 1.
-
-        Raises:
-            ConfigError: a warm-up that is longer.
-        """
+        """Count the optimizer steps of the whole run, at least 1. Raises ConfigError for a longer warm-up."""
         config = self.config
         epochs = math.ceil(config.num_train_epochs * len(self.rows) / self.rows_per_step)
         total = config.max_steps if config.max_steps is not None else max(1, epochs)
@@ -528,13 +472,9 @@ class SupervisedRun(Run[State]):
         return total
 
     def step(self) -> dict[str, Any]:
-        """Make one optimizer step.
+        """Make one optimizer step; its metrics by name.
 
-        Returns:
-            Metrics of the step, by name.
-
-        Raises:
-            NonFiniteError: a loss or a gradient is NaN or infinite; nothing of the step was applied.
+        Raises NonFiniteError for a loss or a gradient that is NaN or infinite; nothing of the step was applied.
         """
         config, step = self.config, self.state.step
         began = time.perf_counter()

@@ -20,6 +20,7 @@ from rlhf_engine.config import (
     SFTConfig,
     TrainConfig,
     parse_config,
+    parser,
 )
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
@@ -40,10 +41,10 @@ def test_defaults_and_flag_names_of_ppo() -> None:
         REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
         kl_in="to_go", advantage_clip=None, divide_by_own_length=False, max_bad_rows=0.0, truncation="error",
         system_prompt=None, chat_template_kwargs=None, dataset_streaming=False,
-        dtype="float32", lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        dtype="float32", lora_r=16, lora_alpha=32.0, use_rslora=False, push_to_hub=None, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
-        eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
+        eval_dataset_name=None, eval_share=None, dataset_limit=None, max_prompt_length=None,
         max_completion_length=64, temperature=1.0, top_k=None, top_p=None, min_p=None,
         reward_funcs=["reward_model"], reward_weights=None,
         reward_timeout=1800.0, missing_eos_penalty=None, missing_eos_score=None, beta=0.05, kl_target=None,
@@ -81,6 +82,7 @@ def test_defaults_and_flag_names_of_reward() -> None:
         max_bad_rows=0.0, truncation="error",
         system_prompt=None, chat_template_kwargs=None, dataset_streaming=False, dataset_limit=None,
         gradient_accumulation_steps=1, overwrite_output_dir=False, lora_r=16, lora_alpha=32.0, lora_dropout=0.0,
+        use_rslora=False, push_to_hub=None,
         lora_target_modules="all-linear", adapter_dtype="float32", lr_scheduler_type="constant", warmup_steps=0,
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,
         gradient_checkpointing=False, max_tokens_per_micro_batch=None, logging_steps=1, dtype="float32", device="auto",
@@ -285,9 +287,20 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
     [
         (["--lerning_rate", "1"], r"unknown option --lerning_rate; did you mean --learning_rate\?"),
         (["--zzzz"], r"unknown option --zzzz$"),
+        (["--epochs", "3"], r"unknown option --epochs; did you mean --num_train_epochs\?"),
+        (["--bf16"], r"unknown option --bf16; did you mean --dtype bfloat16\?"),
+        (["--max-new-tokens", "9"], r"max_new_tokens; did you mean --max_completion_length\?"),
+        (["--use_vllm"], r"unknown option --use_vllm; did you mean --rollout_backend vllm\?"),
+        (
+            ["--use_liger_kernel"],
+            r"unknown option --use_liger_kernel; losses never hold the logits; kernels says whose",
+        ),
+        (["--packing"], r"unknown option --packing; rows are always packed, without padding$"),
         (["stray"], r"output_dir: expected a string, got 'o stray'"),
         (["--whiten_rewards", "maybe"], r"whiten_rewards: expected true or false, got 'maybe'"),
         (["--max_steps", "many"], r"max_steps: expected an integer, got 'many'"),
+        (["--max_steps", "1_0"], r"max_steps: expected an integer, got '1_0'"),
+        (["--learning_rate", "1_0"], r"learning_rate: expected a number, got '1_0'"),
         (["--max_steps", "2.5"], r"max_steps: expected an integer, got '2\.5'"),
         (["--max_steps"], r"max_steps: needs a value"),
         (["--max_steps", "0"], r"max_steps: expected an integer >= 1, got 0"),
@@ -310,7 +323,9 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         ),
         (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
-        (["--eval_steps", "5"], r"eval_steps: expected 0 or an eval_dataset_name"),
+        (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name or eval_share, got 5"),
+        (["--eval_share", "0.1", "--eval_dataset_name", "x"], r"eval_share: expected either eval_dataset_name or"),
+        (["--push_to_hub", "name"], r"push_to_hub: expected owner/name, got 'name'"),
         (
             ["--resume_from_checkpoint", "auto", "--overwrite_output_dir"],
             r"overwrite_output_dir: expected false",
@@ -411,6 +426,8 @@ def test_commands_without_an_algorithm_have_no_sections(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("bf16: true", r"unknown key in .*: bf16; did you mean dtype: bfloat16\?"),
+        ("packing: true", r"unknown key in .*: packing; rows are always packed, without padding$"),
         ("lerning_rate: 1", r"unknown key in .*: lerning_rate; did you mean learning_rate\?"),
         ("max_steps: '3'", r"max_steps: expected an integer, got '3'"),
         ("max_steps: true", r"max_steps: expected an integer, got True"),
@@ -424,6 +441,24 @@ def test_yaml_errors(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse("--config", str(file))
+
+
+def test_names_of_other_libraries_lead_to_options_that_there_are() -> None:
+    options = {field.name for cls in (TrainConfig, SFTConfig, RewardConfig) for field in dataclasses.fields(cls)}
+    pairs = [pair.split("=") for pair in parser._OURS.split()]
+    assert {ours.partition(":")[0] for _, ours in pairs} <= options
+    names = [name for name, _ in pairs] + " ".join(parser._WITHOUT).split()
+    assert len(names) == len(set(names))
+    assert not set(names) & {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_none_is_an_empty_list(tmp_path: Path) -> None:
+    assert parse("--report_to", "none").report_to == []
+    file = tmp_path / "c.yaml"
+    for value in ("none", '"none"', "[]"):
+        file.write_text(f"report_to: {value}\nreward_weights: none\n")
+        config = parse("--config", str(file))
+        assert (config.report_to, config.reward_weights) == ([], None)
 
 
 def test_python_construction_is_held_to_the_same_rules() -> None:

@@ -27,13 +27,16 @@ from rlhf_engine.hydra import (
     PackedBatch,
     RoleSpec,
     SlotConfig,
+    attention,
     backbone,
+    gate,
     loading,
     peft_io,
     save_pretrained,
 )
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.positions import give_positions
 from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
@@ -466,9 +469,35 @@ def test_attention_that_counts_positions_is_given_them(steps, refused, monkeypat
         assert not torch.allclose(logits(HydraModel.from_pretrained(plain, roles=ACTOR), batch, None), expected)
 
 
-def test_of_a_conditional_generation_class_the_text_is_served(tmp_path):
-    """Llama 4's, which keeps a causal model of text where others keep a decoder, as a model and as a folder."""
+def test_positions_reach_attention_whatever_its_cache_is_called():
+    """`past_key_values` up to transformers 5.23, `cache` from 5.24 on; a row's count is its position less its place."""
+
+    class Past(torch.nn.Module):
+        def forward(self, x, past_key_values=None):
+            return past_key_values.get_seq_length(0) + past_key_values.update(x, x, 0)[0]
+
+    class Cache(torch.nn.Module):
+        def forward(self, x, cache=None):
+            return cache.get_seq_length(0) + cache.update(x, x, 0, kwargs={})[0]
+
+    positions = torch.tensor([0, 1, 2, 0, 1])
+    plan = attention.plan_packed((3, 2), torch.device("cpu"))
+    call = gate.BackboneCall(table=gate.SlotTable.uniform(None, 5), attention=plan, positions_T=positions)
+    for module in (Past(), Cache()):
+        assert give_positions([module]) == 1
+        with gate.enter(call):
+            assert module(torch.zeros(5)).tolist() == [0, 0, 0, -3, -3]
+
+
+def test_of_a_conditional_generation_class_the_text_is_served(tmp_path, monkeypatch):
+    """Llama 4's, which keeps a causal model of text where others keep a decoder, as a model and as a folder.
+
+    In transformers 5.24 its own forward fails where there are no images. What it does with text alone stands in.
+    """
     from peft import PeftModel
+
+    of_text = lambda self, input_ids, **more: self.language_model(input_ids, **more)  # noqa: E731
+    monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", of_text)
 
     tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     tower |= {"vision_output_dim": 16, "image_size": 28, "patch_size": 14}

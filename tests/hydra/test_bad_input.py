@@ -21,8 +21,9 @@ from rlhf_engine.hydra import (
     hydra_roles,
     save_pretrained,
 )
+from rlhf_engine.hydra.loading import read_config
 from rlhf_engine.hydra.peft_io import read_slot_config
-from tests.conftest import build, random_batch, tiny_llama
+from tests.conftest import VOCAB, build, random_batch, tiny_llama
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}
 
@@ -183,6 +184,31 @@ def test_a_config_that_lies_about_its_weights(tmp_path, lie):
     with pytest.raises(ValueError, match=r"(model_name_or_path|LlamaForCausalLM): .*") as raised:
         HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
     assert "\n" not in str(raised.value)
+
+
+def test_ids_outside_the_vocabulary_are_named():
+    model = make()
+    for wrong in (VOCAB, -1):
+        batch = random_batch(((3, 5),))
+        batch.tokens_T[2] = wrong
+        with pytest.raises(ValueError, match=f"^batch: expected token ids from 0 to {VOCAB - 1}, got {wrong}$"):
+            model.score(batch, ("actor",))
+
+
+def test_a_config_without_its_sizes_is_named(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size", "num_hidden_layers"):
+        for config in ({**whole, name: 0}, {**whole, "text_config": {name: 0}}):
+            path.write_text(json.dumps(config))
+            said = f"^model_name_or_path: expected {name} of at least 1 in '{path}', got 0$"
+            with pytest.raises(ValueError, match=said):
+                read_config(tmp_path)
+    for text in ("[]", "3", "null", "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"^{path}: expected "):
+            read_config(tmp_path)
 
 
 def test_an_adapter_that_lies_about_its_rank(tmp_path):

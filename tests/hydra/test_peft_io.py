@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from rlhf_kernels.runtime import registry
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
+from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.export.merge import merged_model
+from rlhf_engine.export.source import find_source
 from rlhf_engine.hydra import (
     HydraModel,
     Logprobs,
@@ -357,6 +362,30 @@ def test_an_adapter_of_another_base_is_refused_by_hash(tmp_path):
     with pytest.raises(ValueError, match=r"init_from='.*': expected an adapter of this base \(hash [0-9a-f]{12}…\)"):
         load(tmp_path, base_seed=1)
     load(tmp_path, base_seed=0)
+
+
+def test_an_adapter_that_names_another_base_is_said(tmp_path):
+    """PEFT records the base's name alone: the same sizes under another name may be another model."""
+    for name in ("first/small", "moved/small", "second/other"):
+        tiny_llama().save_pretrained(tmp_path / name)
+    adapter = tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "small")
+    get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(adapter)
+
+    def load_on(folder: Path) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            slots = {"actor": peft_io.read_slot_config(adapter)}
+            HydraModel.from_pretrained(str(folder), roles=ACTOR, slots=slots)
+            export = ExportConfig(source=str(adapter), to="merged", output_dir="o", model_name_or_path=str(folder))
+            merged_model(find_source(export), dtype=None)
+        return [str(warning.message) for warning in said if "base_model_name_or_path" in str(warning.message)]
+
+    assert load_on(tmp_path / "first" / "small") == load_on(tmp_path / "moved" / "small") == []
+    on_load, on_merge = load_on(tmp_path / "second" / "other")
+    for line, start in ((on_load, "init_from="), (on_merge, "model_name_or_path: ")):
+        assert line.startswith(start)
+        assert re.search("is '.*first/small', the base given is '.*second/other'", line)
 
 
 def edit_weights(folder: Path, change) -> None:

@@ -289,11 +289,21 @@ def test_what_is_left_is_named():
     compare(run(model), expected)
 
 
+def test_a_model_of_dora_alone_stays_peft_s():
+    model = make(use_dora=True)
+    expected = run(model)
+    with pytest.warns(UserWarning, match=r"(\d+) of \1 LoRA layers stay .*: expected plain LoRA, got Dora"):
+        fusion = fuse_lora(model)
+    assert fusion.fused == ()
+    assert all("expected plain LoRA" in reason for reason in fusion.left.values())
+    compare(run(model), expected)
+    fusion.undo()
+
+
 @pytest.mark.parametrize(
     ("make_model", "error", "message"),
     [
         (tiny_llama, TypeError, "model: expected a PeftModel with LoRA adapters, got LlamaForCausalLM"),
-        (lambda: make(use_dora=True), ValueError, "expected plain LoRA, got Dora"),
         (lambda: fuse_lora(make()).model, ValueError, "got one that is fused already"),
     ],
 )
@@ -437,6 +447,6 @@ def test_a_layer_with_a_forward_of_its_own_is_left():
     assert reason == "expected the forward of its class, got one of its own, which would not be asked"
 
 
-def test_everything_dropped_is_refused():
-    with pytest.raises(ValueError, match=r"expected lora_dropout below 1, got 1\.0 in adapter 'default'"):
-        fuse_lora(make(lora_dropout=1.0))
+def test_everything_dropped_stays_peft_s():
+    with pytest.warns(UserWarning, match=r"expected lora_dropout below 1, got 1\.0 in adapter 'default'"):
+        assert fuse_lora(make(lora_dropout=1.0)).fused == ()

@@ -516,6 +516,7 @@ def with_q(weight=None, **kwargs):
         (lambda d: dataclasses.replace(d, final_norm=d.final_norm[:5]), ValueError, r"final_norm: expected .* \[64\]"),
         (lambda d: dataclasses.replace(d, embedding=d.embedding.long()), TypeError, "embedding: expected"),
         (with_layer(window=0), ValueError, r"layers\[1\].window: expected"),
+        (with_layer(window=2.5), TypeError, r"layers\[1\].window: expected None or an integer, got 2.5"),
         (with_q(torch.zeros(64, 63)), ValueError, r"layers\[1\].q.weight: expected shape \(64, 64\)"),
         (with_q(torch.zeros(64, 64).t()), ValueError, r"layers\[1\].q.weight: expected inner stride 1"),
         (with_q(torch.zeros(64, 64).double()), TypeError, r"layers\[1\].q.weight: expected the dtype of embedding"),

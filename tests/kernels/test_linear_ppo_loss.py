@@ -267,6 +267,7 @@ def test_bf16_and_empty_batches():
         ({"advantage": torch.ones(3, 1)}, ValueError, "advantage: expected shape"),
         ({"mask": torch.ones(3, dtype=torch.int64)}, TypeError, "mask: expected bool or a floating"),
         ({"denom": 0.0}, ValueError, "denom"),
+        ({"denom": torch.tensor(0.0)}, ValueError, "denom: expected a finite number > 0, got 0.0"),
         ({"clip_low": -0.1}, ValueError, "clip_low"),
         ({"dual_clip": 1.0}, ValueError, "dual_clip"),
         ({"kl": "k4"}, ValueError, "kl: expected one of"),

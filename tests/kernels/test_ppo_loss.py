@@ -370,6 +370,7 @@ def test_opcheck(backend):
         ({"advantage": torch.zeros(4, dtype=torch.long)}, TypeError, "advantage: expected a floating dtype"),
         ({"old_logprob": None}, TypeError, "old_logprob: expected a tensor, got NoneType"),
         ({"denom": 0.0}, ValueError, "denom: expected a finite number > 0, got 0.0"),
+        ({"denom": torch.tensor(0.0)}, ValueError, "denom: expected a finite number > 0, got 0.0"),
         ({"denom": torch.ones(1)}, ValueError, r"denom: expected a number or a 0-d tensor, got shape \(1,\)"),
         ({"clip_low": -0.1}, ValueError, "clip_low: expected a number >= 0"),
         ({"clip_high": float("nan")}, ValueError, "clip_high: expected a number >= 0"),

@@ -31,7 +31,7 @@ def test_every_name_resolves_to_what_its_module_has():
 
 
 def test_dir_lists_them():
-    assert set(rlhf_engine.__all__) <= set(dir(rlhf_engine))
+    assert set(rlhf_engine.__all__) == set(dir(rlhf_engine))
 
 
 def test_type_checkers_see_the_same_names():

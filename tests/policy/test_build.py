@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -427,3 +428,11 @@ def test_reward_models_that_do_not_fit(model, other_decoder, tmp_path):
         HydraModel.from_pretrained(
             model, roles={"judge": RoleSpec(backbone="rm", head="reward")}, backbones={"rm": three}
         )
+
+
+def test_a_library_that_is_missing_is_named_with_the_option(monkeypatch, model, tmp_path):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in ("load_in_4bit", "load_in_8bit"):
+        said = rf"^{name}: expected false where bitsandbytes is not installed \(pip install 'rlhf-engine\[bnb\]'\), got"
+        with pytest.raises(ConfigError, match=said):
+            check_sources(train_config(model, tmp_path, **{name: True}))

@@ -137,6 +137,16 @@ def test_hostile_answers_are_text_in_a_browser(tmp_path):
 
 
 @needs_browser
+def test_a_script_that_is_not_the_page_s_own_does_not_run(tmp_path):
+    page = write_page([folder_of(tmp_path / "run")], tmp_path / "a.html", title="mine")
+    taken = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    page.write_text(page.read_text().replace("<main>", f"<main>{taken}"))
+    seen = browse(page, tmp_path)
+    assert "<title>mine</title>" in seen
+    assert "Share (" in seen  # the page's own runs
+
+
+@needs_browser
 def test_two_runs_are_compared_by_their_last_answers(tmp_path):
     left = folder_of(tmp_path / "left", samples=["a", "red house"], beta=0.1)
     right = folder_of(tmp_path / "right", reward=2.0, samples=["b", "blue house"], beta=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from rich.console import Console
 from rlhf_engine.runs.curves import PANELS, plot_curves, smooth
 from rlhf_engine.runs.dashboard import Course
 from rlhf_engine.runs.metrics import MetricsWriter
+from rlhf_engine.runs.page import write_page
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.runs.summary import exit_summary
 from rlhf_engine.runs.text import format_score, format_value, samples_markdown, summary_table
@@ -41,6 +43,25 @@ def test_only_panels_with_data_and_gaps_for_lost_values(tmp_path: Path) -> None:
         writer.write(0, {"reward": 1.0, "kl": math.nan, "unheard_of": 2.0})
         writer.write(1, {"reward": math.inf, "kl": math.nan, "clip_ratio": 0.0})
     assert plot_curves(tmp_path / "m.jsonl", tmp_path / "c.png") == ["Reward", "Clipped ratios"]
+
+
+def test_what_stays_flat_is_not_drawn_unless_a_run_is_for_it(tmp_path: Path) -> None:
+    """A single update of GRPO clips nothing: its ratios are 1 throughout."""
+    for name, clipped in (("one", 0.0), ("two", 0.1)):
+        with MetricsWriter(tmp_path / name / "metrics.jsonl") as writer:
+            for step in range(1, 6):
+                flat = {"clip_ratio": clipped, "approx_kl": 0.0, "mismatch/update_max": 0.0}
+                writer.write(step, {"reward": 1.0, "entropy": 2.0 - 0.1 * step, **flat})
+        (tmp_path / name / "run.json").write_text("{}")
+    assert plot_curves(tmp_path / "one" / "metrics.jsonl", tmp_path / "c.png") == ["Reward", "Entropy"]
+
+    def titles(*runs: str) -> list[str]:
+        page = write_page([tmp_path / run for run in runs], tmp_path / "a.html").read_text()
+        data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+        return [panel["title"] for panel in json.loads(data[1])["panels"]]
+
+    assert titles("one") == titles("two") == ["Reward", "Entropy"]
+    assert titles("one", "two") == ["Reward", "Entropy", "Clipped ratios"]  # in which these differ
 
 
 def test_no_known_metric_is_an_error(tmp_path: Path) -> None:

@@ -187,6 +187,26 @@ def test_a_function_that_exits_ends_no_run_in_silence(tmp_path) -> None:
         load_reward(f"{tmp_path / 'leaves.py'}:f")
 
 
+def test_whatever_a_function_raises_is_named() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("text")
+
+    def raising(error):
+        def function(**_):
+            raise error
+
+        return function
+
+    for error, said in (
+        (GeneratorExit("gone"), "GeneratorExit: gone"),
+        (asyncio.CancelledError("late"), "CancelledError: late"),
+        (Mute(), "Mute: its text cannot be had, for KeyError"),
+    ):
+        with pytest.raises(RewardError, match=f"reward function 'function' raised {said}"):
+            score(raising(error))
+
+
 def test_what_a_function_raises_is_kept_as_the_cause() -> None:
     def broken(**_):
         raise KeyError("answer")

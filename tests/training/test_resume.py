@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,52 @@ def test_epochs_in_place_of_steps(model, tmp_path):
     for name, most in (("warmup_steps", "at most"), ("critic_warmup_steps", "less than")):
         with pytest.raises(ConfigError, match=f"{name}: expected {most} the run's {trainer.total_steps} steps, got 99"):
             RlTrainer(train_config(model, tmp_path / "b", **{**options, name: 99}))
+
+
+def test_a_learning_rate_that_jumps_where_a_run_goes_on_is_said(model, tmp_path):
+    """By a line to 0, step 3 of 4 has half of the rate; of 8 steps it has three quarters."""
+    options = {"max_steps": 4, "lr_scheduler_type": "linear", "learning_rate": 4e-4}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    trainer.write_record()
+    for _ in range(2):
+        trainer.step()
+    resume = {**options, "resume_from_checkpoint": str(trainer.save())}
+    for changed, now in (
+        ({"max_steps": 8}, "0.0003, by linear over 8 steps"),
+        ({"lr_scheduler_type": "constant"}, "0.0004"),
+    ):
+        said = f"learning_rate: step 3 goes on at {now}.*had 0.0002 for it, by linear over 4 steps$"
+        with pytest.warns(UserWarning, match=said):
+            RlTrainer(train_config(model, tmp_path / "other", **{**resume, **changed}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RlTrainer(train_config(model, tmp_path / "other", **resume))
+    (tmp_path / "run" / "run.json").write_text("{")  # what others have damaged says nothing of a rate
+    RlTrainer(train_config(model, tmp_path / "other", **resume))
+
+
+def test_prompts_are_held_out_by_share(model, tmp_path):
+    options = {"eval_share": 0.4, "eval_steps": 1, "use_rslora": True, "lora_r": 4, "lora_alpha": 6.0}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    whole = RlTrainer(train_config(model, tmp_path / "all")).train_set
+    parts = trainer.train_set.prompts, trainer.eval_set.prompts
+    assert sorted(whole.prompts) == sorted(parts[0] + parts[1])
+    assert not set(parts[0]) & set(parts[1])
+    assert [len(ids) for ids in trainer.eval_set.ids] == [len(whole.ids[whole.prompts.index(p)]) for p in parts[1]]
+    assert trainer.model.backbone().slot("actor").config.scale == 6.0 / math.sqrt(4)
+    trainer.step()
+    assert "eval/reward" in trainer.look()
+    resume = {**options, "resume_from_checkpoint": str(trainer.save()), "eval_share": 0.8}
+    with pytest.raises(ConfigError, match="dataset_name: expected the prompts of the run of"):
+        RlTrainer(train_config(model, tmp_path / "other", **resume))
+
+
+def test_metrics_that_are_gone_are_said(model, tmp_path):
+    config = train_config(model, tmp_path / "run", max_steps=2, save_steps=1)
+    RlTrainer(config).run()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl: expected metrics of the steps up to 2, got none"):
+        RlTrainer(dataclasses.replace(config, max_steps=3, resume_from_checkpoint="auto")).run()
 
 
 def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):

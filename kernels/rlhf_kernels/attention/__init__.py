@@ -48,6 +48,7 @@ from torch import Tensor
 from rlhf_kernels.attention import native, reference
 from rlhf_kernels.runtime import registry, triton_support
 from rlhf_kernels.runtime.eager import custom_op
+from rlhf_kernels.runtime.signature import check_window
 
 __all__ = ["attention"]
 
@@ -95,7 +96,7 @@ def attention(
         Attention output [T, Hq, D] in q's dtype.
 
     Raises:
-        TypeError: a dtype is not the one above, or a length or parent is no integer.
+        TypeError: a dtype is not the one above, or a length, parent or window is no integer.
         ValueError: a shape or device does not fit, a length, parent, window or softcap is out of its range, or
             backend is unknown.
         BackendUnavailableError: the named backend cannot serve the call.
@@ -156,8 +157,7 @@ def _check(
             raise ValueError(
                 f"parents: expected -1 or an earlier sequence without a parent, got {parent} for sequence {i}"
             )
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected None or an integer >= 1, got {window!r}")
+    check_window("window", window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a number > 0, got {softcap!r}")
 

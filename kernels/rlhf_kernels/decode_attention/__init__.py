@@ -34,6 +34,7 @@ from torch import Tensor
 
 from rlhf_kernels.decode_attention import native, reference
 from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.runtime.signature import check_window
 
 __all__ = ["decode_attention"]
 
@@ -143,8 +144,7 @@ def decode_attention(
     for name, x in others.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name}: expected the device of q ({q.device}), got {x.device}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected None or an integer >= 1, got {window!r}")
+    check_window("window", window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: expected None or a number > 0, got {softcap!r}")
     wanted = (x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rlhf_kernels.runtime.signature import check_window
+
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of a layer's linears, in their order."""
 
@@ -155,8 +157,7 @@ def check_decoder(decoder: Decoder) -> None:
         for which, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
             if norm is not None:
                 _check_vector(f"{name}.{which}", norm, decoder.head_dim, embedding)
-        if layer.window is not None and layer.window < 1:
-            raise ValueError(f"{name}.window: expected None or an integer >= 1, got {layer.window!r}")
+        check_window(f"{name}.window", layer.window)
         for which, shape in linear_shapes(decoder, mlp).items():
             projection: Projection = getattr(layer, which)
             _check_matrix(f"{name}.{which}.weight", projection.weight, shape, embedding)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from rlhf_kernels.runtime.eager import eager
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
@@ -47,11 +49,14 @@ def check_kl(kl: str) -> None:
 
 
 def check_denom(denom: float | Tensor) -> None:
-    """A number must be positive. A tensor must be 0-d, and is not read: that would wait for its device."""
+    """Raise unless a denominator is positive. A tensor must be 0-d, and is read on a CPU alone: elsewhere it waits."""
     if isinstance(denom, Tensor):
         if denom.dim() != 0:
             raise ValueError(f"denom: expected a number or a 0-d tensor, got shape {tuple(denom.shape)}")
-    elif not (math.isfinite(denom) and denom > 0):
+        if not (denom.is_cpu and eager(denom)):
+            return
+        denom = denom.item()
+    if not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom: expected a finite number > 0, got {denom!r}")
 
 

@@ -166,3 +166,13 @@ def custom_op(
         return torch.library.custom_op(name, checked, mutates_args=mutates_args, schema=schema)
 
     return register
+
+
+def check_window(name: str, window: int | None) -> None:
+    """Raise unless a number of visible keys is None or an integer from 1 to 2^56."""
+    if window is None:
+        return
+    if not hasattr(window, "__index__"):
+        raise TypeError(f"{name}: expected None or an integer, got {window!r}")
+    if not 1 <= window <= 2**56:
+        raise ValueError(f"{name}: expected None or an integer from 1 to 2^56, got {window!r}")
