@@ -155,7 +155,7 @@ class Evaluation:
             return {}, 0.0, False
         seed = self._policy.config.seed
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
-        scores = {**answers.logged, "reward": answers.scores}
+        scores: dict[str, Sequence[float | None]] = {**answers.logged, "reward": answers.scores}
         return scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
 
     # ---- samples ---------------------------------------------------------------------------------------------------

@@ -365,7 +365,7 @@ def data(*rows: Any):
     ("options", "message"),
     [
         (data({"prompt": ""}), r"rows\.jsonl:1: expected text in column 'prompt', got an empty prompt"),
-        (data({"text": "red"}), r"dataset_name: expected the columns \(prompt\), got \['text'\]"),
+        (data({"text": "red"}), r"dataset_name: expected the columns \(prompt\), or messages, .*, got \['text'\]"),
         (
             data({"prompt": "red"}, {"prompt": "cat " * 60}),
             r"rows\.jsonl:2: expected at most 56 tokens \(context 64 − .*length 8\), got 61",
