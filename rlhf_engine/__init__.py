@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
     from rlhf_engine.algorithms.base import Algorithm as Algorithm
+    from rlhf_engine.algorithms.ppo import advantages as advantages
+    from rlhf_engine.algorithms.ppo import token_rewards as token_rewards
+    from rlhf_engine.algorithms.sequences import whitened as whitened
     from rlhf_engine.config import SFTConfig as SFTConfig
     from rlhf_engine.config import TrainConfig as TrainConfig
     from rlhf_engine.errors import ConfigError as ConfigError
@@ -43,6 +46,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
 
 _NAMES = {
     "algorithms.base": ("Algorithm",),
+    "algorithms.ppo": ("advantages", "token_rewards"),
+    "algorithms.sequences": ("whitened",),
     "config": ("SFTConfig", "TrainConfig"),
     "errors": ("ConfigError", "EngineError"),
     "hydra": (

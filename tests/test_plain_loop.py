@@ -13,6 +13,12 @@ from tests.training.test_data import write_model
 LOOP = Path(__file__).parents[1] / "examples" / "plain_loop.py"
 
 
+def test_it_is_short_and_needs_no_deep_import():
+    text = LOOP.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    assert "rlhf_engine." not in text
+
+
 def test_it_trains_and_saves(tmp_path):
     model, saved = write_model(tmp_path / "model", reward_head=False), tmp_path / "saved"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(LOOP.parents[1]), *sys.path])}
