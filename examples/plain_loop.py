@@ -33,6 +33,6 @@ for step in range(steps):
         (actor.loss + 0.1 * critic.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"{step + 1}/{steps}  reward {scores.mean():.3f}  KL {kl.sum() / len(prompts):.3f} nats an answer", flush=True)
+    print(f"{step + 1}/{steps}  reward {scores.mean():.3f}  KL {kl.sum() / len(prompts):.3f} nats", flush=True)
 if len(sys.argv) > 3:
     rl.save_pretrained(model, sys.argv[3])
