@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -142,7 +143,7 @@ def first_step(trainer: RlTrainer, drawn: Rollout | None = None) -> Step:
         return kept[-1], found
 
     trainer.source.draw = draw  # type: ignore[method-assign]
-    with counted() as traffic:
+    with contextlib.closing(trainer.source), counted() as traffic:  # a generator's threads end with the step
         metrics = trainer.step()
     tensors = {name: tensor.cpu() for name, tensor in trained(trainer).items()}
     return Step(without_timings(metrics), tensors, kept[0], traffic)

@@ -495,7 +495,9 @@ const rows = ratedRows(ratings);
 document.title = JSON.stringify({ before, blind, rows });
 }</script></body>"""
     page = tmp_path / "page.html"
-    page.write_text((evaluated[0] / "report.html").read_text().replace("</body>", script))
+    # the page itself runs no script but its own
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy[^>]*>", "", (evaluated[0] / "report.html").read_text())
+    page.write_text(text.replace("</body>", script))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1]))

@@ -2148,8 +2148,8 @@ DECODE_STEP = [
         "tensors that moved read where they lay",
         CPU,
         f"{_PYTHON}/decode_step/native.py",
-        "if addresses != self._addresses:",
-        "if not self._addresses:",
+        "if places != self._places:",
+        "if not self._places:",
         ("test_decode_step.py::test_updates_and_moves_are_seen",),
     ),
 ]

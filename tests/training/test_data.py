@@ -236,10 +236,11 @@ def test_sft_leaves_out_what_it_may_and_says_so(base, tmp_path):
     assert len(trainer.rows[4].prompt) == 64 - 4  # the context, less the answer and its end
 
 
-def test_rl_takes_conversations_and_reward_functions_get_their_text(base, tmp_path):
+def test_rl_takes_conversations_and_reward_functions_get_their_messages(base, tmp_path):
     rows = [{"prompt": talk["prompt"], "place": i} for i, talk in enumerate(TALKS)]
     body = """
-        assert all(p.endswith(" <eos> and ") for p in prompts), prompts
+        assert all(p[-1]["role"] == "user" for p in prompts), prompts
+        assert all([m["role"] for m in c] == ["assistant"] for c in completions), completions
         assert all(isinstance(place, int) for place in columns["place"])
         return [1.0] * len(prompts)
     """

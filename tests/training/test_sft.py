@@ -395,8 +395,12 @@ def test_adapters_have_the_dtype_asked_for(base, tmp_path):
 
 def test_a_model_that_cannot_be_written_leaves_a_checkpoint(base, tmp_path, monkeypatch):
     trainer = SftTrainer(sft_config(base, tmp_path / "run", max_steps=2, save_steps=0, mode="lora", gamma=0.0))
-    (tmp_path / ".run.tmp").write_text("in the way")
-    with pytest.raises(OSError, match="File exists"):
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.tokenizer, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
         trainer.run()
     assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
 
