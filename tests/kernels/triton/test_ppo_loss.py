@@ -22,7 +22,7 @@ def run_ppo(inputs, device, backend, *, full=True, **options):
     """Loss, statistics and gradients, on the CPU."""
     new, old, advantage, ref, entropy, mask = (x.to(device) for x in inputs)
     new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
-    knobs = dict(denom=mask.sum(), clip_low=0.2, clip_high=0.3, **options)
+    knobs = dict(denom=mask.sum().clamp(min=1), clip_low=0.2, clip_high=0.3, **options)
     if full:
         knobs |= dict(ref_logprob=ref, kl_coef=0.1, entropy=entropy, entropy_coef=0.05)
     out = ppo_loss(new, old, advantage, mask, backend=backend, **knobs)
@@ -133,7 +133,9 @@ def test_many_partial_sums(device, monkeypatch):
 def run_value(inputs, device, backend, *, clip=0.3):
     value, old, ret, _, _, mask = (x.to(device) for x in inputs)
     value = value.clone().requires_grad_()
-    out = value_loss(value, None if clip is None else old, ret, mask, denom=mask.sum(), clip=clip, backend=backend)
+    out = value_loss(
+        value, None if clip is None else old, ret, mask, denom=mask.sum().clamp(min=1), clip=clip, backend=backend
+    )
     (3 * out.loss).backward()
     return {**out._asdict(), "grad": value.grad}
 
