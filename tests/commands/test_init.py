@@ -106,3 +106,16 @@ def test_every_template_is_used():
     used = {name for start in STARTS.values() for name in (start.readme, *start.files.values())}
     data = {"story_prompts.jsonl", "story_prompts_heldout.jsonl"}
     assert {path.name for path in TEMPLATES.iterdir() if path.is_file()} == used | data
+
+
+def test_the_tutorials_reward_does_not_pay_for_a_salad(tmp_path, monkeypatch):
+    """The same friendly words: in sentences of the examples, and joined as none of the examples joins them."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "tutorial", "hotel"]) == 0
+    reward = load_reward(f"{tmp_path}/hotel/reward.py:reward")
+    sentences = "dear guest . i am so sorry about the room . have a pleasant stay ."
+    salads = ["dear sorry pleasant .", "dear i am pleasant sorry thank please .", "i am so sorry pleasant stay dear ."]
+    plain, *others = reward(prompts=["a"] * 4, completions=[sentences, *salads])
+    nothing = reward(prompts=["a"], completions=["we will see ."])[0]
+    assert plain == 3
+    assert all(score <= nothing for score in others), others
