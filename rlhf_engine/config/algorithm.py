@@ -134,7 +134,9 @@ class AlgorithmOptions(Options):
         None, "KL to the reference, nats per answer, that beta is adapted to after each step; none: beta stays", gt=0
     )
     kl_horizon: int = option(10_000, "answers over which a KL of twice its target would double beta", ge=1)
-    kl_estimator: Literal["k1", "k3", "exact"] = option("k1", "estimate of the KL in the reward, per token")
+    kl_estimator: Literal["k1", "k3", "exact"] = option(
+        "k1", "estimate of the KL in the reward, per token; k3 and exact are biased there, and the KL ends higher"
+    )
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
     cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
