@@ -45,7 +45,6 @@ PUBLIC = (
     *("rlhf_engine.config", "rlhf_engine.hydra", "rlhf_engine.data", "rlhf_engine.rollout"),
     *("rlhf_engine.algorithms.base", "rlhf_engine.scoring.score", "rlhf_engine.runs.checkpoint"),
     *("rlhf_engine.training.policy", "rlhf_engine.training.rl_policy", "rlhf_engine.training.rl"),
-    *("rlhf_engine.training.sft",),
     *("rlhf_engine.generators.transport", "rlhf_engine.generators.sources"),
     *("rlhf_engine.integrations.peft", "rlhf_engine.integrations.trl", "rlhf_engine.integrations.verl"),
 )

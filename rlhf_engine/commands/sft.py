@@ -19,4 +19,4 @@ def run(argv: Sequence[str]) -> int:
             check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
             trainer = SftTrainer(config, world)
         results = {"base" if config.mode == "full" else "slot": config.output_dir}
-        return run_trainer("sft", trainer, lambda: results)
+        return run_trainer("sft", trainer, lambda: results, notes=[f"note: {note}" for note in trainer.notes])

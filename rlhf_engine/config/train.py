@@ -101,7 +101,9 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         None, "most tokens of all lanes together in one backbone forward; none: by device and model", ge=1
     )
 
-    eval_steps: int = option(0, "evaluate on held-out prompts every so many steps; 0: never", ge=0)
+    eval_steps: int = option(
+        0, "evaluate on held-out prompts before the first step and every so many steps; 0: never", ge=0
+    )
     num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
 
     @property

@@ -181,7 +181,7 @@ bench/results/nvidia-h200/share.json has copies alone."""
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
     """Whether sequences may go on from a prompt that they share.
 
-    They need tokens at hand, and a kernel of `attention` (on a CPU, and on a GPU in exact mode) or FlexAttention.
+    They need tokens at hand, and a kernel of `attention` (on a GPU in exact mode or by name) or FlexAttention.
 
     Args:
         tokens_T: [T], of the sequences.
@@ -200,9 +200,9 @@ def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
         return None
     backend = registry.default_backend()
     if backend == "auto":
+        if is_gpu(device_type) and not registry.is_exact():
+            return None
         backend = "triton" if is_gpu(device_type) else "cpu"
-    if backend == "triton" and not registry.is_exact():
-        return None
     return backend if registry.unsupported("attention", backend, device_type, dtype) is None else None
 
 

@@ -173,7 +173,7 @@ def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
 
 def _may_serve(device_type: str, dtype: torch.dtype) -> bool:
     """Whether attention without padding is to be used at all."""
-    in_order = registry.is_exact() or registry.default_backend() == "reference"
+    in_order = registry.is_exact() or registry.default_backend() in ("reference", "triton")
     return is_gpu(device_type) and dtype in _HALF and not in_order
 
 
@@ -198,8 +198,8 @@ def report() -> dict[str, str]:
     if at == (0, 0):
         in_cpp = registry.unsupported("attention", "cpu", "cpu", torch.bfloat16) is None
         return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
-    if registry.is_exact():
-        return {"attention": IN_TRITON, "why": "exact mode: decoding's order in training, too"}
+    if registry.is_exact() or registry.default_backend() == "triton":
+        return {"attention": IN_TRITON, "why": "exact mode or kernels triton: decoding's order in training, too"}
     found = {}
     for name in ("attention", "window", "sinks", "shared prompts", "softcap"):
         layer = Layer(
@@ -364,15 +364,23 @@ def _flex(layer: Layer) -> str | None:
     return None
 
 
+_VARIANTS = 64
+"""Most variants of FlexAttention, and of its masks, that are compiled."""
+
+
 @functools.cache
 def _flex_compiled() -> tuple[Any, Any]:
     """FlexAttention and the maker of its masks, neither of which runs eagerly: both would make scores of T × T.
 
-    A variant serves all lengths, or nearly all. More variants than torch compiles of a function are an error of torch.
+    A variant serves all lengths, or nearly all. Layers of other dtypes, heads, softcaps and sinks have others, with and
+    without gradients.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True), torch.compile(create_block_mask, fullgraph=True)
+    # torch compiles 8 variants of a function, and the ninth would be an error: none runs eagerly
+    raised = torch._dynamo.config.patch(recompile_limit=_VARIANTS)
+    attend = raised(torch.compile(flex_attention, dynamic=True, fullgraph=True))
+    return attend, raised(torch.compile(create_block_mask, fullgraph=True))
 
 
 def _load_flex() -> Attend:

@@ -118,6 +118,9 @@ def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapp
     note = f"step {' → '.join(f'{step:,}' for step in steps)}{', which was kept' if now == kept else ''}"
     if now != last:
         note += f"; last, step {last:,}: {format_score(points[last])}"
+    best = max(points, key=lambda step: outcome.better * points[step])
+    if outcome.better and best not in steps:
+        note += f"; best, step {best:,}: {format_score(points[best])}"
     edges = [dict(numbers(rows, f"{name}_{edge}")).get(now) for edge in ("low", "high")]
     if None not in edges:
         text += f" [{', '.join(map(format_score, edges))}]"

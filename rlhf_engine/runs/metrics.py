@@ -5,7 +5,8 @@
 * JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. That
   key is there only when something is wrong, so one search finds every bad step.
 * Steps never go backwards. A resumed run calls `truncate_after(step of the checkpoint)` first, so that no step
-  is in the file twice. What a crash has left behind whole lines is dropped when the file is opened.
+  is in the file twice. What a crash has left behind whole lines is dropped when the file is opened. A line that is
+  damaged before them stays, so that every reader says what is lost.
 * Files that are replaced are written beside themselves and renamed: a reader sees the old one or the new one.
 """
 
@@ -40,13 +41,12 @@ _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "trit
 class MetricsWriter:
     """Appends metrics to a JSONL file. A context manager; `close` may be called twice."""
 
+    _file: Any = None
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = whole_lines(self.path)
-        write_atomic(self.path, b"".join(lines))  # without what a crash has left, and no link
-        self.last_step = max((json.loads(line)["step"] for line in lines), default=-1)
-        self._file = self.path.open("ab")
+        self.truncate_after(math.inf)  # what a crash has left, or a link
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line. Values: numbers, strings, booleans, None, tensors of one element."""
@@ -70,19 +70,17 @@ class MetricsWriter:
         """Wait until all lines are on the disk."""
         os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: float) -> int:
         """Drop every line of a later step; returns how many were dropped."""
-        lines = whole_lines(self.path)
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        if len(kept) < len(lines):
-            self._file.close()
-            write_atomic(self.path, b"".join(kept))
-            self._file = self.path.open("ab")
-        self.last_step = max((json.loads(line)["step"] for line in kept), default=-1)
-        return len(lines) - len(kept)
+        self.close()
+        before, kept = cut_after(self.path, step)
+        self.last_step = max((row["step"] for row in kept if row is not None), default=-1)
+        self._file = self.path.open("ab")
+        return before - len(kept)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -98,7 +96,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"metrics: there is no file {str(path)!r}")
-    return [json.loads(line) for line in whole_lines(path)]
+    return [row for row, _ in read_lines(path) if row is not None]
 
 
 def run_record(
@@ -206,31 +204,44 @@ def _plain(name: str, value: Any) -> Any:
     raise TypeError(f"metrics: {name}: expected a number, string, boolean or None, got {type(value).__name__}")
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """Lines of a JSONL file with their line ends, without those that are no JSON objects with a step.
+def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
+    """Lines of a JSONL file up to the last whole one, each with its object, None where the line is damaged.
 
-    At the end those are what a crash has left: a line cut short, or after a power cut blocks of zeros. Of one before
-    the end a warning names the number.
+    Behind them is what a crash has left: a line cut short, or after a power cut blocks of zeros. A whole line is a JSON
+    object with a step. Others that come before one are damaged, and a warning names them.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    found = [(number, line + b"\n") for number, line in enumerate(lines[:-1], 1) if _is_whole(line + b"\n")]
-    last = found[-1][0] if found else 0
-    damaged = sorted(set(range(1, last + 1)) - {number for number, _ in found})
-    if damaged:
-        numbered = ", ".join(map(str, damaged[:5]))
-        expected = "a JSON object with a step in each line"
-        warnings.warn(f"{path}: expected {expected}, left out line {numbered}", stacklevel=2)
-    return [line for _, line in found]
+    lines = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    found = [(_object(line), line) for line in lines]
+    while found and found[-1][0] is None:
+        found.pop()
+    if damaged := name_damaged([row for row, _ in found]):
+        warnings.warn(f"{path}: expected a JSON object with a step in each line, left out {damaged}", stacklevel=3)
+    return found
 
 
-def _is_whole(line: bytes) -> bool:
+def name_damaged(rows: Sequence[Mapping[str, Any] | None]) -> str:
+    """The first damaged lines of a file and the step before each, in words; empty where there are none."""
+    named, place = [], "before every other"
+    for number, row in enumerate(rows, 1):
+        named += [f"line {number}, {place}"] if row is None else []
+        place = place if row is None else f"after step {row['step']}"
+    return "; ".join(named[:5])
+
+
+def cut_after(path: Path, step: float) -> tuple[int, list[dict[str, Any] | None]]:
+    """Cut a JSONL file behind its last line of at most a step; number of lines before, and objects of those kept."""
+    lines = read_lines(path)
+    n = max((i for i, (row, _) in enumerate(lines, 1) if row is not None and row["step"] <= step), default=0)
+    write_atomic(path, b"".join(line for _, line in lines[:n]))
+    return len(lines), [row for row, _ in lines[:n]]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # of the former a text that is no UTF-8 is one
-        return False
-    return line.endswith(b"\n") and isinstance(found, dict) and type(found.get("step")) is int
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 def write_atomic(path: Path, content: bytes) -> None:

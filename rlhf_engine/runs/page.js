@@ -20,12 +20,11 @@ function runSwitches() {
 }
 
 function warnings() {
-  DATA.runs.forEach(({ nonfinite }, i) => {
-    if (!nonfinite.count) return;
-    page.append(element("div", {
-      className: "warning",
-      textContent: `${named[i]}: not finite in ${nonfinite.count} steps, first at step ${nonfinite.first}: ${nonfinite.names.join(", ")}`,
-    }));
+  DATA.runs.forEach(({ nonfinite, damaged }, i) => {
+    const said = [];
+    if (nonfinite.count) said.push(`not finite in ${nonfinite.count} steps, first at step ${nonfinite.first}: ${nonfinite.names.join(", ")}`);
+    if (damaged) said.push(`damaged in metrics.jsonl and not shown: ${damaged}`);
+    said.forEach((text) => page.append(element("div", { className: "warning", textContent: `${named[i]}: ${text}` })));
   });
 }
 

@@ -22,7 +22,7 @@ from rlhf_engine.runs import page_parts
 from rlhf_engine.runs.curves import PANELS, has_signal
 from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG, require_unlocked
 from rlhf_engine.runs.headline import Headline, headlines, is_number, numbers, total_steps
-from rlhf_engine.runs.metrics import read_metrics, write_atomic
+from rlhf_engine.runs.metrics import name_damaged, read_lines, write_atomic
 from rlhf_engine.runs.samples import SampleLog, Samples
 
 MOST_POINTS = 500
@@ -163,7 +163,8 @@ def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], li
 
 def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
     """Read a run: data that the page's script draws, and the headline numbers."""
-    rows = read_metrics(folder / METRICS_FILE)
+    lines = [row for row, _ in read_lines(folder / METRICS_FILE)]
+    rows = [row for row in lines if row is not None]
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
     record = _record(folder / RECORD_FILE)
@@ -179,6 +180,7 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
         "every": every,
         "curves": curves,
         "nonfinite": _not_finite(rows),
+        "damaged": name_damaged(lines),
         "samples": [asdict(look) for look in kept],
         "looks": len(looks),
         "config": shareable(record.get("config", {})),

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
-from rlhf_engine.runs.metrics import whole_lines, write_atomic
+from rlhf_engine.runs.metrics import cut_after, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SampleLog:
 
     def read(self) -> list[Samples]:
         """All looks, in order. Raises ConfigError for a line of other fields than a look has."""
-        return [self._look(json.loads(line)) for line in whole_lines(self.path)]
+        return [self._look(row) for row, _ in read_lines(self.path) if row is not None]
 
     def _look(self, found: dict[str, Any]) -> Samples:
         kinds = {"prompts": (str,), "completions": (str,), "scores": (int, float, type(None))}
@@ -47,9 +47,8 @@ class SampleLog:
 
     def drop_from(self, step: int) -> None:
         """Drop the looks at this step and later ones: the run has gone back."""
-        kept = [line for line in whole_lines(self.path) if json.loads(line)["step"] < step]
         if os.path.lexists(self.path):
-            write_atomic(self.path, b"".join(kept))
+            cut_after(self.path, step - 1)
 
     def write(self, samples: Samples) -> None:
         """Append one look, flushed to disk."""

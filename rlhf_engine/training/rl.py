@@ -145,15 +145,17 @@ class RlTrainer(Run[TrainerState]):
             self.evaluation.note_samples()
 
     def look(self) -> dict[str, float]:
-        """Evaluate, and note samples, after every `eval_steps` steps.
+        """Evaluate before the first step, and after every `eval_steps` steps, which note samples too.
 
         Returns:
             Metrics of the evaluation; empty where none is due.
         """
         step, every = self.state.step, self.config.eval_steps
-        if not step or not every or step % every:
+        if not every or step % every:
             return {}
         found = self.evaluation.evaluate()
+        if step == 0:  # no checkpoint to keep, and `begin` has noted samples
+            return found
         self._note_best(found.get("eval/reward"))
         if self.config.num_samples and not self._is_last():
             with self.whole_base():

@@ -1,10 +1,10 @@
 """Supervised fine-tuning with a reward head: the starting point of RL (Hydra-SFT, arXiv 2309.00754 §3.1).
 
-    L = −Σ_t log p(y_w,t | x, y_w,<t) / tokens  +  γ · (−log σ(r(x, y_w) − r(x, y_l))) / pairs
+    L = −Σ_t log p(y_w,t | x, y_w,<t) / tokens  +  γ · (−log σ(r(x, y_w) − r(x, y_l) − m)) / pairs
 
-Cross-entropy on the chosen answer's tokens only; γ = 0 is plain supervised fine-tuning, and rejected answers are not
-even run. `full` trains the base and writes a new one with its reward head; `lora` leaves the base alone and writes a
-slot.
+m is the pair's `margin`, 0 without one. Cross-entropy on the chosen answer's tokens only; γ = 0 is plain supervised
+fine-tuning, and rejected answers are not even run. `full` trains the base and writes a new one with its reward head;
+`lora` leaves the base alone and writes a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from rlhf_engine.hydra import (
     HydraModel,
     LmLoss,
     PackedBatch,
-    PairwiseRewardLoss,
     RoleSpec,
     peft_io,
 )
@@ -67,6 +66,8 @@ from rlhf_engine.runs.folder import (
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+from rlhf_engine.training.reward_model.data import drop_same, with_margins
+from rlhf_engine.training.reward_model.model import pairwise_loss
 from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
@@ -84,24 +85,22 @@ class Example:
     """Token ids of the answer, of a pair the better one."""
     rejected: list[int] | None
     """Token ids of the worse answer; None for rows without a pair."""
+    margin: float = 0.0
+    """Difference of rewards that a pair is to exceed."""
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """Token ids of all answers."""
+        return [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
 
     @property
     def tokens(self) -> int:
         """Tokens of all answers, each with its prompt."""
-        answers = [self.chosen] if self.rejected is None else [self.chosen, self.rejected]
-        return sum(len(self.prompt) + len(answer) for answer in answers)
+        return sum(len(self.prompt) + len(answer) for answer in self.answers)
 
 
 def sft_roles(mode: str, *, with_reward: bool) -> dict[str, RoleSpec]:
-    """Roles of Hydra-SFT (arXiv 2309.00754 §3.1): language model and reward head on one set of weights.
-
-    Args:
-        mode: `full` puts them on the base itself, `lora` on the slot `sft`.
-        with_reward: whether there is a reward head.
-
-    Returns:
-        Roles `sft`, and `reward` with a reward head.
-    """
+    """Roles of Hydra-SFT (arXiv 2309.00754 §3.1): `sft` and `reward` on the base itself (`full`) or on one slot."""
     slot = OFF if mode == "full" else SFT_SLOT
     roles = {"sft": RoleSpec(slot=slot, trainable=True)}
     if with_reward:
@@ -120,58 +119,35 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Example]:
-    """Tokenize rows for supervised training. Without pairs, rejected answers are left out.
+    """Tokenize rows with answers; those that can be used, in their order. See `data.tokenize_rows`.
 
-    Args:
-        rows: rows with answers.
-        tokenizer: tokenizer of the model, with a chat template where rows are messages.
-        tally: counts what is bad, dropped or cut.
-        max_length: most tokens of prompt and longest answer.
-        pairs: whether all rows are preferences whose worse answer is trained on.
-        truncation: what becomes of longer rows: a `Truncation`, see `data.tokenize`.
-        end_ids: tokens that end an answer; None: the tokenizer's own alone.
-        vocabulary: number of token ids that the model has; None: ids are not checked.
-
-    Returns:
-        The rows that can be used, in their order.
-
-    Raises:
-        ConfigError: messages without a chat template, too many bad rows, or no row left.
+    pairs: whether all rows are preferences whose worse answer is trained on; else rejected answers are left out.
     """
     if not pairs:  # nor does their length matter
         rows = [
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
         ]
+    found = tokenize(
+        rows,
+        tokenizer,
+        tally,
+        max_length=max_length,
+        truncation=truncation,
+        end_ids=end_ids,
+        vocabulary=vocabulary,
+    )
     return [
-        Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None)
-        for t in tokenize(
-            rows,
-            tokenizer,
-            tally,
-            max_length=max_length,
-            truncation=truncation,
-            end_ids=end_ids,
-            vocabulary=vocabulary,
-        )
+        Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None, margin=margin)
+        for t, margin in with_margins(found, tally)
     ]
 
 
 def packed_batch(
     examples: Sequence[Example], device: torch.device, *, pairs: bool, places: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Pack the answers of some rows: all chosen ones, then all rejected ones.
+    """Pack the answers of at least one row: all chosen ones, then with `pairs` all rejected ones.
 
-    Args:
-        examples: at least one row.
-        device: device of the tokens.
-        pairs: whether rejected answers are packed as well.
-        places: places of the rows in their optimizer step, which key dropout masks; None: 0 to n−1.
-
-    Returns:
-        A sequence for each answer.
-
-    Raises:
-        ValueError: an empty prompt.
+    places: those of the rows in their optimizer step, which key dropout masks; None: 0 to n−1.
     """
     answers = [e.chosen for e in examples]
     ids = [2 * i for i in (range(len(examples)) if places is None else places)]
@@ -217,9 +193,7 @@ def sft_loss(
     if not with_pairs:
         (lm_loss,) = model(batch, (lm,), dropout_seed=dropout_seed)
         return lm_loss, {"lm_loss": lm_loss.detach()}
-    n = len(examples)
-    index = torch.arange(2 * n, device=model.device)
-    pairwise = PairwiseRewardLoss(chosen_P=index[:n], rejected_P=index[n:], denom=pairs)
+    pairwise = pairwise_loss([e.margin for e in examples], model.device, denom=pairs)
     lm_loss, reward = model(batch, (lm, pairwise), dropout_seed=dropout_seed)
     return lm_loss + gamma * reward.loss, {
         "lm_loss": lm_loss.detach(),
@@ -284,6 +258,7 @@ class SftTrainer(SupervisedRun[SftState]):
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
+        self.rows, self.notes = drop_same("dataset_name", self.rows)
         self.reports = {"dataset_name": tally.report()}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
         self.start = start = SftState(
@@ -389,16 +364,7 @@ class SftTrainer(SupervisedRun[SftState]):
     def loss(
         self, rows: Sequence[Example], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute `sft_loss` of some rows of a step. See `SupervisedRun.loss`.
-
-        Args:
-            rows: all rows of the step.
-            places: places of the rows of this part.
-            dropout_seed: seed of the step's dropout masks.
-
-        Returns:
-            Loss, 0-d with a gradient, and metrics by name, 0-d each.
-        """
+        """Compute `sft_loss` of some rows of a step. See `SupervisedRun.loss`."""
         loss, stats = sft_loss(
             self.model,
             [rows[i] for i in places],
@@ -411,14 +377,7 @@ class SftTrainer(SupervisedRun[SftState]):
         return loss, {"loss": loss.detach(), **stats}
 
     def packed(self, rows: Sequence[Example]) -> PackedBatch:
-        """Pack the answers of some rows that are trained on. See `SupervisedRun.packed`.
-
-        Args:
-            rows: at least one row.
-
-        Returns:
-            The chosen answers, then the rejected ones of pairs.
-        """
+        """Pack the answers of some rows that are trained on. See `SupervisedRun.packed`."""
         return packed_batch(rows, self.model.device, pairs=self.pairs)
 
     def write_model(self) -> None:
@@ -465,5 +424,6 @@ def _digest(examples: Sequence[Example]) -> str:
     """Names the rows, in their order."""
     found = hashlib.blake2b(digest_size=8)
     for example in examples:
-        found.update(repr((example.prompt, example.chosen, example.rejected)).encode())
+        named = (example.prompt, example.chosen, example.rejected, *filter(None, [example.margin]))
+        found.update(repr(named).encode())
     return found.hexdigest()

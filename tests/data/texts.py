@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -16,7 +17,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_engine.data import Record, Row, Tally, load_rows, read_records
 
@@ -87,6 +88,16 @@ def family(name: str) -> PreTrainedTokenizerFast:
 
 
 FAMILIES = ("unigram", "bpe", "first", "bytes", "wordpiece")
+
+
+def loss_of_text(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, row: dict[str, str]) -> tuple[float, int]:
+    """transformers' −log p of a row's completion and its end in the whole text, summed, and its number of tokens."""
+    ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+    begin = len(tokenizer(row["prompt"])["input_ids"])
+    labels = [-100] * begin + ids[begin:]
+    with torch.no_grad():
+        mean = plain(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
+    return mean * (len(ids) - begin), len(ids) - begin
 
 
 def said(role: str, content: str) -> dict[str, str]:

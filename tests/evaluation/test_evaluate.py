@@ -26,7 +26,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
-from tests.data.texts import FAMILIES, family
+from tests.data.texts import FAMILIES, family, loss_of_text
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -135,12 +135,9 @@ def test_perplexity_is_that_of_the_text(name, tmp_path):
     )  # fmt: skip
     (of,) = Evaluation(config).run().values()
     for i, row in enumerate(rows):
-        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]])
-        n = len(tokenizer(row["prompt"])["input_ids"])
-        with torch.no_grad():
-            logprobs = plain(ids).logits[0, n - 1 : -1].log_softmax(-1)
-        assert of.reference_tokens[i] == ids.shape[1] - n
-        assert of.surprise[i] == pytest.approx(-logprobs.gather(1, ids[0, n:, None]).sum().item(), rel=1e-5)
+        loss, n = loss_of_text(plain, tokenizer, row)
+        assert of.reference_tokens[i] == n
+        assert of.surprise[i] == pytest.approx(loss, rel=1e-5)
 
 
 def test_answers_are_those_of_generate(evaluated, place, tmp_path):

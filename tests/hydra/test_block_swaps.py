@@ -11,6 +11,7 @@ from types import FunctionType
 import pytest
 import torch
 from rlhf_kernels import llama_ops as block
+from rlhf_kernels.linear import _resolve
 from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
@@ -20,6 +21,7 @@ from transformers.activations import ACT2FN, GELUActivation
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from rlhf_engine.hydra import attention, varlen
 from rlhf_engine.hydra import fuse_llama_ops as swaps
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.eager import stand_in
@@ -299,7 +301,7 @@ def test_exact_mode_goes_before_the_table(tmp_path):
 OPS = ("rms_norm", "rotary", "swiglu", "activation")
 
 
-@pytest.mark.parametrize(("default", "outside"), [("auto", ["triton"] * 3 + [None]), ("triton", [None] * 4)])
+@pytest.mark.parametrize(("default", "outside"), [("auto", ["triton"] * 3 + [None]), ("triton", ["triton"] * 4)])
 def test_on_a_gpu_exact_mode_takes_all_kernels_and_auto_those_that_were_measured(default, outside):
     if registry.unsupported("rms_norm", "triton", "cuda", torch.bfloat16) is not None:
         pytest.skip("triton is not installed")
@@ -307,6 +309,10 @@ def test_on_a_gpu_exact_mode_takes_all_kernels_and_auto_those_that_were_measured
         x = torch.empty(2, 4, device="cuda", dtype=torch.bfloat16)
     with registry.use_backend(default):
         assert [swaps._backend(op, x) for op in OPS] == outside
+        by_name = default == "triton"  # named, it stands for all that it has: products and attention as well
+        assert _resolve(x, x, "auto") == ("triton" if by_name else "reference")
+        assert attention._kernel("cuda", torch.bfloat16) == ("triton" if by_name else None)
+        assert varlen._may_serve("cuda", torch.bfloat16) == (not by_name)
         with registry.use_exact():
             assert [swaps._backend(op, x) for op in OPS] == ["triton"] * 4
             assert swaps._backend("swiglu", x, x.float()) is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -235,17 +236,19 @@ def test_flex_attention_is_compiled_for_all_lengths_at_once_and_never_runs_eager
         return function if function is flex.create_block_mask else compile_(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(varlen, "_flex_compiled", varlen._flex_compiled.__wrapped__)
-    pair = varlen._flex_compiled()
+    compiled_anew = varlen._flex_compiled.__wrapped__
+    pair = compiled_anew()
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: pair)
     generator = torch.Generator().manual_seed(0)
 
-    def attend(lengths: list[int], softcap: float | None) -> None:
-        rows = [torch.randn(sum(lengths), h, 16, generator=generator) for h in (4, 2, 2)]
+    def attend(lengths: list[int], softcap: float | None, dtype=torch.float32, kv_heads=2) -> None:
+        heads = (4, kv_heads, kv_heads)
+        rows = [torch.randn(sum(lengths), h, 16, generator=generator).to(dtype) for h in heads]
         sequences = plan_packed(lengths, torch.device("cpu")).sequences
         rule = ScoreRule(scaling=0.3, window=None, softcap=softcap, sinks=None)
         expected = stand_ins.attention(*rows, sequences.starts, sequences.longest, 0.3, None, softcap)
-        torch.testing.assert_close(varlen._attend_flex(*rows, sequences, rule), expected, rtol=1e-4, atol=1e-5)
+        near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(varlen._attend_flex(*rows, sequences, rule), expected, **near)
 
     torch._dynamo.reset()
     try:
@@ -253,8 +256,15 @@ def test_flex_attention_is_compiled_for_all_lengths_at_once_and_never_runs_eager
             for lengths in ([130, 5], [9, 1], [128], [300, 7, 40], [513, 2]):
                 attend(lengths, None)
             assert len(graphs) == 1
-            limit = torch._dynamo.config.patch(recompile_limit=len(graphs))
-            with limit, pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            kinds = itertools.product((None, 1.5), (torch.float32, torch.bfloat16, torch.float16), (2, 4))
+            for kind in kinds:
+                attend([9, 1], *kind)
+            assert len(graphs) == 12  # torch's own limit is 8
+            torch._dynamo.reset()
+            monkeypatch.setattr(varlen, "_VARIANTS", 1)
+            pair = compiled_anew()
+            attend([9, 1], None)
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
                 attend([9, 1], 1.5)
     finally:
         torch._dynamo.reset()

@@ -101,7 +101,7 @@ def test_which_defaults_leave_linears_and_norms_to_torch():
     assert found == {
         "auto": (False, False),
         "cuda": (True, True),
-        "triton": (True, False),
+        "triton": (False, False),
         "cpu": (False, False),
         "reference": (True, True),
     }

@@ -94,15 +94,22 @@ def test_damage_before_the_end_costs_one_line_and_is_said(path: Path) -> None:
         for step in range(5):
             writer.write(step, {"a": step})
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"\xff" + lines[2][1:], *lines[3:]]))
-    with pytest.warns(UserWarning, match=r"expected a JSON object with a step in each line, left out line 3$"):
-        assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4]
-    with pytest.warns(UserWarning, match="line 3"):
-        writer = MetricsWriter(path)
-    assert writer.last_step == 4
-    writer.write(5, {"a": 5})
-    writer.close()
-    assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4, 5]
+    for place, said in ((2, "line 3, after step 1"), (0, "line 1, before every other")):
+        path.write_bytes(b"".join([*lines[:place], b"\xff" + lines[place][1:], *lines[place + 1 :]]))
+        rest = [step for step in range(5) if step != place]
+        with pytest.warns(UserWarning, match=rf"metrics\.jsonl: expected a JSON object .* left out {said}$"):
+            assert [line["step"] for line in read_metrics(path)] == rest
+        with pytest.warns(UserWarning, match=said):
+            writer = MetricsWriter(path)
+        assert writer.last_step == 4
+        writer.write(5, {"a": 5})
+        # a run that has gone on says it as well: the line is there, but for its content
+        with pytest.warns(UserWarning, match=said):
+            assert [line["step"] for line in read_metrics(path)] == [*rest, 5]
+        with pytest.warns(UserWarning, match=said):
+            assert writer.truncate_after(3) == 2
+        writer.close()
+        assert path.read_bytes().count(b"\n") == 4
 
 
 @pytest.mark.parametrize("left", [b"\x00" * 100 + b"\n", b"\xff\xfe\n", b'{"step": 2, "rew\n', b"17\n"])

@@ -49,8 +49,8 @@ def test_a_run_is_on_its_page(run, tmp_path, capsys):
     assert found["name"] == "first"
     assert (found["steps"], found["every"], found["nonfinite"]) == (3, 1, {})
     assert (found["state"], found["total"]) == ("done", 3)
-    for name in ("reward", "eval/kl"):
-        assert found["curves"][name] == [[1, 2, 3], pytest.approx([row[name] for row in rows], rel=1e-5)]
+    for name, steps in {"reward": [1, 2, 3], "eval/kl": [0, 1, 2, 3]}.items():
+        assert found["curves"][name] == [steps, pytest.approx([row[name] for row in rows if name in row], rel=1e-5)]
     assert {"seconds/step", "seconds/update", "peak_memory_bytes"} <= set(found["curves"])
     assert [look["step"] for look in found["samples"]] == [0, 1, 2, 3]
     assert len({tuple(look["prompts"]) for look in found["samples"]}) == 1
@@ -329,6 +329,19 @@ def test_damaged_and_foreign_runs_are_refused_in_one_line(run, tmp_path, capsys,
     assert said.count("\n") == 1
     assert str(folder) in said
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_damaged_line_of_metrics_is_on_the_page(run, tmp_path):
+    folder = copy_run(run, tmp_path / "run", steps=3)
+    assert data_of(write_page([folder], tmp_path / "whole.html"))["runs"][0]["damaged"] == ""
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"x" + path.read_bytes())
+    with pytest.warns(UserWarning, match=r"left out line 1, before every other"):
+        MetricsWriter(path).close()  # a run that goes on
+    with pytest.warns(UserWarning, match="left out line 1"):
+        (found,) = data_of(write_page([folder], tmp_path / "page.html"))["runs"]
+    assert found["damaged"] == "line 1, before every other"
+    assert found["curves"]["reward"] == [[2, 3], [2.0, 3.0]]
 
 
 @pytest.mark.filterwarnings("ignore:.*left out line")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
 from rlhf_engine.hydra import HydraModel, load_pretrained
+from rlhf_engine.runs.headline import headlines
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
@@ -177,10 +178,21 @@ def test_evaluation_and_samples(model, tmp_path):
     options = {"max_steps": 2, "eval_steps": 2, "eval_dataset_name": str(heldout), "num_samples": 2}
     trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
     trainer.run()
-    first, second = metrics(trainer)
+    before, first, second = metrics(trainer)
+    assert set(before) == {"step", "eval/kl", "eval/reward"}
+    assert (before["step"], before["eval/kl"]) == (0, 0.0)  # of a policy that is its reference
     assert "eval/reward" not in first
     assert second["eval/kl"] > 0
     assert isinstance(second["eval/reward"], float)
+    assert trainer.state.best_step == 2  # no checkpoint has the weights of step 0
+    reward = next(h for h in headlines(metrics(trainer), {}, "done") if h.label == "Reward, held out")
+    assert reward.note == "step 0 → 2"
+    longer = RlTrainer(
+        train_config(model, tmp_path / "run", **{**options, "max_steps": 3}, resume_from_checkpoint="auto")
+    )
+    longer.run()
+    assert metrics(longer)[:3] == [before, first, second]
+    assert [row["step"] for row in metrics(longer)] == [0, 1, 2, 3]
     text = (trainer.output / "samples.md").read_text()
     assert text.count("**Before**") == text.count("**After**") == 2
     assert PROMPTS[0] in text
@@ -286,7 +298,7 @@ def test_what_reward_functions_log_of_an_evaluation_has_its_name(model, tmp_path
     held_out = {"eval_dataset_name": str(tmp_path / "prompts.jsonl"), "eval_steps": 1, "max_steps": 1}
     trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[logs], **held_out))
     trainer.run(lambda step, row: None)
-    (row,) = metrics(trainer)
+    _, row = metrics(trainer)
     assert row["length"] == row["completions/mean_length"]
     assert 1 <= row["eval/length"] <= 8
 

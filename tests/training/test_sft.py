@@ -22,7 +22,7 @@ from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
-from tests.data.texts import FAMILIES, family
+from tests.data.texts import FAMILIES, family, loss_of_text
 from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
@@ -85,15 +85,9 @@ def test_the_loss_is_transformers_on_the_text(name, tmp_path):
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     trainer = SftTrainer(sft_config(tmp_path / "base", tmp_path / "out", dataset_name=str(data), learning_rate=0.0))
-    total, n = 0.0, 0
-    for row in rows:
-        ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]
-        begin = len(tokenizer(row["prompt"])["input_ids"])
-        labels = [-100] * begin + ids[begin:]
-        total += plain(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item() * (len(ids) - begin)
-        n += len(ids) - begin
+    losses, sizes = zip(*(loss_of_text(plain, tokenizer, row) for row in rows), strict=True)
     trainer.model.train()
-    assert trainer.step()["lm_loss"] == pytest.approx(total / n, rel=1e-5)
+    assert trainer.step()["lm_loss"] == pytest.approx(sum(losses) / sum(sizes), rel=1e-5)
 
 
 def test_the_pretrained_model_s_loss_is_that_of_its_text(stories, tmp_path):
@@ -102,11 +96,8 @@ def test_the_pretrained_model_s_loss_is_that_of_its_text(stories, tmp_path):
     trainer = SftTrainer(sft_config(stories, tmp_path / "out", dataset_name=str(data), learning_rate=0.0))
     trainer.model.train()
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    ids = torch.tensor([tokenizer("Once upon a time, there was a little girl named Lily.")["input_ids"] + [2]])
-    n = len(tokenizer("Once upon a time")["input_ids"])
-    with torch.no_grad():
-        expected = F.cross_entropy(plain(ids).logits[0, n - 1 : -1], ids[0, n:]).item()
-    assert trainer.step()["lm_loss"] == pytest.approx(expected, rel=1e-5)
+    loss, n = loss_of_text(plain, tokenizer, rows[0])
+    assert trainer.step()["lm_loss"] == pytest.approx(loss / n, rel=1e-5)
 
 
 def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():
@@ -123,6 +114,37 @@ def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():
     assert stats["reward_margin"].item() == pytest.approx(sum(margins) / 3, rel=1e-4)
     assert stats["reward_accuracy"].item() == pytest.approx(sum(m > 0 for m in margins) / 3)
     assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * by_hand, rel=1e-5)
+
+
+def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path):
+    pairs = [
+        {"prompt": p, "chosen": f"yes {i}", "rejected": "no", "margin": i - 1.5} for i, p in enumerate(PROMPTS[:4])
+    ]
+    same = {"prompt": PROMPTS[0], "chosen": "no", "rejected": "no", "margin": 1.0}
+
+    def trainer(rows: list[dict], **options) -> SftTrainer:
+        data = str(write_rows(tmp_path / "rows.jsonl", rows))
+        return SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data, gamma=0.7, **options))
+
+    found = trainer([same, *pairs])
+    assert found.notes == ["dataset_name: 1 pairs left out, whose two answers are the same"]
+    assert [e.margin for e in found.rows] == [-1.5, -0.5, 0.5, 1.5]
+    loss, stats = found.loss(found.rows, range(4), dropout_seed=0)
+
+    def reward(e: Example, answer: list[int]) -> float:
+        (rewards,) = found.model(PackedBatch.from_lists([e.prompt], [answer]), (Rewards(),))
+        return rewards.item()
+
+    by_hand = [math.log1p(math.exp(e.margin - reward(e, e.chosen) + reward(e, e.rejected))) for e in found.rows]
+    assert stats["reward_loss"].item() == pytest.approx(sum(by_hand) / 4, rel=1e-4)
+    assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * sum(by_hand) / 4, rel=1e-5)
+    for value in (None, "much", math.inf, True):
+        with pytest.raises(ConfigError, match="expected a finite number in column 'margin', got"):
+            trainer([*pairs, {**pairs[0], "margin": value}])
+    with pytest.raises(ConfigError, match="expected pairs of different answers, got the same answer twice in all"):
+        trainer([same])
+    plain = SftTrainer(dataclasses.replace(found.config, gamma=0.0))  # cross-entropy alone reads no pair
+    assert (len(plain.rows), plain.notes) == (1, [])
 
 
 def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_answer():

@@ -53,7 +53,7 @@ def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
     remote = RlTrainer(config(model, tmp_path / "remote", server, **options))
     local.run()
     remote.run()
-    ours, theirs = (read_metrics(t.output / "metrics.jsonl") for t in (local, remote))
+    ours, theirs = (read_metrics(t.output / "metrics.jsonl")[1:] for t in (local, remote))
     for mine, other in zip(ours, theirs, strict=True):
         assert {*MISMATCH, *SERVER} == {k for k in other if k not in mine and not k.startswith("seconds/")}
         for name, value in without_timings(mine).items():
@@ -87,7 +87,7 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
         found = load_file(tmp_path / f"ranks-{rank}.safetensors")
         for name, tensor in expected.items():
             assert_close(found[name], tensor)
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "served")]
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl")[1:] for name in ("alone", "served")]
     for row, other in zip(*rows, strict=True):
         for name in ("reward", "completions/mean_length", "eval/reward"):
             assert other[name] == pytest.approx(row[name], rel=1e-3), name
@@ -96,7 +96,7 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     # every version goes there once, whichever rank is the first
     assert loaded == ["v0", "v1", "v2"] * 2
     # generators that draw beside the updates are compared by the learners, whose calls are of all ranks
-    rows = read_metrics(tmp_path / "ahead" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "ahead" / "metrics.jsonl")[1:]
     assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0]
     assert rows[0]["mismatch/canary_max"] < 1e-4
     one, other = (load_file(tmp_path / f"ahead-{rank}.safetensors") for rank in range(2))

@@ -7,6 +7,7 @@ what enters a product.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from rlhf_kernels.decode_step.model import (
 from rlhf_kernels.runtime import native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_VERSION = operator.attrgetter("_version")
 _ABSENT = ((0, 0, 0), (0, 0, 0), 0)
 
 
@@ -149,7 +151,11 @@ class Step:
 
 def _places(tensors: Sequence[Tensor]) -> list[Any]:
     """Address and version of each tensor. An in-place `resize_` raises the version, which inference mode leaves out."""
-    return [(t.data_ptr(), t.shape if t.is_inference() else t._version) for t in tensors]
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    try:
+        return [*addresses, *map(_VERSION, tensors)]  # loops in C: this runs at every step, for every weight
+    except RuntimeError:  # of a tensor that was made in inference mode
+        return [*addresses, *(t.shape if t.is_inference() else t._version for t in tensors)]
 
 
 def _layer(layer: DecoderLayer) -> tuple[Any, ...]:

@@ -539,9 +539,9 @@ def default_backend() -> str:
 def leaves_to_torch() -> bool:
     """Whether the process-wide default leaves linears, norms and the like, which torch has itself, to torch.
 
-    Those named `reference` and `cuda` do, and outside exact mode `triton`: it is asked for what torch has not.
+    Those named `reference` and `cuda` do. `cpu` and `triton` stand for every kernel that they have.
     """
-    return _default_backend not in (("auto", "cpu", "triton") if _exact else ("auto", "cpu"))
+    return _default_backend in ("reference", "cuda")
 
 
 def set_default_backend(backend: str) -> None:

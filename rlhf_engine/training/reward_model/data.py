@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -92,30 +92,49 @@ def load_examples(
         end_ids=end_ids,
         vocabulary=vocabulary,
     )
-    with_margin = any(row.columns.get("margin") is not None for row in rows)
-    examples = []
-    for tokens in found:
-        try:
-            examples.append(_example(tokens, with_margin=with_margin))
-        except RowError as error:
-            tally.bad(tokens.row.place, error)
+    return [
+        RewardExample(
+            prompt=tuple(t.prompt),
+            answers=tuple(map(tuple, t.answers)),
+            label=t.row.label if isinstance(t.row, UnpairedPreference) else None,
+            group=t.row.group,
+            margin=margin,
+        )
+        for t, margin in with_margins(found, tally)
+    ]
+
+
+def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenized, float]]:
+    """Rows, each with the number in its column `margin`, 0 for single answers and where no row has the column.
+
+    What is bad is counted in `tally`. Raises ConfigError for too many bad rows.
+    """
+    has_column = any(row.row.columns.get("margin") is not None for row in rows)
+    found = []
+    for row in rows:
+        value = row.row.columns.get("margin") if has_column and len(row.answers) == 2 else 0.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            tally.bad(row.row.place, RowError("a finite number in column 'margin'", shown(value)))
+        else:
+            found.append((row, float(value)))
     tally.check()
-    return examples
+    return found
+
+
+def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Leave out pairs of the same answer twice, which teach no preference; what stays, and notes on what does not.
+
+    argument: option that names the source. examples: rows with `answers`. Raises ConfigError where nothing stays.
+    """
+    found = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
+    if not found:
+        raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
+    n = len(examples) - len(found)
+    return found, [f"{argument}: {n} pairs left out, whose two answers are the same"] if n else []
 
 
 def _has_both(row: Row) -> bool:
     return all(row.columns.get(name) is not None for name in _POINTWISE)
-
-
-def _example(tokens: Tokenized, *, with_margin: bool) -> RewardExample:
-    row, answers, margin = tokens.row, tuple(map(tuple, tokens.answers)), 0.0
-    label = row.label if isinstance(row, UnpairedPreference) else None
-    if label is None and with_margin:
-        value = row.columns.get("margin")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise RowError("a finite number in column 'margin'", shown(value))
-        margin = float(value)
-    return RewardExample(prompt=tuple(tokens.prompt), answers=answers, label=label, group=row.group, margin=margin)
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:

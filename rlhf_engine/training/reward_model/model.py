@@ -105,16 +105,10 @@ def reward_loss(
 
     denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
     """
-    n, batch = len(examples), packed_batch(examples, model.device, places=places)
+    batch = packed_batch(examples, model.device, places=places)
     output: PairwiseRewardLoss | PointwiseRewardLoss
     if examples[0].label is None:
-        index = torch.arange(2 * n, device=model.device)
-        margin_P = (
-            torch.tensor([e.margin for e in examples], device=model.device) if any(e.margin for e in examples) else None
-        )
-        output = PairwiseRewardLoss(
-            chosen_P=index[:n], rejected_P=index[n:], denom=denom, center=center, margin_P=margin_P
-        )
+        output = pairwise_loss([e.margin for e in examples], model.device, denom=denom, center=center)
     else:
         labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
         output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
@@ -124,6 +118,15 @@ def reward_loss(
         "reward_accuracy": (found.n_correct + 0.5 * found.n_tied) / denom,
         "reward_margin": found.sum_margin / denom,
     }
+
+
+def pairwise_loss(
+    margins: Sequence[float], device: torch.device, *, denom: float, center: float = 0.0
+) -> PairwiseRewardLoss:
+    """The loss of a batch of first all chosen answers and then all rejected ones, by the margin of each pair."""
+    chosen_P, rejected_P = torch.arange(2 * len(margins), device=device).chunk(2)
+    margin_P = torch.tensor(margins, device=device) if any(margins) else None
+    return PairwiseRewardLoss(chosen_P=chosen_P, rejected_P=rejected_P, denom=denom, center=center, margin_P=margin_P)
 
 
 def write_reward_model(

@@ -48,7 +48,7 @@ from rlhf_engine.runs.folder import (
 from rlhf_engine.runs.trackers import require as require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
-from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, load_examples
+from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
 from rlhf_engine.training.reward_model.gold import GoldLabels, label_pairs, load_gold
 from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
 from rlhf_engine.training.run import SupervisedRun
@@ -110,8 +110,8 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self.reports: dict[str, Report] = {}
         """Report on the rows of each source, by the option that names it."""
-        self.same: dict[str, int] = {}
-        """Number of pairs of each source that were left out, since the same answer twice teaches nothing."""
+        self.same: list[str] = []
+        """Notes on pairs of the same answer twice, which were left out."""
         self.gold: dict[str, GoldLabels] = {}
         """Labels of each source by the gold reward model, where there is one; by the option that names the source."""
         self.rows, self.eval_set, self.test_set = self._load_rows()
@@ -321,10 +321,8 @@ class RewardTrainer(SupervisedRun[RewardState]):
         """Rows of a data file, as the data or the gold model label them."""
         found = self._load_examples(argument, path, objective)
         if model is None:
-            different = [e for e in found if e.label is not None or e.answers[0] != e.answers[1]]
-            self.same[argument] = len(found) - len(different)
-            if not different:
-                raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
+            different, same = drop_same(argument, found)
+            self.same += same
             return different
         labels = label_pairs(model, found)
         if not labels.examples:
@@ -385,7 +383,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     def _notes(self) -> list[str]:
         found = [labels.text(argument) for argument, labels in self.gold.items()]
-        found += [f"{name}: {n} pairs left out, whose two answers are the same" for name, n in self.same.items() if n]
+        found += self.same
         if not self.eval_set:
             return [*found, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
         if self.test_set:
