@@ -42,6 +42,7 @@ class MetricsWriter:
     """Appends metrics to a JSONL file. A context manager; `close` may be called twice."""
 
     _file: Any = None
+    last_step: int
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
