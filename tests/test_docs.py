@@ -175,7 +175,6 @@ TUTORIALS_THAT_RUN = {  # page → its start, and what its last command leaves
     "own-reward": ("reward-function", "runs/shorter/curves.png"),
     "thumbs": ("reward-model", "report.html"),
 }
-IN_THE_LONG_LANE = ("from-trl", "own-reward", "thumbs")  # their commands are those of the others for the most part
 
 
 def lines_of(page: Path) -> list[str]:
@@ -183,10 +182,8 @@ def lines_of(page: Path) -> list[str]:
     return [line for block in blocks(page, "bash") for line in block.splitlines()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] if n in IN_THE_LONG_LANE else []) for n in TUTORIALS_THAT_RUN],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", TUTORIALS_THAT_RUN)
 def test_a_tutorial_runs(name, tmp_path):
     """Its commands in their order, as a reader has them; and its reward climbs."""
     start, left = TUTORIALS_THAT_RUN[name]

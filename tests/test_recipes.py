@@ -16,7 +16,7 @@ from rlhf_engine.commands.completion import CONFIGS
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-QUICK = ("hydra-stackexchange", "perl-ticketing")
+QUICK = ("perl-ticketing",)
 """Recipes whose `--tiny` runs in the default suite."""
 SECONDS = 60
 

@@ -96,6 +96,7 @@ print("softmax_entropy" in aot.OPS)
     assert found == ["rlhf_kernels.softmax_entropy.reference", "True"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with Linux only")
 def test_it_runs_on_triton(copy):
     run_tests(copy, "tests/kernels/triton/test_softmax_entropy.py", TRITON_INTERPRET="1")

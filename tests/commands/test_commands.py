@@ -134,16 +134,18 @@ def test_doctor(capsys):
 def test_a_quota_below_the_cores_lowers_the_threads_and_is_said(tmp_path):
     """A command, and a run that starts without one, on a made-up host of 64 cores that allows a core and a half."""
     root = host_with_quota(tmp_path)
-    found = on_host(HOST + "from rlhf_engine.commands.main import main\nmain(['doctor', '--json'])", root, 64)
-    assert found["cpu"] == {"affinity": 64, "quota": 1.5, "threads": 2}
     code = HOST + (
         "import contextlib, io\nfrom rlhf_engine.commands.main import main\n"
-        "out, err = io.StringIO(), io.StringIO()\n"
+        "out, err, table = io.StringIO(), io.StringIO(), io.StringIO()\n"
         "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
         "    code = main(['doctor'])\n"
-        "print(json.dumps([code, torch.get_num_threads(), out.getvalue(), err.getvalue()]))"
+        "with contextlib.redirect_stdout(table):\n"
+        "    main(['doctor', '--json'])\n"
+        "cpu = json.loads(table.getvalue())['cpu']\n"
+        "print(json.dumps([code, torch.get_num_threads(), cpu, out.getvalue(), err.getvalue()]))"
     )
-    code, threads, out, err = on_host(code, root, 64)
+    code, threads, cpu, out, err = on_host(code, root, 64)
+    assert cpu == {"affinity": 64, "quota": 1.5, "threads": 2}
     assert (code, threads) == (0, 2)
     assert "\nCPU: 64 cores, a quota of 1.5, 2 threads\n" in out
     note = "2 CPU threads instead of 64: 64 cores, a quota of 1.5; OMP_NUM_THREADS chooses another number"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -162,6 +162,17 @@ def assert_ended(folder: Path, name: str, kinds: Sequence[str], messages: Sequen
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+def short(names: Iterable[str], shortly: Container[str]) -> list[Any]:
+    """Parameters, of which those that are not in shortly run in the long lane."""
+    return [name if name in shortly else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def chosen(request: pytest.FixtureRequest, test: str) -> set[str]:
+    """Ids of the parameters with which this session runs a test of the file that asks."""
+    own = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.id for item in own if item.originalname == test}
 
 
 @pytest.fixture(scope="module")

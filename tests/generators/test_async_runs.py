@@ -68,7 +68,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+IN_THE_LONG_LANE = ("ppo_decoupled", "remax", "rloo", "best_of_n", "reinforce")  # others take their ways, too
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(v, id=k, marks=[pytest.mark.long] * (k in IN_THE_LONG_LANE)) for k, v in CASES.items()],
+)
 def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, options):
     options = {"max_steps": 5, **options}
     beside, rows = steps_of(model, tmp_path / "beside", async_mode="overlap", **options)

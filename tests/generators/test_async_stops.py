@@ -61,7 +61,7 @@ def whole(model, tmp_path_factory, package_table):
 
 @pytest.mark.parametrize(
     "how",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    [*(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
     ids=["ctrl_c", "term", "kill"],
 )
 def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(model, whole, tmp_path, how):

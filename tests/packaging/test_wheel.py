@@ -180,6 +180,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
 # ---- the wheel elsewhere ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_build_requirements
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.skipif(sys.platform != "linux", reason="the smoke test looks for OpenMP where Linux lists libraries")

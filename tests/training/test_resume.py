@@ -428,13 +428,12 @@ def steps_logged(output: Path) -> int:
     return len(read_metrics(path)) if path.is_file() else 0
 
 
-# both signals have one handler: each test starts a process for one of them, `make test-long` also for the other
+# all signals have one handler: each test starts a process for one of them, `make test-long` also for the others
 @pytest.mark.parametrize(
     "how",
     [
         signal.SIGINT,
-        signal.SIGUSR1,
-        *(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGTERM, signal.SIGHUP)),
+        *(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)),
     ],
     ids=["ctrl_c", "usr1", "term", "hup"],
 )
