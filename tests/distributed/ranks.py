@@ -39,7 +39,6 @@ from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.run import Run
 from rlhf_engine.training.sft import SftTrainer
 from tests.curves import drawn_once
-from tests.hydra.architectures import CONFIGS
 from tests.hydra.test_architectures import hydra
 from tests.training.test_rl import Stop, stop_after, trained, without_timings
 
@@ -205,7 +204,7 @@ def end_process(step: int, metrics: dict[str, Any]) -> None:
 def do(job: dict[str, Any], world: World, folder: Path) -> Any:
     if job["do"] == "architectures":
         return {
-            name: [same_in_shares(name, checkpointing, world) for checkpointing in (False, True)] for name in CONFIGS
+            name: [same_in_shares(name, checkpointing, world) for checkpointing in (False, True)] for name in job["of"]
         }
     if job["do"] == "in step":
         return drawn_in_step(world)

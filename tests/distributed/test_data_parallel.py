@@ -35,6 +35,7 @@ from rlhf_engine.training.update import StepPlan, update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.training.test_data import train_config, write_model, write_reward
+from tests.training.test_every_architecture import SHORTLY
 from tests.training.test_rl import without_timings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,10 @@ NEVER_WHOLE = ("ppo-four-backbones", "remax", "past")
 """Cases that are also run with a base that is never whole, which the model's own decoding step serves."""
 for _name in NEVER_WHOLE:
     CASES[_name]["decode_step"] = "transformers"
+IN_THE_LONG_LANE = ("reinforce", "rloo-vanilla", "grpo", "grpo-top_p", "best_of_n", "ppo-four-backbones")
+"""Cases whose ways of sharing a step others take, too."""
+SHARDED_SHORTLY = ("ppo", "ppo-shared-slot", "ppo-some-lanes-together", "grpo-few", "remax", "past")
+"""Cases that are compared with a base in shares per push."""
 STEPS = 2
 WAIT = 240.0
 """Seconds that a process waits for the other."""
@@ -176,26 +181,19 @@ def chosen(request: pytest.FixtureRequest, test: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def both(model, tmp_path_factory) -> Path:
+def both(request, model, tmp_path_factory) -> Path:
     """The folder of what two processes have left of all jobs, the last of which one process does not survive."""
     folder = tmp_path_factory.mktemp("both")
-    jobs = [
-        {"name": name, "do": "steps", "steps": STEPS, "config": made(folder, name, model, **options)}
-        for name, options in CASES.items()
-    ]
-    held_out = {"eval_dataset_name": jobs[0]["config"]["dataset_name"], "eval_steps": 2}
-    jobs += [
-        {**job, "name": f"sharded-{job['name']}", "config": made(folder, f"sharded-{job['name']}", model, **options)}
-        for job, options in zip(jobs, ({**options, "shard_base": True} for options in CASES.values()), strict=True)
-    ]
-    jobs += [
-        {
-            **next(job for job in jobs if job["name"] == name),
-            "name": f"always-{name}",
-            "config": made(folder, f"always-{name}", model, **CASES[name], shard_base="always"),
-        }
-        for name in NEVER_WHOLE
-    ]
+    always = chosen(request, "test_a_base_that_is_never_whole_changes_no_bit")
+    sharded = chosen(request, "test_a_sharded_base_changes_no_bit") | always
+    plain = chosen(request, "test_two_processes_take_the_steps_of_one") | sharded
+    jobs: list[dict[str, Any]] = []
+    for kind, names, shares in (("", plain, False), ("sharded-", sharded, True), ("always-", always, "always")):
+        for name in (name for name in CASES if name in names):
+            config = made(folder, kind + name, model, **CASES[name], shard_base=shares)
+            jobs.append({"name": kind + name, "do": "steps", "steps": STEPS, "config": config})
+    held_out = {"eval_dataset_name": made(folder, "held-out", model)["dataset_name"], "eval_steps": 2}
+    resumed_too = chosen(request, "test_a_run_of_two_processes_goes_on_with_the_same_floats")
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     overlap = {**replay, "async_mode": "overlap"}
@@ -209,10 +207,12 @@ def both(model, tmp_path_factory) -> Path:
     }.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
-        jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
+        if (suffix or "whole") in resumed_too:
+            jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     held = {"method": "dynamic_lora_ppo", "shard_base": True}
     jobs.append({"name": "hold", "do": "hold", "config": made(folder, "hold", model, **held)})
-    jobs.append({"name": "architectures", "do": "architectures"})
+    names = sorted(chosen(request, "test_a_sharded_architecture_says_the_same"))
+    jobs.append({"name": "architectures", "do": "architectures", "of": names})
     jobs.append({"name": "in step", "do": "in step"})
     other = made(folder, "other", model)
     changed = folder / "changed.jsonl"
@@ -232,7 +232,7 @@ def both(model, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", short(CASES, CASES.keys() - IN_THE_LONG_LANE))
 def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
     config = TrainConfig(**made(tmp_path, name, model, **CASES[name]))
     expected, rows = recorded_steps(config, ALONE, STEPS)
@@ -252,7 +252,7 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
             assert_same_numbers(row, expected_row)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", short(CASES, SHARDED_SHORTLY))
 def test_a_sharded_base_changes_no_bit(name, both):
     for rank in range(2):
         expected, found = (load_file(both / f"{kind}{name}-{rank}.safetensors") for kind in ("", "sharded-"))
@@ -265,7 +265,7 @@ def test_a_sharded_base_changes_no_bit(name, both):
         assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
 
 
-@pytest.mark.parametrize("name", NEVER_WHOLE)
+@pytest.mark.parametrize("name", short(NEVER_WHOLE, SHARDED_SHORTLY))
 def test_a_base_that_is_never_whole_changes_no_bit(name, both):
     for rank in range(2):
         expected, found = (load_file(both / f"{kind}{name}-{rank}.safetensors") for kind in ("sharded-", "always-"))
@@ -302,7 +302,14 @@ def test_processes_in_step_draw_shares_of_any_size_and_hold_few_blocks(both):
         assert held["in step"] < held["before"] + rest + 4.5 * held["block"]
 
 
-@pytest.mark.parametrize("suffix", ["", "-replay", "-overlap", "-sharded", "-always"])
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        pytest.param("", id="whole"),
+        *(pytest.param(suffix, id=suffix, marks=pytest.mark.long) for suffix in ("-replay", "-sharded")),
+        *(pytest.param(suffix, id=suffix) for suffix in ("-overlap", "-always")),
+    ],
+)
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
     whole, resumed = (load_file(both / f"{name}{suffix}-0.safetensors") for name in ("whole", "resumed"))
     other = load_file(both / f"whole{suffix}-1.safetensors")
@@ -377,7 +384,7 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
         assert found["kl"] > 0  # after a step
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", short(ARCHITECTURES, SHORTLY))
 def test_a_sharded_architecture_says_the_same(name, both):
     for rank in range(2):
         assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
