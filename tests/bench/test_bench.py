@@ -461,6 +461,7 @@ def test_a_table_needs_its_marks() -> None:
         script.with_table("a\n<!-- bench-table -->\nb", "new\n")
 
 
+@pytest.mark.long
 def test_every_script_starts(tmp_path: Path) -> None:
     """Each imports what it needs, under the names that these have today, and describes itself."""
     bench = Path(__file__).parents[2] / "bench"

@@ -32,6 +32,7 @@ def bench() -> Bench:
         sys.path.remove(str(ROOT / "bench" / "scaling"))
 
 
+@pytest.mark.long
 def test_the_page_is_what_the_script_makes(bench, capsys):
     assert bench.page.main(["--check"]) == 0, capsys.readouterr().err
 

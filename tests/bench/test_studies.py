@@ -265,7 +265,9 @@ def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     assert all(arm in shown for arm in here)
 
 
-@pytest.mark.parametrize("op", ["decode_step", "lora", "sample"])
+@pytest.mark.parametrize(
+    "op", ["sample", *(pytest.param(op, marks=pytest.mark.long) for op in ("decode_step", "lora"))]
+)
 def test_busy_neighbours_of_other_ops(tmp_path, op):
     busy = load_script("studies/busy")
     assert busy.main(["--tiny", "--rounds", "1", "--busy", "0", "1", "--op", op, "--json", str(tmp_path / "a")]) == 0
@@ -392,6 +394,7 @@ def test_perl_on_real_thumbs_goes_on_where_it_stopped(tmp_path):
     assert records[-1].is_file()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_exact_mode_over_tokens(tmp_path):
     path = tmp_path / "a.jsonl"

@@ -20,7 +20,7 @@ def run(shape, algorithm, out):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
 def test_a_step_says_where_its_seconds_go(tmp_path, algorithm):
     tiny_llama().config.save_pretrained(tmp_path / "tiny")
     done = run(tmp_path / "tiny", algorithm, tmp_path)

@@ -132,7 +132,7 @@ class Mine(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize("kind", ["mine", "llama"])
+@pytest.mark.parametrize("kind", ["mine", pytest.param("llama", marks=pytest.mark.long)])
 def test_code_in_a_model_folder_never_runs(tmp_path, kind):
     """transformers asks on the terminal whether it may, and takes a piped y for an answer."""
     ran, folder = tmp_path / "ran", tmp_path / "model"

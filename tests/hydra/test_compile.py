@@ -48,7 +48,7 @@ def compare(name: str, backend: str, tolerance: float) -> None:
     torch._dynamo.reset()
 
 
-QUICK = ("llama", "gemma2", "gpt2")
+QUICK = ("llama",)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_a_team_is_no_larger_than_the_quota(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")
-@pytest.mark.parametrize("first", ["import torch", "pass"])
+@pytest.mark.parametrize("first", ["import torch", pytest.param("pass", marks=pytest.mark.long)])
 def test_the_mask_is_a_limit_before_and_after_torch_is_loaded(first):
     code = (
         f"import json, os\n{first}\n"

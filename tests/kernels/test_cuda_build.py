@@ -55,6 +55,7 @@ def check_usage(target):
 
 
 @needs_nvcc
+@pytest.mark.long
 def test_machine_code_for_hopper():
     check_usage("arch=compute_90a,code=sm_90a")
 

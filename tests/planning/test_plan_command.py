@@ -102,6 +102,7 @@ def test_parts_of_a_bar_add_up_to_the_peak(capsys, folder):
         assert all(size >= 0 for size in parts.values()), (phase, parts)
 
 
+@pytest.mark.long
 def test_how_several_processes_hold_the_base_is_said(capsys, tmp_path):
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 16, "num_attention_heads": 4}
     LlamaConfig(vocab_size=40, max_position_embeddings=64, **shape).save_pretrained(tmp_path / "m")

@@ -348,10 +348,15 @@ def test_tokens_are_counted_as_the_model_counts_them(budget):
     ("name", "method", "checkpointing"),
     [
         ("llama", "hydra_ppo", False),
-        ("llama", "hydra_ppo", True),
-        ("llama", "full_ppo", False),
-        ("gpt2", "j_hydra_ppo", False),
-        ("gemma2", "hydra_ppo", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("llama", "hydra_ppo", True),
+                ("llama", "full_ppo", False),
+                ("gpt2", "j_hydra_ppo", False),
+                ("gemma2", "hydra_ppo", False),
+            )
+        ),
     ],
 )
 def test_layers_are_extrapolated_exactly(name, method, checkpointing):
@@ -375,7 +380,7 @@ def test_layers_that_differ_are_not_extrapolated():
     assert extrapolated_peak(few, many, (2, 3), 8) is None
 
 
-@pytest.mark.parametrize("generations", [1, pytest.param(3, marks=shared)])
+@pytest.mark.parametrize("generations", [1, pytest.param(3, marks=[shared, pytest.mark.long])])
 def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch, generations):
     plan = setting(num_generations=generations, num_mini_batches=1)
     # so many rows that no peak lies where a kernel's tiles, whose size rows do not change, are most of it
@@ -386,7 +391,7 @@ def test_rows_beyond_those_traced_lie_on_a_line(monkeypatch, generations):
         assert Planner("hydra_ppo", plan).peak(phase, 144) == pytest.approx(exact[phase], rel=0.005), phase
 
 
-@pytest.mark.parametrize("phase", ["inference", "update"])
+@pytest.mark.parametrize("phase", ["inference", pytest.param("update", marks=pytest.mark.long)])
 def test_a_line_s_points_run_their_lanes_as_the_rows_they_stand_for(phase, monkeypatch):
     """With 24 rows all lanes would share a backbone forward, with 48 and 72 they go one after another."""
     plan = setting(token_budget=30 * 16 * (3 if phase == "inference" else 2))
@@ -396,7 +401,7 @@ def test_a_line_s_points_run_their_lanes_as_the_rows_they_stand_for(phase, monke
     assert Planner("hydra_ppo", plan).peak(phase, 72) == pytest.approx(exact, rel=0.005)
 
 
-@pytest.mark.parametrize("method", ["full_ppo", "hydra_ppo"])
+@pytest.mark.parametrize("method", [pytest.param("full_ppo", marks=pytest.mark.long), "hydra_ppo"])
 def test_gradient_checkpointing_and_small_micro_batches_need_less(method):
     plan = setting("llama", batch=16, micro_batch=8, prompt_length=24, completion_length=24)
     plan.config.num_hidden_layers = 4  # more than are traced where layers are extrapolated
@@ -423,7 +428,12 @@ def test_peaks_of_real_processes_are_those_that_are_predicted(tmp_path, generati
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"), [("lora_ppo", {}), ("hydra_ppo", {}), pytest.param("hydra_ppo", FOUR, marks=shared)]
+    ("method", "changes"),
+    [
+        pytest.param("lora_ppo", {}, marks=pytest.mark.long),
+        ("hydra_ppo", {}),
+        pytest.param("hydra_ppo", FOUR, marks=[shared, pytest.mark.long]),
+    ],
 )
 def test_the_largest_batch_fits_and_one_more_does_not(method, changes, monkeypatch):
     plan = setting(token_budget=200, **changes)  # lanes of Hydra share a backbone forward up to 6 sequences only
