@@ -59,6 +59,7 @@ ifeq ($(ARGS),)
 		TRITON_INTERPRET=1 $(subst $(VENV),.venv/$v/bin,$(TEST)) tests/integrations -m "not long and not gpu" &&) true
 	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
 	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
+	TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "long and not gpu" $(SPREAD)
 endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 

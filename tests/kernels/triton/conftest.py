@@ -10,6 +10,8 @@ numpy, whose BLAS does not do so on every CPU. `ordered_product` replaces it in 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what cannot run here: everything without device and interpreter, `gpu` tests without a device.
 
     `gpu` tests, whose shapes are large, form a group: processes that share a GPU run one of them at a time.
+    In the interpreter, which is slow, every pair of a test's parameters is met per push; all of them in the long lane.
     """
+    met: defaultdict[str, set[Any]] = defaultdict(set)
     cuda = torch.cuda.is_available() and not INTERPRETED
     nowhere = pytest.mark.skip(reason="needs CUDA, or TRITON_INTERPRET=1 (tests/kernels/test_triton.py sets it)")
     no_device = pytest.mark.skip(reason="needs a CUDA device")
@@ -42,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(nowhere)
         elif not cuda and item.get_closest_marker("gpu"):
             item.add_marker(no_device)
+        elif not cuda and hasattr(item, "callspec"):
+            chosen = [(name, repr(value)) for name, value in sorted(item.callspec.params.items())]
+            pairs = {*itertools.combinations(chosen, 2), *chosen}
+            if pairs <= met[item.nodeid.split("[")[0]]:
+                item.add_marker(pytest.mark.long)
+            met[item.nodeid.split("[")[0]] |= pairs
 
 
 @pytest.fixture(scope="session")
