@@ -53,7 +53,7 @@ class Hub(ThreadingHTTPServer):
 def hub(root: Path) -> Iterator[Hub]:
     """Serve `root` until the block ends."""
     with Hub(root) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield server

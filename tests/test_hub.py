@@ -159,6 +159,7 @@ def test_without_a_network_the_cache_serves_or_one_line_says_how(server, monkeyp
         load_tokenizer("small/third@v1")
 
 
+@pytest.mark.long
 def test_from_names_to_an_adapter_and_on_without_a_network(server, root, tmp_path):
     home, adapter = tmp_path / "home", tmp_path / "sft"
     short = ("--logging_steps", "1", "--per_device_train_batch_size", "2")
@@ -251,6 +252,12 @@ def test_a_run_pushes_its_result(writer, root, tmp_path, capsys, monkeypatch):
     config = json.loads((pushed / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["use_rslora"]) == (NAME, 4, True)
     assert (pushed / "README.md").is_file()
+    drawn = []
+    for adapter in (str(out), "somebody/run"):
+        generate = ("--model_name_or_path", f"{NAME}@v1", "--adapter", adapter, "--prompt", "the cat")
+        assert main(["generate", *generate, "--max_completion_length", "3"]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1]
     writer.writers.clear()
     monkeypatch.setenv("HF_TOKEN", "")
     assert main(["sft", *words, "--output_dir", str(tmp_path / "no"), "--push_to_hub", "somebody/run"]) == 2

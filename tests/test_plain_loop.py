@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,13 +18,11 @@ def test_it_is_short_and_needs_no_deep_import():
     assert "rlhf_engine." not in text
 
 
-def test_it_trains_and_saves(tmp_path):
+def test_it_trains_and_saves(tmp_path, monkeypatch, capsys):
     model, saved = write_model(tmp_path / "model", reward_head=False), tmp_path / "saved"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(LOOP.parents[1]), *sys.path])}
-    command = [sys.executable, LOOP, model, "2", saved]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", [str(LOOP), str(model), "2", str(saved)])
+    runpy.run_path(str(LOOP), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1/2", "2/2"]
     assert "KL 0.000 nats" in lines[0].replace("-0.000", "0.000")
     actor = load_pretrained(saved).backbone().slot("actor")

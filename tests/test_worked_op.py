@@ -80,20 +80,23 @@ def test_the_package_has_no_such_op():
 
 
 def test_it_passes_its_tests(copy):
-    files = ("tests/kernels/test_softmax_entropy.py", "tests/kernels/test_direct_calls.py", "tests/bench/test_bench.py")
-    run_tests(copy, *files, "-k", "softmax_entropy and not cpu or every_op_is_here")
-
-
-def test_its_cost_is_found(copy):
+    """And its cost is found: the same process says so before them."""
     code = """
+import sys
+import pytest
 import torch
 from rlhf_kernels.runtime import aot, cost
 x = torch.zeros(2, 8)
 print(cost.workspace("softmax_entropy", (x, "auto"), lambda *_: "reference").function.__module__)
 print("softmax_entropy" in aot.OPS)
+sys.exit(pytest.main(sys.argv[1:]))
 """
-    found = run(copy, "-c", code).split()
-    assert found == ["rlhf_kernels.softmax_entropy.reference", "True"]
+    files = ("tests/kernels/test_softmax_entropy.py", "tests/kernels/test_direct_calls.py", "tests/bench/test_bench.py")
+    chosen = "softmax_entropy and not cpu or every_op_is_here"
+    first, second, *output = run(copy, "-c", code, *PYTEST[2:], *files, "-k", chosen).splitlines()
+    assert (first, second) == ("rlhf_kernels.softmax_entropy.reference", "True")
+    assert " passed" in output[-1]
+    assert " skipped" not in output[-1]
 
 
 @pytest.mark.long

@@ -135,33 +135,34 @@ def test_a_quota_below_the_cores_lowers_the_threads_and_is_said(tmp_path):
     """A command, and a run that starts without one, on a made-up host of 64 cores that allows a core and a half."""
     root = host_with_quota(tmp_path)
     code = HOST + (
-        "import contextlib, io\nfrom rlhf_engine.commands.main import main\n"
-        "out, err, table = io.StringIO(), io.StringIO(), io.StringIO()\n"
-        "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
-        "    code = main(['doctor'])\n"
-        "with contextlib.redirect_stdout(table):\n"
-        "    main(['doctor', '--json'])\n"
-        "cpu = json.loads(table.getvalue())['cpu']\n"
-        "print(json.dumps([code, torch.get_num_threads(), cpu, out.getvalue(), err.getvalue()]))"
-    )
-    code, threads, cpu, out, err = on_host(code, root, 64)
-    assert cpu == {"affinity": 64, "quota": 1.5, "threads": 2}
-    assert (code, threads) == (0, 2)
-    assert "\nCPU: 64 cores, a quota of 1.5, 2 threads\n" in out
-    note = "2 CPU threads instead of 64: 64 cores, a quota of 1.5; OMP_NUM_THREADS chooses another number"
-    assert err == f"note: {note}\n"
-    code = HOST + (
-        "import warnings\nfrom rlhf_engine.runs.checkpoint import begin_kernels\n"
+        "import contextlib, io, warnings\nfrom rlhf_engine.commands.main import main\n"
+        "from rlhf_engine.runs.checkpoint import begin_kernels\n"
         "from rlhf_engine.runs.metrics import run_record\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    begin_kernels(None)\n"
-        "    begin_kernels(None)\n"
-        "record = run_record(config={}, command=[], backends={})\n"
-        "kept = [record[name] for name in ('cpu_cores', 'cpu_quota', 'torch_threads')]\n"
-        "print(json.dumps([kept, [str(w.message) for w in caught]]))"
+        "said = []\n"
+        "for words in ([], ['--json']):\n"
+        "    torch.set_num_threads(threads)\n"
+        "    out, err = io.StringIO(), io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "        code = main(['doctor', *words])\n"
+        "    said.append([code, torch.get_num_threads(), out.getvalue(), err.getvalue()])\n"
+        "runs = []\n"
+        "for threads in (64, 7):\n"
+        "    torch.set_num_threads(threads)\n"
+        "    with warnings.catch_warnings(record=True) as caught:\n"
+        "        begin_kernels(None)\n"
+        "        begin_kernels(None)\n"
+        "    record = run_record(config={}, command=[], backends={})\n"
+        "    kept = [record[name] for name in ('cpu_cores', 'cpu_quota', 'torch_threads')]\n"
+        "    runs.append([kept, [str(w.message) for w in caught]])\n"
+        "print(json.dumps([said, runs]))"
     )
-    assert on_host(code, root, 64) == [[64, 1.5, 2], [note]]
-    assert on_host(code, root, 7) == [[64, 1.5, 7], []], "who has chosen a number keeps it"
+    said, runs = on_host(code, root, 64)
+    note = "2 CPU threads instead of 64: 64 cores, a quota of 1.5; OMP_NUM_THREADS chooses another number"
+    assert [[code, threads, err] for code, threads, _, err in said] == [[0, 2, f"note: {note}\n"]] * 2
+    assert "\nCPU: 64 cores, a quota of 1.5, 2 threads\n" in said[0][2]
+    assert json.loads(said[1][2])["cpu"] == {"affinity": 64, "quota": 1.5, "threads": 2}
+    assert runs[0] == [[64, 1.5, 2], [note]]
+    assert runs[1] == [[64, 1.5, 7], []], "who has chosen a number keeps it"
 
 
 def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):
@@ -179,14 +180,24 @@ def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="without the native extension there is nothing to choose")
-def test_doctor_measures_a_table_that_is_used_where_it_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(measuring, "OPS", ("gae", "llama_ops"))
+@pytest.mark.parametrize(
+    ("names", "ops"),
+    [
+        (("gae",), {"gae"}),
+        pytest.param(
+            ("gae", "llama_ops"), {"activation", "gae", "rms_norm", "rotary", "swiglu"}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["one", "several"],
+)
+def test_doctor_measures_a_table_that_is_used_where_it_is_named(capsys, monkeypatch, tmp_path, names, ops):
+    monkeypatch.setattr(measuring, "OPS", names)
     path = tmp_path / "table.json"
     code, out, _ = run(capsys, "doctor", "--measure", str(path))
     assert code == 0
     assert f"used with RLHF_ENGINE_KERNEL_TABLE={path}" in out
     found = kernel_table.read(path, registry.ops(), isa=native.isa())
-    assert {entry.op for entry in found.entries} == {"activation", "gae", "rms_norm", "rotary", "swiglu"}
+    assert {entry.op for entry in found.entries} == ops
     assert "by the table" not in run(capsys, "doctor")[1], "it was not named"
     with registry.use_table(path):
         assert "by the table" in run(capsys, "doctor")[1]

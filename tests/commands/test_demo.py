@@ -11,6 +11,13 @@ import pytest
 from rlhf_engine.commands.main import main
 
 
+def demo_here(capsys, folder: Path, *options: str) -> tuple[dict[str, float], str]:
+    """As below, without another process."""
+    assert main(["demo", "--json", "--output_dir", str(folder), *options]) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    return json.loads(last), "\n".join(shown)
+
+
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
     """The JSON object on the last line of `rlhf-engine demo --json`, and everything before it."""
     command = [
@@ -29,8 +36,8 @@ def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
     return json.loads(last), "\n".join(shown)
 
 
-def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path):
-    result, shown = run_demo(tmp_path / "demo", "--quick")
+def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path, capsys):
+    result, shown = demo_here(capsys, tmp_path / "demo", "--quick")
     assert {"win_rate", "kl", "reward_before", "reward_after", "seconds", "peak_memory_bytes"} <= set(result)
     assert 0 <= result["win_rate"] <= 1
     assert result["parameters_four_models"] > 2 * result["parameters_held"]

@@ -41,7 +41,7 @@ def serving(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *of: None  # type: ignore[method-assign]  # of clients that went away
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", seen

@@ -127,7 +127,7 @@ RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
 
 @pytest.fixture(
     scope="module",
-    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3}],
+    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3, "method": "j_hydra_ppo"}],
     ids=["overlap", "batches per policy"],
 )
 def uninterrupted(request, model, tmp_path_factory):
@@ -136,7 +136,7 @@ def uninterrupted(request, model, tmp_path_factory):
     return options, *steps_of(model, tmp_path_factory.mktemp("whole") / "run", **options)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [2, *(pytest.param(at, marks=pytest.mark.long) for at in (1, 3, 4))])
 def test_a_resumed_run_makes_the_same_floats(model, tmp_path, uninterrupted, at):
     options, whole, rows = uninterrupted
     stopped = RlTrainer(train_config(model, tmp_path / "parts", **options))
@@ -173,7 +173,7 @@ def test_copies_of_the_policy_are_not_saved(model, tmp_path):
 # ---- what a generator sees -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fixed", "newest", "in_flight"])
+@pytest.mark.parametrize("policy", [pytest.param("fixed", marks=pytest.mark.long), "newest", "in_flight"])
 def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, policy):
     """Copying is slow, in both directions; before every token the slot's bytes are those of the version it notes."""
     clone, take, step = torch.Tensor.clone, versions.take, RolloutEngine.step

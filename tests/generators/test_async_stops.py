@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlhf_engine.generators import policy_store
 from rlhf_engine.training.rl import RlTrainer
 from tests.generators.test_async_runs import steps_of
 from tests.training.test_data import train_config, write_model
@@ -59,11 +61,30 @@ def whole(model, tmp_path_factory, package_table):
     return steps_of(model, tmp_path_factory.mktemp("whole") / "run", **OPTIONS)[0]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [*(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
-    ids=["ctrl_c", "term", "kill"],
-)
+def test_a_run_that_breaks_in_the_middle_of_a_publication_goes_on(model, whole, tmp_path, monkeypatch):
+    """As if it had been killed there: nothing is written after that."""
+    copies = iter(range(3))
+    clone = torch.Tensor.clone
+
+    def break_off(slot, version):
+        if version != 3:
+            return policy_store.take(slot, version)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", lambda tensor: (next(copies), clone(tensor))[1])
+            return policy_store.take(slot, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_engine.generators.sources.take", break_off)
+        with pytest.raises(StopIteration):
+            steps_of(model, tmp_path / "parts", **OPTIONS)
+    assert next(copies, None) is None
+    assert RlTrainer(train_config(model, tmp_path / "parts", **OPTIONS)).state.step == 2
+    resumed, _ = steps_of(model, tmp_path / "parts", **OPTIONS)
+    assert same(trained(whole), trained(resumed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl_c", "term", "kill"])
 def test_a_run_stopped_in_the_middle_of_a_publication_goes_on(model, whole, tmp_path, how):
     asked = how != signal.SIGKILL  # it ends its step, publication included
     config = train_config(model, tmp_path / "parts", **OPTIONS)

@@ -1,7 +1,7 @@
 """Source distribution, wheel and images: what they hold, what is refused, and that the wheel works elsewhere.
 
-The default lane builds without the extension and puts the one of this checkout into the wheel: compiling it takes
-longer than everything else here. The long lane builds the files of a release and tries them as a user would.
+The default lane builds without the extension and looks into the files. The long lane puts the extension of this
+checkout into the wheel and tries it elsewhere; then it builds the files of a release and tries them as a user would.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ def model(tmp_path_factory):
 HOLDER = """
 import sys
 from pathlib import Path
-from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)

@@ -99,7 +99,12 @@ def models(tmp_path_factory) -> dict[bool, Path]:
     return {head: write_model(tmp_path_factory.mktemp(f"model-{head}"), reward_head=head) for head in (True, False)}
 
 
-@pytest.fixture(params=KINDS)
+def kinds(*per_push: str) -> list[Any]:
+    """All of them, of which `make test` has these."""
+    return [name if name in per_push else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
+
+
+@pytest.fixture(params=kinds("sft-lora", "rl"))  # what stops, ends and overwrites a run is one class
 def trainers(request, models) -> Trainers:
     kind = KINDS[request.param]
     return Trainers(kind, models[kind.trainer is RlTrainer])
@@ -122,6 +127,8 @@ def names(output: Path) -> list[str]:
 # ---- stop and go on --------------------------------------------------------------------------------------------------
 
 
+# with rl-full, test_rl's resumed run with full_ppo
+@pytest.mark.parametrize("trainers", kinds("sft-lora", "sft-full", "reward-lora", "reward-full", "rl"), indirect=True)
 def test_a_run_goes_on_with_the_same_floats(trainers, tmp_path):
     """It was stopped at step 3, and its checkpoint of that step got lost: it goes on from step 2."""
     whole = trainers.make(tmp_path / "whole" / "run")

@@ -78,7 +78,7 @@ def test_a_resumed_run_keeps_its_kernels_though_the_table_is_another(model, tabl
 
 
 @pytest.mark.skipif("avx2" not in ISAS, reason="of no other set has the package's table every op")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_run_by_the_package_s_table_goes_on_to_the_same_floats(model, tmp_path, dtype):
     """A user of a CPU with AVX2 gets these kernels from `auto`; the rest of the suite empties the table."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -27,6 +28,14 @@ LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
 TOKENS = sum(p + c for p, c in LENGTHS)
 PPO = Ppo(AlgorithmOptions(entropy_coef=0.01))
 SCHEDULE = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Retries collect garbage: of what they have made, not of everything that other tests have imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class LimitedMemory:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import math
 import os
+import pickle
+import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_engine.commands.main import run_and_exit
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, NonFiniteError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
@@ -67,7 +73,8 @@ def go_on(config) -> RlTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("mode", ["off", "replay"])
+# with past policies it goes on from one step per push, below
+@pytest.mark.parametrize("mode", ["off", pytest.param("replay", marks=pytest.mark.long)])
 @pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_stopped_at_every_step(model, tmp_path, mode, steps):
     options = {**CROSSING, "async_mode": mode, "max_steps": steps, "save_total_limit": None}
@@ -369,35 +376,45 @@ def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
         assert signals.asked()
 
 
-# reading is watched by the interpreter itself: every class that a pickle looks up is an event
-UNPICKLED = """
-import pickle, sys
-from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.hydra import load_pretrained
-from tests.training.test_data import train_config
-
-found = []
-sys.addaudithook(lambda event, arguments: found.append(arguments) if event == "pickle.find_class" else None)
-pickle.loads(pickle.dumps(sys.version_info.__class__ and Exception))
-assert found, "the hook sees what is unpickled"
-found.clear()
-RlTrainer(train_config(sys.argv[1], __import__("pathlib").Path(sys.argv[2]), resume_from_checkpoint=sys.argv[3]))
-load_pretrained(sys.argv[3])
-assert not found, found
-"""
-
-
-def run_python(*arguments: object, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, text=True, **options)
+def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr("rlhf_engine.runs.stop.os._exit", ended.append)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
+    try:
+        for number, other in itertools.permutations((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), 2):
+            with StopSignals() as signals:
+                assert not signals.asked()
+                for sent in (number, other):
+                    os.kill(os.getpid(), sent)
+                    assert (signals.received, signals.exit_code) == (number, 128 + number)
+                assert ended == []
+                os.kill(os.getpid(), other)
+                assert ended == [128 + other]
+                ended.clear()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_loading_unpickles_nothing(model, tmp_path):
+    """Reading is watched by the interpreter itself: every class that a pickle looks up is an event."""
     trainer = RlTrainer(train_config(model, tmp_path / "run"))
     trainer.step()
     folder = trainer.save()
-    done = run_python("-c", UNPICKLED, model, tmp_path / "other", folder, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    looked_up: list[tuple] = []
+    is_watched = True
+    # a hook stays for as long as the process does
+    sys.addaudithook(
+        lambda event, arguments: looked_up.append(arguments) if is_watched and event == "pickle.find_class" else None
+    )
+    try:
+        pickle.loads(pickle.dumps(Exception))
+        assert looked_up, "the hook sees what is unpickled"
+        looked_up.clear()
+        RlTrainer(train_config(model, tmp_path / "other", resume_from_checkpoint=str(folder)))
+        load_pretrained(folder)
+        assert not looked_up
+    finally:
+        is_watched = False
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -428,7 +445,7 @@ def steps_logged(output: Path) -> int:
     return len(read_metrics(path)) if path.is_file() else 0
 
 
-# all signals have one handler: each test starts a process for one of them, `make test-long` also for the others
+# all have one handler, which is tested above: one of them is sent to a process, in `make test-long` every one
 @pytest.mark.parametrize(
     "how",
     [
@@ -460,7 +477,9 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, packa
     assert [row["step"] for row in metrics(resumed)] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("mode", ["off", "replay", "overlap"])
+@pytest.mark.parametrize(
+    "mode", ["overlap", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("off", "replay"))]
+)
 def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode):
     """The checkpoint of the last whole step is written, and the run that goes on from it makes the same floats."""
     body = "if len(calls) == 4:\n    raise OSError('no judge')\nreturn [float(len(c)) for c in completions]"
@@ -497,12 +516,42 @@ def test_a_step_that_fails_half_way_writes_nothing(model, tmp_path, monkeypatch)
     assert list_checkpoints(trainer.output) == []
 
 
+def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path):
+    reward = write_reward(tmp_path, "import time\nif len(calls) == 3:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
+    options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward], "reward_timeout": 0.5}
+    with pytest.raises(RewardError, match=r"took longer than 0\.5 seconds \(reward_timeout\)") as raised:
+        RlTrainer(train_config(model, tmp_path / "run", **options)).run()
+    assert notes(raised.value) == ["checkpoint of step 1 written, --resume_from_checkpoint auto goes on"]
+
+
+def test_a_thread_that_is_left_does_not_keep_the_process(monkeypatch, capsys):
+    """What each command does at its end, in a process that goes on."""
+    ended: queue.Queue[int] = queue.Queue()
+    for name, value in (("main", lambda: 3), ("_THREADS_END_WITHIN", 0.01), ("os._exit", ended.put)):
+        monkeypatch.setattr(f"rlhf_engine.commands.main.{name}", value)
+    for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "false")  # where they are set they stay
+    released = threading.Event()
+    judge = threading.Thread(target=released.wait, name="judge")
+    judge.start()
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            run_and_exit()
+        assert ended.get(timeout=60) == 3
+    finally:
+        released.set()
+        judge.join()
+    assert re.search(r"rlhf-engine: done, but .*judge.* still ran and was left behind", capsys.readouterr().err)
+
+
+THREAD = "threading.Thread(target=time.sleep, args=(3600,), name='judge').start()"
+HANGS = "took longer than 1 seconds (reward_timeout); checkpoint of step 1 written"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "code", "text"),
-    [
-        ("time.sleep(3600)", 1, "took longer than 1 seconds (reward_timeout); checkpoint of step 1 written"),
-        ("threading.Thread(target=time.sleep, args=(3600,), name='judge').start()", 0, "judge still ran"),
-    ],
+    [("time.sleep(3600)", 1, HANGS), (THREAD, 0, "judge still ran")],
     ids=["hangs", "leaves_a_thread"],
 )
 def test_rewards_do_not_keep_the_process(model, tmp_path, package_table, body, code, text):
@@ -516,9 +565,8 @@ def test_rewards_do_not_keep_the_process(model, tmp_path, package_table, body, c
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)], ids=["term", "ctrl_c"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=["term", "ctrl_c"])
 def test_a_second_signal_ends_it_at_once(model, tmp_path, how):
     slow = tmp_path / "slow.py"
     slow.write_text(

@@ -73,14 +73,21 @@ def metrics(trainer: RlTrainer) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "hydra_ppo", "lora_dropout": 0.2, "kl_estimator": "exact", "critic_init": "actor"},
-        {
-            "method": "j_hydra_ppo",
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 3,
-            "critic_warmup_steps": 1,
-            "num_ppo_epochs": 2,
-        },
+        # hydra_ppo is resumed per push by test_contract and j_hydra_ppo by test_async_runs
+        pytest.param(
+            {"method": "hydra_ppo", "lora_dropout": 0.2, "kl_estimator": "exact", "critic_init": "actor"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {
+                "method": "j_hydra_ppo",
+                "lr_scheduler_type": "cosine",
+                "warmup_steps": 3,
+                "critic_warmup_steps": 1,
+                "num_ppo_epochs": 2,
+            },
+            marks=pytest.mark.long,
+        ),
         {"method": "dynamic_lora_ppo", "critic_init": "reward"},
         {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
         {"method": "full_ppo", "critic_init": "reward", "learning_rate": 1e-3, "kl_estimator": "exact"},

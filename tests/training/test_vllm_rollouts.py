@@ -71,6 +71,7 @@ def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
     assert (remote.output / "samples.md").read_text() == (local.output / "samples.md").read_text()
 
 
+@pytest.mark.long
 def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
     options = {"eval_dataset_name": str(heldout), "eval_steps": 1, "num_samples": 2, "max_steps": 2}
@@ -110,6 +111,7 @@ def test_local_rollouts_have_no_new_metrics(model, tmp_path):
     assert not [name for name in found if name.startswith("vllm/") or name in (*MISMATCH, *SERVER, "seconds/sync")]
 
 
+@pytest.mark.long
 def test_it_learns(model, server, tmp_path):
     """A reward for one word, from answers of the server alone."""
     reward = tmp_path / "sun.py"
