@@ -126,7 +126,7 @@ def test_a_budget_leaves_out_what_cannot_end_and_cuts_what_does_not(tmp_path, ca
     assert "left out: it needs 100 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_signal_leaves_no_child_and_what_is_missing_runs_later(tmp_path, number):
     child, count, out = tmp_path / "child", tmp_path / "count", tmp_path / "out"
     starts = f"""
@@ -356,8 +356,16 @@ def test_list_and_unknown_names():
     ("arguments", "said"),
     [
         (("--lane", "correct-gpu", "nothing"), "--lane: unknown nothing; --list names them all"),
-        (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
-        (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
+        pytest.param(
+            ("--plan", "fourth"),
+            "--plan: expected one of first, second, third, tuning, got 'fourth'",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ("--budget", "3"),
+            "--budget: expected at least 25 seconds, what the shortest lane needs, got 3",
+            marks=pytest.mark.long,
+        ),
         (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
     ],
 )

@@ -186,7 +186,7 @@ def runs_with(fault: Fault) -> list[dict[str, Any]]:
     return [row for row in rows if all(row.get(name) == value for name, value in fault.runs.items())]
 
 
-PER_PUSH = 4
+PER_PUSH = 2
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def make(kind, folder, output, reward_funcs=words, *, peft_config=LORA, **change
     return make_trainer(trainer_class, args, folder, reward_funcs, peft_config=peft_config)
 
 
-@pytest.mark.parametrize("kind", WITHOUT_CRITIC)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in ("remax", "grpo"))) for kind in WITHOUT_CRITIC]
+)
 def test_it_trains_the_actor_alone_and_resumes_with_the_same_floats(kind, folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = make(kind, folder, tmp_path / "whole", ["reward_model", words], **options)

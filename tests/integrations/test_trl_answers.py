@@ -129,7 +129,10 @@ def test_no_two_answers_of_an_evaluation_are_drawn_alike(folder, tmp_path, monke
     assert len(ids) == len(set(ids)) >= 40
 
 
-@pytest.mark.parametrize("method", ["ReMax", "HydraRLOO", "HydraReinforce", "HydraBestOfN"])
+@pytest.mark.parametrize(
+    "method",
+    ["ReMax", *(pytest.param(m, marks=pytest.mark.long) for m in ("HydraRLOO", "HydraReinforce", "HydraBestOfN"))],
+)
 def test_a_metric_does_not_depend_on_how_a_step_is_cut_up(folder, tmp_path, method):
     told = []
     for per_device, steps in ((8, 1), (4, 2)):

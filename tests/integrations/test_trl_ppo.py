@@ -87,7 +87,11 @@ def test_the_table_of_answers_has_these_advantages(folder, tmp_path):
     assert told["words"].tolist() == words(None, told["completion"].tolist(), None)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.long)],
+    ids=["plain", "checkpointed"],
+)
 def test_under_autocast_a_policy_that_has_not_learned_has_a_ratio_of_one(folder, tmp_path, options):
     """bf16 is what TRL takes unless it is told otherwise."""
     trainer = make(folder, tmp_path, ["reward_model", words], bf16=True, **options)
@@ -168,7 +172,7 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
     assert float(whole.var()) == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_resumed_run_makes_the_same_floats(folder, tmp_path, stop):
     """Step 2 is the end of a rollout, step 3 its middle."""
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "num_iterations": 1}

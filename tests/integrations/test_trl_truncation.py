@@ -70,7 +70,7 @@ def test_an_update_is_over_the_words_that_drew(kind, folder, tmp_path):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "online_dpo"])
+@pytest.mark.parametrize("kind", [pytest.param("grpo", marks=pytest.mark.long), "online_dpo"])
 def test_a_run_stopped_in_the_middle_of_a_rollout_goes_on_to_the_same_floats(kind, folder, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
     whole = make(kind, folder, tmp_path / "whole", **options)

@@ -343,7 +343,12 @@ def test_a_bad_budget():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("", "budget 268435456"), ("3", "budget 3145728"), ("256M", "got '256M'")]
+    ("text", "expected"),
+    [
+        pytest.param("", "budget 268435456", marks=pytest.mark.long),
+        ("3", "budget 3145728"),
+        ("256M", "got '256M'"),
+    ],
 )
 def test_the_budget_of_the_environment_is_read_at_import(text, expected):
     code = "from rlhf_kernels.linear import packed; print('budget', packed.budget())"
