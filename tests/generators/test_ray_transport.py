@@ -251,7 +251,8 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 
     ray, transport = transport_of(monkeypatch, Broken, restarts=3)
     scheduler = scheduler_of(transport, 6)
-    with pytest.raises(GeneratorError, match=r"the last one ended with ZeroDivisionError: of number [34]"):
+    # which of them is the last is a matter of time: the first may be slow while others take each other's place
+    with pytest.raises(GeneratorError, match=r"the last one ended with ZeroDivisionError: of number [0-4]"):
         scheduler.take(0)
     scheduler.close()
     assert len(ray.actors) == 5
