@@ -85,8 +85,9 @@ SHORTLY = (
     "sft-full-bfloat16",
     "reward-pairs",
     "reward-thumbs-full",
+    "rl-full",
+    "rl-full-uneven",
 )
-SHORTLY += ("rl-full", "rl-full-uneven")
 """Cases of every push: each kind of trainer by adapters or whole, each option, a rank without rows."""
 
 

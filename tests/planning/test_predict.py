@@ -348,12 +348,12 @@ def test_tokens_are_counted_as_the_model_counts_them(budget):
     ("name", "method", "checkpointing"),
     [
         ("llama", "hydra_ppo", False),
+        ("gpt2", "j_hydra_ppo", False),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("llama", "hydra_ppo", True),
                 ("llama", "full_ppo", False),
-                ("gpt2", "j_hydra_ppo", False),
                 ("gemma2", "hydra_ppo", False),
             )
         ),

@@ -49,9 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif not cuda and hasattr(item, "callspec"):
             chosen = [(name, repr(value)) for name, value in sorted(item.callspec.params.items())]
             pairs = {*itertools.combinations(chosen, 2), *chosen}
-            if pairs <= met[item.nodeid.split("[")[0]]:
+            of_test = met[item.nodeid.split("[")[0]]
+            if pairs <= of_test:
                 item.add_marker(pytest.mark.long)
-            met[item.nodeid.split("[")[0]] |= pairs
+            of_test |= pairs
 
 
 @pytest.fixture(scope="session")
