@@ -135,9 +135,7 @@ def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
     place = output / "hub"
     remove(place)
     with as_request_errors():
-        return export(
-            ExportConfig(source=str(output), to=to, output_dir=str(place), push_to_hub=config.push_to_hub)
-        ).url
+        return export(ExportConfig(source=str(output), to=to, output_dir=str(place), push_to_hub=config.push_to_hub))[0]
 
 
 def _run_until_stopped(name: str, trainer: Run) -> int:

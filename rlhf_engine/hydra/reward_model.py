@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
@@ -33,7 +32,7 @@ from rlhf_engine.hydra.loading import (
     load_model,
     read_config,
 )
-from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
 from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.manifest import check_model
@@ -149,32 +148,22 @@ def save_classifier_adapter(
 
 
 def save_merged_classifier(
-    backbone: Backbone,
-    slot: str,
+    adapter: str | os.PathLike[str],
     head: ScalarHead,
     folder: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write base, slot and head as one sequence classifier in float32, W + s B A in each adapted linear.
+    """Write base, a PEFT folder's adapter and head as one sequence classifier in float32.
 
-    The base is read again from its folder, onto the CPU. Raises ValueError for a head with a bias, or for an adapted
-    linear that sequence classifiers of this architecture lack.
+    Raises ValueError for a head with a bias, or for an adapted linear that sequence classifiers of this architecture
+    lack.
     """
-    model = load_model(base, dtype=torch.float32, device="cpu", lm_head=False)
-    adapter = backbone.slot(slot)
-    linears = dict(model.named_modules())
-    missing = [path for path, _ in adapter.items() if path not in linears]
-    if missing:
-        raise ValueError(f"export: expected linears of a {type(model).__name__}, got an adapter on {missing[:3]}")
-    with torch.no_grad():
-        for path, pair in adapter.items():
-            layer = linears[path]
-            delta = adapter.config.scale * (pair.B.detach().cpu().double() @ pair.A.detach().cpu().double())
-            weight = layer.weight
-            assert isinstance(weight, nn.Parameter)
-            weight.add_(delta.T if isinstance(layer, Conv1D) else delta)
+    try:
+        model = merge_adapter(load_model(base, dtype=torch.float32, device="cpu", lm_head=False), adapter)
+    except ValueError as error:
+        raise ValueError(f"export: {error}") from error
     save_classifier(model, head, folder, tokenizer=tokenizer)
 
 

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
 from rlhf_engine.config.export import ExportConfig
-from rlhf_engine.export.merge import merged_model
-from rlhf_engine.export.source import find_source
+from rlhf_engine.export.write import find_source, merged_model
 from rlhf_engine.hydra import (
     HydraModel,
     Logprobs,

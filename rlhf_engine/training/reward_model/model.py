@@ -151,6 +151,4 @@ def write_reward_model(
     if config.export == "adapter":
         reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
     elif config.export == "merged":
-        reward_model.save_merged_classifier(
-            backbone, REWARD_SLOT, head, classifier, base=config.model_name_or_path, tokenizer=tokenizer
-        )
+        reward_model.save_merged_classifier(folder, head, classifier, base=name, tokenizer=tokenizer)
