@@ -6,14 +6,11 @@ neither paths of the machine nor addresses, so that the file may be given to oth
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -70,67 +67,31 @@ def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
     panels = [panel for panel in PANELS if has_signal(panel, [_values(runs, name) for name, _ in panel.lines])]
     written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
-    data = {
-        "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
-        "colours": page_parts.COLOURS,
-        "written": written,
-        "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
-        "runs": runs,
-    }
-    if len(runs) > 1:
-        top = page_parts.comparison([r["name"] for r in runs], [r["config"] for r in runs], numbers_of)
-    else:
-        top = page_parts.cards(numbers_of[0])
-    pictures = "".join(page_parts.picture(panel, runs) for panel in panels[:4])
-    answers = "".join(page_parts.answers(run["name"], run["samples"]) for run in runs)
-    script = "\n".join(["", *(_asset(name) for name in SCRIPTS)])
-    return _PAGE.format(
-        policy=page_parts.policy(script),
-        title=html.escape(title),
-        attributes="" if refresh is None else f' data-refresh="{refresh:.0f}"',
-        again="" if refresh is None else f'<noscript><meta http-equiv="refresh" content="{refresh:.0f}"></noscript>',
-        style=_asset("page.css"),
-        written=datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        top=top,
-        plain=f'<h2>Curves</h2><div class="grid">{pictures}</div>{answers}',
-        # `</script>` in an answer must not end the element that the data are in
-        data=json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script=script,
+    drawings = (page_parts.picture(panel, runs) for panel in panels[:4])
+    names, configs = [run["name"] for run in runs], [run["config"] for run in runs]
+    return page_parts.render(
+        "runs/runs.html.jinja",
+        [f"runs/{name}" for name in SCRIPTS],
+        ["runs/page.css"],
+        written=written,
+        refresh=refresh,
+        title=title,
+        comparison=page_parts.comparison(names, configs, numbers_of) if len(runs) > 1 else None,
+        headline=numbers_of[0],
+        drawings=[drawing for drawing in drawings if drawing is not None],
+        data={
+            "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
+            "colours": page_parts.COLOURS,
+            "written": written,
+            "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
+            "runs": runs,
+        },
     )
 
 
 def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """Values of a metric in all runs."""
     return [value for run in runs if name in run["curves"] for value in run["curves"][name][1]]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"{attributes}>
-<head>
-<meta charset="utf-8">
-{policy}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-{again}<style>
-{style}</style>
-</head>
-<body>
-<header><h1>{title}</h1><span class="unit">written {written}</span><div id="bar"></div><div id="runs"></div></header>
-<main>
-{top}
-<noscript>{plain}<p>More is drawn with JavaScript.</p></noscript>
-<div id="page"></div>
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _run_folder(folder: Path) -> Path:
