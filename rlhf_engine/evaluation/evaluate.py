@@ -7,6 +7,7 @@ by itself, one after the other. Answers draw from the same random numbers, which
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,36 +17,16 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.evaluate import BASE, REWARD
-from rlhf_engine.data import (
-    Preference,
-    PromptCompletion,
-    PromptOnly,
-    PromptSet,
-    Row,
-    RowError,
-    Tally,
-    Tokenized,
-    UnpairedPreference,
-    load_rows,
-    tokenize_prompts,
-    tokenize_row,
-)
 from rlhf_engine.data.load import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, as_request_errors
+from rlhf_engine.evaluation import candidates as kept
 from rlhf_engine.evaluation import measure
-from rlhf_engine.evaluation.answers import (
-    ANSWERS_FILE,
-    VERDICTS_FILE,
-    Answer,
-    Kept,
-    answer_digests,
-    verdict_digests,
-)
-from rlhf_engine.evaluation.candidates import Candidate, find_candidates
+from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
 from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -58,15 +39,11 @@ from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
+T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, how many are, of how many)."""
-KINDS: tuple[Kind, ...] = (
-    "prompt_completion",
-    "preference",
-    "implicit_preference",
-    "unpaired_preference",
-    "prompt_only",
-)
+_PAIRS: tuple[Kind, ...] = ("preference", "implicit_preference", "unpaired_preference")
+KINDS: tuple[Kind, ...] = ("prompt_completion", *_PAIRS, "prompt_only")
 
 
 @dataclass(kw_only=True)
@@ -75,49 +52,38 @@ class Measured:
 
     candidate: Candidate
     answers: list[list[Answer]] = field(default_factory=list)
-    rewards: list[list[float | None]] | None = None
-    """Weighted rewards; None for an answer that a source left out."""
-    sources: dict[str, list[list[float | None]]] = field(default_factory=dict)
-    """Rewards by source."""
-    kl: list[list[float]] | None = None
-    """Exact KL from the base in nats, summed over an answer's tokens."""
-    surprise: list[float] | None = None
-    """−log-prob of the reference answers in nats, by prompt."""
-    reference_tokens: list[int] | None = None
-    """Tokens of the reference answers by this candidate's tokenizer, by prompt."""
+    rewards: list[list[float | None]] | None = None  # weighted; None for an answer that a source left out
+    sources: dict[str, list[list[float | None]]] = field(default_factory=dict)  # rewards by source
+    kl: list[list[float]] | None = None  # exact KL from the base in nats, summed over an answer's tokens
     preferences: list[list[float | None]] | None = None
     """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict.
 
     Lists are by prompt and pair. Pair k has the k-th answer of both; the fewer answers are taken again from the first.
     """
-    missing: dict[str, str] = field(default_factory=dict)
-    """Metric → why it is not there."""
+    missing: dict[str, str] = field(default_factory=dict)  # metric → why it is not there
+
+    def by_prompt(self, values: Sequence[T]) -> list[list[T]]:
+        """One value for each answer, grouped as the answers are."""
+        left = iter(values)
+        return [[next(left) for _ in row] for row in self.answers]
 
 
 class Evaluation:
     """One evaluation. Construction finds all that can be wrong with the request before anything is drawn."""
 
     def __init__(self, config: EvaluateConfig) -> None:
-        """Read the prompts, find the candidates, and open the files.
-
-        Args:
-            config: the options.
-
-        Raises:
-            ConfigError: whatever cannot be served.
-            RewardError: a reward function that fails on two rows.
-        """
+        """Read the prompts, find the candidates, and open the files."""
         self.config = config
         self.candidates = find_candidates(config)
-        tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
-        rows = load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
+        tally = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
+        rows = data.load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self._vocabulary = read_vocabulary(config.model_name_or_path)
         if config.reward_model_path is not None:
             require_same_tokens(self.tokenizer, config.reward_model_path, self._vocabulary)
         self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
-        self.prompts: PromptSet = tokenize_prompts(
-            [recast(row, PromptOnly) for row in rows],
+        self.prompts: data.PromptSet = data.tokenize_prompts(
+            [recast(row, data.PromptOnly) for row in rows],
             self.tokenizer,
             tally,
             context_length=self._context,
@@ -126,13 +92,12 @@ class Evaluation:
             truncation=config.truncation,
             vocabulary=self._vocabulary,
         )
+        self.n_prompts = len(self.prompts.ids)
         self.report = tally.report()
-        """Report on the rows of prompts."""
         by_place = {row.place: row for row in rows}
         self._rows = [by_place[row.place] for row in self.prompts.rows]
         answers = map(_reference, self._rows)
-        self.references = [None if answer is None else text_of(answer) for answer in answers]
-        """Reference answers; None of a row without one."""
+        self.references = [None if answer is None else text_of(answer) for answer in answers]  # None: a row without one
         self.scorer = AnswerScorer(config.sources, config.reward_weights) if config.sources else None
         if self.scorer is not None:
             n = range(min(2, len(self.prompts.ids)))
@@ -141,9 +106,10 @@ class Evaluation:
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
-        digests = answer_digests(config, self.candidates, self.prompts.ids, self._written)
-        self._answers = Kept(self.output / ANSWERS_FILE, digests, resume=config.resume)
-        self._verdicts = Kept(self.output / VERDICTS_FILE, verdict_digests(config, digests), resume=config.resume)
+        digests = kept.answer_digests(config, self.candidates, self.prompts.ids, self._written)
+        self._answers = kept.Kept(self.output / kept.ANSWERS_FILE, digests, resume=config.resume)
+        digests = kept.verdict_digests(config, digests)
+        self._verdicts = kept.Kept(self.output / kept.VERDICTS_FILE, digests, resume=config.resume)
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
             eos_token_ids=(),
@@ -155,23 +121,8 @@ class Evaluation:
             seed=config.seed,
         )
 
-    @property
-    def n_prompts(self) -> int:
-        """Number of prompts."""
-        return len(self.prompts.ids)
-
     def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
-        """Draw what is missing, score and judge.
-
-        Args:
-            progress: see `Progress`.
-
-        Returns:
-            Name → what is known, in the order of the candidates.
-
-        Raises:
-            EngineError: a judge that fails, or that says nothing usable too often.
-        """
+        """Draw what is missing, score and judge; name → what is known, in the order of the candidates."""
         found = {c.name: Measured(candidate=c) for c in self.candidates}
         for candidate in self.candidates:
             if candidate.kind == "model":
@@ -201,38 +152,34 @@ class Evaluation:
             if not of.answers:
                 of.answers = self._answers_of(candidate)
         for candidate in on_base:
-            self._measure_lm(model, found[candidate.name], candidate.role, self.tokenizer)
+            self._measure_kl(model, found[candidate.name])
         for candidate in self.candidates:
             if not candidate.is_drawn:
-                why = "no model is here"
-                found[candidate.name].missing |= {"kl": why, "perplexity": why}
+                found[candidate.name].missing["kl"] = "no model is here"
         if self.scorer is not None:
             for i, of in enumerate(found.values()):
                 self._reward(of, model if wants_reward else None)
                 progress("scoring", i + 1, len(found))
 
     def _run_other(self, of: Measured, progress: Progress) -> None:
-        """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
+        """A whole model: its answers, and its KL where it has the base's tokens."""
         config, candidate = self.config, of.candidate
         tokenizer = load_tokenizer(candidate.place)
         same = tokenizer.get_vocab() == self.tokenizer.get_vocab()
         roles = {candidate.role: RoleSpec(slot=OFF)}
-        others = {}
-        if same:
-            roles["reference"] = RoleSpec(backbone="reference", slot=OFF)
-            others["reference"] = config.model_name_or_path
-        else:
-            of.missing["kl"] = f"its tokens are not those of {BASE}"
-        dtype, device = DTYPES[config.dtype], resolve_device(config.device)
         with as_request_errors():
             model = HydraModel.from_pretrained(
-                candidate.place, roles=roles, backbones=others, dtype=dtype, device=device
+                candidate.place,
+                roles={**roles, "reference": RoleSpec(backbone="reference", slot=OFF)} if same else roles,
+                backbones={"reference": config.model_name_or_path} if same else {},
+                dtype=DTYPES[config.dtype],
+                device=resolve_device(config.device),
             )
             exactness.settle(config.exact, model.role_backbone(candidate.role))
         ids = self.prompts.ids
         if not same:
-            tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
-            ids = tokenize_prompts(
+            tally = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
+            ids = data.tokenize_prompts(
                 self.prompts.rows,
                 tokenizer,
                 tally,
@@ -241,7 +188,10 @@ class Evaluation:
             ).ids
         self._draw(model, [candidate], tokenizer, ids, progress)
         of.answers = self._answers_of(candidate)
-        self._measure_lm(model, of, candidate.role, tokenizer)
+        if same:
+            self._measure_kl(model, of)
+        else:
+            of.missing["kl"] = f"its tokens are not those of {BASE}"
 
     def _draw(
         self,
@@ -253,14 +203,9 @@ class Evaluation:
     ) -> None:
         """Answers that are missing, of candidates on one backbone; each is kept as it finishes."""
         each = self.config.num_generations
+        wanted = itertools.product(range(self.n_prompts), candidates, range(each))
+        missing = [(c, i, draw) for i, c, draw in wanted if (c.name, i, draw, 0) not in self._answers.rows]
         total = len(candidates) * self.n_prompts * each
-        missing = [
-            (candidate, i, draw)
-            for i in range(self.n_prompts)
-            for candidate in candidates
-            for draw in range(each)
-            if (candidate.name, i, draw, 0) not in self._answers.rows
-        ]
         if not missing:
             return
         requests = [
@@ -281,28 +226,18 @@ class Evaluation:
         for answer in engine.run():
             candidate, i, draw = missing[answer.index]
             text = stops.cut(str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
-            self._answers.add(
-                candidate.name,
-                i,
-                draw,
-                text=text,
-                ids=list(answer.tokens) if own else list(self._encode(i, text, answer.finish_reason != "length")),
-                finished=answer.finish_reason != "length",
-            )
+            finished = answer.finish_reason != "length"
+            ids = list(answer.tokens) if own else list(self._encode(i, text, finished))
+            self._answers.add(candidate.name, i, draw, text=text, ids=ids, finished=finished)
             done += 1
             progress(what, done, total)
 
     def _answers_of(self, candidate: Candidate) -> list[list[Answer]]:
         if not candidate.is_drawn:
             return self._written[candidate.name]
-        rows = self._answers.rows
-        return [
-            [
-                Answer(text=row["text"], ids=tuple(row["ids"]), finished=row["finished"])
-                for row in (rows[candidate.name, i, draw, 0] for draw in range(self.config.num_generations))
-            ]
-            for i in range(self.n_prompts)
-        ]
+        draws = range(self.config.num_generations)
+        rows = [[self._answers.rows[candidate.name, i, draw, 0] for draw in draws] for i in range(self.n_prompts)]
+        return [[Answer(row["text"], tuple(row["ids"]), row["finished"]) for row in some] for some in rows]
 
     # ---- answers that are written already ---------------------------------------------------------------------------
 
@@ -312,11 +247,11 @@ class Evaluation:
             answers = [[] if text is None else [self._as_written(i, text)] for i, text in enumerate(self.references)]
             where = f"{candidate.name}: expected an answer (completion or chosen) for every row of dataset_name"
         else:
-            tally = Tally(source=candidate.place, argument="models")
-            rows = load_rows(candidate.place, tally, kinds=("prompt_completion",))
-            by_prompt: dict[str, list[PromptCompletion]] = {}
+            tally = data.Tally(source=candidate.place, argument="models")
+            rows = data.load_rows(candidate.place, tally, kinds=("prompt_completion",))
+            by_prompt: dict[str, list[data.PromptCompletion]] = {}
             for row in sorted(rows, key=_index):
-                assert isinstance(row, PromptCompletion)
+                assert isinstance(row, data.PromptCompletion)
                 asked = row if isinstance(row.prompt, str) else with_options(row, self.config)
                 by_prompt.setdefault(_key(asked.prompt), []).append(row)
             # `generate --out` writes the text of the chat template as the prompt
@@ -339,7 +274,7 @@ class Evaluation:
         if not self._reads_as(ids, text, is_cut=reason == "stop"):
             ids = self._encode(i, text, reason != "length")
         ids = ids[: self._context - len(self.prompts.ids[i])]
-        return Answer(text=text, ids=tuple(ids), finished=reason != "length")
+        return Answer(text, tuple(ids), reason != "length")
 
     def _reads_as(self, ids: Any, text: str, *, is_cut: bool) -> bool:
         """Whether ids are tokens of a text, or of one that a stop text cut. Those of another tokenizer are not."""
@@ -351,36 +286,20 @@ class Evaluation:
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
         row = self.prompts.rows[i]
-        ids = _tokenized(row, text, self.tokenizer).answers[0]
-        if not finished:
-            ids = ids[:-1]
-        return ids[: self._context - len(self.prompts.ids[i])]
+        answer: Text = text if isinstance(row.prompt, str) else ({"role": "assistant", "content": text},)
+        try:
+            ids = data.tokenize_row(recast(row, data.PromptCompletion, completion=answer), self.tokenizer).answers[0]
+        except data.RowError as error:
+            raise ConfigError(f"dataset_name: {row.place}: {error}") from error
+        return ids[: None if finished else -1][: self._context - len(self.prompts.ids[i])]
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
-    def _measure_lm(self, model: HydraModel, of: Measured, role: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Exact KL of the answers, and surprise of the references."""
-        if "kl" not in of.missing:
-            flat = [(i, answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
-            kl = iter(
-                measure.divergences(model, role, [self.prompts.ids[i] for i, _ in flat], [ids for _, ids in flat])
-            )
-            of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
-        references = list(map(_reference, self._rows))
-        if None in references:
-            of.missing["perplexity"] = "the data have no answers of their own"
-            return
-        encoded = []
-        for row, cut, reference in zip(self.prompts.rows, self.prompts.ids, references, strict=True):
-            one = _tokenized(row, reference or "", tokenizer)
-            is_cut = tokenizer is self.tokenizer and isinstance(row.prompt, str)
-            encoded.append((cut if is_cut else one.prompt, one.answers[0]))
-        limit = read_context_length(
-            self.config.model_name_or_path if of.candidate.kind != "model" else of.candidate.place
-        )
-        encoded = [(prompt, ids[: limit - len(prompt)]) for prompt, ids in encoded]
-        of.surprise = measure.surprises(model, role, [p for p, _ in encoded], [ids for _, ids in encoded])
-        of.reference_tokens = [len(ids) for _, ids in encoded]
+    def _measure_kl(self, model: HydraModel, of: Measured) -> None:
+        """Exact KL of the answers from the base."""
+        flat = [(self.prompts.ids[i], answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
+        kl = iter(measure.divergences(model, of.candidate.role, [p for p, _ in flat], [ids for _, ids in flat]))
+        of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
 
     def _reward(self, of: Measured, model: HydraModel | None) -> None:
         """Rewards of all answers of a candidate, by every source."""
@@ -397,13 +316,8 @@ class Evaluation:
             [True] * len(flat),  # scores of what did not end are as they are: the EOS rule is one of training
             learned,
         )
-
-        def grouped(values: Sequence[float | None]) -> list[list[float | None]]:
-            left = iter(values)
-            return [[next(left) for _ in row] for row in of.answers]
-
-        of.rewards = grouped(scored.totals)
-        of.sources = {name: grouped(values) for name, values in scored.sources.items()}
+        of.rewards = of.by_prompt(scored.totals)
+        of.sources = {name: of.by_prompt(values) for name, values in scored.sources.items()}
 
     # ---- verdicts ---------------------------------------------------------------------------------------------------
 
@@ -451,14 +365,11 @@ class Evaluation:
                     f"{self.config.max_bad_verdicts:g}), got {bad} verdicts without it, such as {verdict.reply!r}; "
                     f"{done} of {len(keys)} verdicts are kept, --resume with a larger max_bad_verdicts goes on"
                 )
-        rows = self._verdicts.rows
-        return [
-            [_mean_of_both(*(rows[name, i, draw, order]["preference"] for order in (0, 1))) for draw in range(len(row))]
-            for i, row in enumerate(answers)
-        ]
+        return [[self._mean_of_both_orders(name, i, draw) for draw in range(len(row))] for i, row in enumerate(answers)]
 
-
-T = TypeVar("T")
+    def _mean_of_both_orders(self, name: str, i: int, draw: int) -> float | None:
+        first, second = (self._verdicts.rows[name, i, draw, order]["preference"] for order in (0, 1))
+        return None if first is None or second is None else (first + second) / 2
 
 
 def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
@@ -466,28 +377,14 @@ def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
     return [(mine[k % len(mine)], theirs[k % len(theirs)]) for k in range(max(len(mine), len(theirs)))]
 
 
-def _mean_of_both(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else (first + second) / 2
-
-
-def _reference(row: Row) -> Text | None:
+def _reference(row: data.Row) -> Text | None:
     """The answer that the data have: a completion, the chosen one, or one that was liked."""
-    if isinstance(row, PromptCompletion) or (isinstance(row, UnpairedPreference) and row.label):
+    if isinstance(row, data.PromptCompletion) or (isinstance(row, data.UnpairedPreference) and row.label):
         return row.completion
-    return row.chosen if isinstance(row, Preference) else None
+    return row.chosen if isinstance(row, data.Preference) else None
 
 
-def _tokenized(row: Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
-    """Token ids of a row and of an answer to it, in text or in messages, with its end; [end] of an empty one."""
-    if isinstance(answer, str) and not isinstance(row.prompt, str):
-        answer = ({"role": "assistant", "content": answer},)
-    try:
-        return tokenize_row(recast(row, PromptCompletion, completion=answer), tokenizer)
-    except RowError as error:
-        raise ConfigError(f"dataset_name: {row.place}: {error}") from error
-
-
-def _index(row: Row) -> int:
+def _index(row: data.Row) -> int:
     """Place among the answers of `generate --out`, whose lines come as answers end: the short ones first."""
     place = row.columns.get("index")
     return place if isinstance(place, int) else 0

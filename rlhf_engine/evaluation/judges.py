@@ -7,12 +7,13 @@ first answer whatever it says prefers nobody. A judge who says nothing usable in
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -65,27 +66,15 @@ class Pair(NamedTuple):
 class Verdict(NamedTuple):
     """Reply to one pair."""
 
-    preference: float | None
-    """1: the first is better, 0: the second, 0.5: neither; None: the judge has said nothing usable."""
-    reply: str
-    """Reply in the judge's words, cut short; "" of a function."""
+    preference: float | None  # 1: the first is better, 0: the second, 0.5: neither; None: nothing usable was said
+    reply: str  # in the judge's words, cut short; "" of a function
 
 
 class Judge(Protocol):
     """Judge of which of two answers is better."""
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict), in any order.
-
-        Raises:
-            EngineError: the judge cannot be had.
-        """
+        """(place of the pair, verdict) of each pair, in any order."""
 
 
 def make_judge(config: EvaluateConfig) -> Judge:
@@ -120,14 +109,7 @@ class FunctionJudge:
     """
 
     def __init__(self, spec: str) -> None:
-        """Load the function.
-
-        Args:
-            spec: package.module:function or file.py:function.
-
-        Raises:
-            ConfigError: there is no such function.
-        """
+        """Load the function."""
         try:
             found: Any = load_reward(spec)
         except ConfigError as error:
@@ -138,24 +120,15 @@ class FunctionJudge:
         self._spec = spec
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs. See `Judge.verdicts`.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict).
-
-        Raises:
-            RewardError: the function raised, or returned something else.
-        """
+        """Judge pairs. See `Judge.verdicts`."""
         for start in range(0, len(pairs), _AT_ONCE):
             some = pairs[start : start + _AT_ONCE]
             prompts = [pair.prompt for pair in some]
             completions = [[pair.first, pair.second] for pair in some]
             try:
                 # TRL's judges may shuffle the order themselves; both orders are given here
-                options = {"shuffle_order": False} if _takes_order(self._judge) else {}
+                takes_order = "shuffle_order" in inspect.signature(self._judge).parameters
+                options = {"shuffle_order": False} if takes_order else {}
                 found = self._judge(prompts, completions, **options)
             except Exception as error:  # a user's function may raise anything; it is named and passed on
                 raise RewardError(f"judge {self._spec!r} raised {type(error).__name__}: {error}") from error
@@ -172,26 +145,11 @@ class FunctionJudge:
         raise RewardError(f"judge {self._spec!r}: expected 0, 1, 0.5, -1 or None for each prompt, got {value!r}")
 
 
-def _takes_order(function: Callable[..., Any]) -> bool:
-    return "shuffle_order" in inspect.signature(function).parameters
-
-
 class ServerJudge:
     """Judge by a model behind `POST /v1/chat/completions`."""
 
     def __init__(self, url: str, *, model: str, template: str, timeout: float, requests: int) -> None:
-        """Make a client; nothing is sent yet.
-
-        Args:
-            url: http(s)://host:port, with or without /v1.
-            model: name that the server has for its model.
-            template: question with {prompt}, {first} and {second}.
-            timeout: seconds within which one reply has to be there.
-            requests: requests at once.
-
-        Raises:
-            ConfigError: an address of another form, or a template that lacks a field.
-        """
+        """Make a client; nothing is sent yet."""
         for field in _FIELDS:
             if field not in template:
                 raise ConfigError(f"judge_template: expected a text with {', '.join(_FIELDS)}, got none of {field}")
@@ -199,17 +157,7 @@ class ServerJudge:
         self._model, self._template, self._requests = model, template, requests
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs, several at once. See `Judge.verdicts`.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict), as replies come.
-
-        Raises:
-            RolloutServerError: a server that fails, or does not answer in time.
-        """
+        """Judge pairs, several at once. See `Judge.verdicts`."""
         group = RequestGroup()
         stopped = threading.Event()
         waiting: dict[Future[Verdict], int] = {}
@@ -217,7 +165,7 @@ class ServerJudge:
         with ThreadPoolExecutor(self._requests) as pool:
             try:
                 while True:
-                    for i, pair in _first(todo, self._requests - len(waiting)):
+                    for i, pair in itertools.islice(todo, self._requests - len(waiting)):
                         waiting[pool.submit(self._ask, pair, group, stopped)] = i
                     if not waiting:
                         return
@@ -229,9 +177,12 @@ class ServerJudge:
                 group.end()
 
     def _ask(self, pair: Pair, group: RequestGroup, stopped: threading.Event) -> Verdict:
+        values = dict(zip(_FIELDS, pair, strict=True))
+        # in one pass, so that an answer is not looked at for fields
+        question = re.sub("|".join(map(re.escape, _FIELDS)), lambda field: values[field[0]], self._template)
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": _filled(self._template, pair)}],
+            "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
             "max_tokens": _MOST_TOKENS,
         }
@@ -245,17 +196,6 @@ class ServerJudge:
             text = raw.decode(errors="replace")[:200]
             raise self._http.error(f"expected a verdict from /v1/chat/completions, got status {status}: {text}")
         return _verdict(_content(raw, self._http))
-
-
-def _first(items: Iterable[tuple[int, Pair]], n: int) -> Iterator[tuple[int, Pair]]:
-    for _, item in zip(range(n), items, strict=False):
-        yield item
-
-
-def _filled(template: str, pair: Pair) -> str:
-    """The question. What an answer says is not looked at for fields."""
-    values = dict(zip(_FIELDS, pair, strict=True))
-    return re.sub("|".join(map(re.escape, _FIELDS)), lambda found: values[found[0]], template)
 
 
 def _content(raw: bytes, http: Transport) -> str:

@@ -1,4 +1,4 @@
-"""Numbers that need a model's forward pass: rewards, exact KL, and log-probs of texts that are there already."""
+"""Numbers that need a model's forward pass: rewards and exact KL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
-from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output, Rewards
+from rlhf_engine.hydra.outputs import LogprobPair, Output, Rewards
 
 Tokens = Sequence[Sequence[int]]
 
@@ -28,12 +28,11 @@ def rewards(model: HydraModel, prompts: Tokens, completions: Tokens) -> torch.Te
 
 def divergences(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
     """KL(role ‖ reference) over the whole vocabulary at each token, in nats, summed per answer, at temperature 1."""
-    return _sums(model, prompts, completions, LogprobPair(role=role, reference="reference"), "kl")
-
-
-def surprises(model: HydraModel, role: str, prompts: Tokens, completions: Tokens) -> list[float]:
-    """−Σ log p(token) of each text under a role, in nats, at temperature 1."""
-    return [-value for value in _sums(model, prompts, completions, Logprobs(role=role), "logprob")]
+    sums: list[float] = []
+    for batch, result in _in_parts(model, prompts, completions, LogprobPair(role=role, reference="reference")):
+        lengths = [length - prompt for length, prompt in zip(batch.lengths, batch.prompt_lens, strict=True)]
+        sums += [float(part.sum(dtype=torch.float64)) for part in result.kl.split(lengths)]
+    return sums
 
 
 @torch.no_grad()
@@ -41,12 +40,3 @@ def _in_parts(model: HydraModel, prompts: Tokens, completions: Tokens, output: O
     """An output of groups of consecutive sequences within the model's token budget."""
     batch = PackedBatch.from_lists(prompts, completions, device=model.device)
     return [(part, found) for part, (found,) in model.in_parts(batch, (output,))]
-
-
-def _sums(model: HydraModel, prompts: Tokens, completions: Tokens, output: Output, name: str) -> list[float]:
-    """One result of an output, summed over the tokens of each completion."""
-    found: list[float] = []
-    for batch, result in _in_parts(model, prompts, completions, output):
-        lengths = [length - prompt for length, prompt in zip(batch.lengths, batch.prompt_lens, strict=True)]
-        found += [float(part.sum(dtype=torch.float64)) for part in getattr(result, name).split(lengths)]
-    return found

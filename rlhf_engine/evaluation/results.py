@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib.util
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ from rlhf_engine.evaluation.statistics import (
     mean_by_prompt,
     ratio_by_prompt,
 )
-from rlhf_engine.evaluation.texts import ROUGE, distinct, has_rouge, repetition, rouge
 from rlhf_engine.scoring.rewards import mean_or_none
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+"""Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
 
 
 class Row(NamedTuple):
@@ -35,14 +37,9 @@ ROWS = (
     Row("length_controlled_win_rate", "win rate at equal lengths", ".1%"),
     Row("kl", "KL from the base, nats", ".3f"),
     Row("kl_per_token", "… per token", ".4f"),
-    Row("perplexity", "perplexity of references", ".2f"),
-    Row("bits_per_byte", "bits per byte of references", ".3f"),
     Row("tokens", "tokens per answer", ".1f"),
     Row("characters", "characters per answer", ".1f"),
     Row("finished", "ended by themselves", ".1%"),
-    Row("repetition", "three words said again", ".1%"),
-    Row("distinct_1", "distinct words", ".3f"),
-    Row("distinct_2", "distinct pairs of words", ".3f"),
     *(Row(name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
 )
 """Lines of the table, beside the difference of rewards and one for each reward source where there are several."""
@@ -68,7 +65,6 @@ def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str
 def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[str, Any]:
     seed = evaluation.config.seed
     answers = [answer for row in of.answers for answer in row]
-    texts = [answer.text for answer in answers]
     missing = dict(of.missing)
     figures: dict[str, Any] = {
         "kind": of.candidate.kind,
@@ -76,9 +72,6 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         "tokens": _mean([[float(len(a.ids)) for a in row] for row in of.answers], seed),
         "characters": _mean([[float(len(a.text)) for a in row] for row in of.answers], seed),
         "finished": _mean([[float(a.finished) for a in row] for row in of.answers], seed),
-        "repetition": _mean(_like(of, repetition(texts)), seed),
-        "distinct_1": distinct(texts, 1),
-        "distinct_2": distinct(texts, 2),
     }
     if of.rewards is not None:
         figures["reward"] = _mean(of.rewards, seed)
@@ -90,22 +83,13 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         complete = [[r for r in row if r is not None] for row in of.rewards]
         sizes = {len(row) for row in of.rewards} | {len(row) for row in complete}
         if len(sizes) == 1 and max(sizes) > 1:
-            figures["best_of_n"] = [
-                {"n": best.n, "kl": best.kl, "reward": list(best.reward)}
-                for best in best_of_n_curve(complete, seed=seed)
-            ]
+            figures["best_of_n"] = best_of_n_curve(complete, seed=seed)
     else:
         missing["reward"] = "no reward model and no reward_funcs"
     if of.kl is not None:
         figures["kl"] = _mean([list(row) for row in of.kl], seed)
         lengths = [max(1, sum(len(a.ids) for a in row)) for row in of.answers]
         figures["kl_per_token"] = list(ratio_by_prompt([sum(row) for row in of.kl], lengths, seed=seed))
-    if of.surprise is not None and of.reference_tokens is not None:
-        nats = ratio_by_prompt(of.surprise, of.reference_tokens, seed=seed)
-        figures["perplexity"] = [math.exp(value) for value in nats]
-        n_bytes = [max(1, len((text or "").encode())) for text in evaluation.references]
-        per_byte = ratio_by_prompt(of.surprise, n_bytes, seed=seed)
-        figures["bits_per_byte"] = [value / math.log(2) for value in per_byte]
     _add_rouge(evaluation, of, figures, missing)
     if of.preferences is not None:
         figures |= _win_rates(of, against, seed)
@@ -119,48 +103,47 @@ def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], mi
         missing["rouge"] = "the data have no answers of their own"
     elif of.candidate.kind == "references":
         missing["rouge"] = "these are the references"
-    elif not has_rouge():
+    elif importlib.util.find_spec("rouge_score") is None:
         missing["rouge"] = "pip install 'rlhf-engine[evaluate]' has it"
     else:
-        flat = [answer.text for row in of.answers for answer in row]
-        references = [text or "" for row, text in zip(of.answers, evaluation.references, strict=True) for _ in row]
-        figures |= {
-            name: _mean(_like(of, values), evaluation.config.seed) for name, values in rouge(flat, references).items()
-        }
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+        scores = [
+            [scorer.score(reference or "", answer.text) for answer in row]
+            for row, reference in zip(of.answers, evaluation.references, strict=True)
+        ]
+        for name in ROUGE:  # F-measures
+            figures[name] = _mean(
+                [[float(each[name].fmeasure) for each in row] for row in scores], evaluation.config.seed
+            )
 
 
 def _win_rates(of: Measured, against: Measured, seed: int) -> dict[str, Any]:
     """Wins, ties and losses; win rates plain and at equal lengths. Draws without a verdict are left out."""
     assert of.preferences is not None
-    judged: list[tuple[int, float, float]] = []
-    for i, row in enumerate(of.preferences):
-        answers = pairs(of.answers[i], against.answers[i])
-        for draw, preference in enumerate(row):
-            if preference is not None:
-                mine, theirs = answers[draw]
-                judged.append((i, preference, float(len(mine.text) - len(theirs.text))))
+    judged = [
+        (i, preference, float(len(mine.text) - len(theirs.text)))
+        for i, row in enumerate(of.preferences)
+        for preference, (mine, theirs) in zip(row, pairs(of.answers[i], against.answers[i]), strict=True)
+        if preference is not None
+    ]
     unjudged = sum(preference is None for row in of.preferences for preference in row)
     if not judged:
         return {"win_rate": None, "unjudged": unjudged}
-    places = {i: k for k, i in enumerate(dict.fromkeys(i for i, _, _ in judged))}
-    preferences = [preference for _, preference, _ in judged]
+    prompts, preferences, longer_by = map(list, zip(*judged, strict=True))
+    places = {i: k for k, i in enumerate(dict.fromkeys(prompts))}
+    at_equal_lengths = length_controlled_win_rate(
+        preferences, longer_by, [places[i] for i in prompts], len(places), seed=seed
+    )
     return {
         "win_rate": _mean(of.preferences, seed),
-        "length_controlled_win_rate": list(
-            length_controlled_win_rate(
-                preferences, [gap for *_, gap in judged], [places[i] for i, *_ in judged], len(places), seed=seed
-            )
-        ),
+        "length_controlled_win_rate": list(at_equal_lengths),
         "won": fmean(p > 0.5 for p in preferences),
         "tied": fmean(p == 0.5 for p in preferences),
         "lost": fmean(p < 0.5 for p in preferences),
         "unjudged": unjudged,
     }
-
-
-def _like(of: Measured, values: Sequence[float]) -> list[list[float]]:
-    left = iter(values)
-    return [[next(left) for _ in row] for row in of.answers]
 
 
 def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | None:
@@ -202,16 +185,13 @@ def lines(results: Mapping[str, Any]) -> list[Row]:
 
 def figure_of(figures: Mapping[str, Any], key: str) -> Any:
     """Figure of a model by the key of a `Row`: a number, [value, low, high], or None."""
-    if key.startswith("sources."):
-        return figures.get("sources", {}).get(key.removeprefix("sources."))
-    return figures.get(key)
+    where, _, name = key.partition(".")
+    return figures.get(where, {}).get(name) if name else figures.get(where)
 
 
 def shown_figure(value: Any, form: str) -> str:
     """A figure as text, with its interval; – of None."""
     if value is None:
         return "–"
-    if isinstance(value, list):
-        middle, low, high = value
-        return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
-    return f"{value:{form}}"
+    middle, low, high = value if isinstance(value, list) else (value, None, None)
+    return f"{middle:{form}}" if low is None else f"{middle:{form}} [{low:{form}}, {high:{form}}]"

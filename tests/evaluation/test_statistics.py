@@ -81,11 +81,11 @@ def test_length_control_at_equal_lengths_is_the_win_rate():
 def test_best_of_n_is_the_mean_over_all_sets():
     rewards = [[0.1, 2.0, -1.0, 0.7, 0.7], [3.0, 1.0, 2.0, 5.0, 4.0]]
     curve = best_of_n_curve(rewards)
-    assert [best.n for best in curve] == [1, 2, 4, 5]
+    assert [best["n"] for best in curve] == [1, 2, 4, 5]
     for best in curve:
-        sets = [np.mean([max(chosen) for chosen in itertools.combinations(row, best.n)]) for row in rewards]
-        assert best.reward.value == pytest.approx(np.mean(sets), abs=1e-12)
-        assert best.kl == pytest.approx(math.log(best.n) - (best.n - 1) / best.n)
+        sets = [np.mean([max(chosen) for chosen in itertools.combinations(row, best["n"])]) for row in rewards]
+        assert best["reward"][0] == pytest.approx(np.mean(sets), abs=1e-12)
+        assert best["kl"] == pytest.approx(math.log(best["n"]) - (best["n"] - 1) / best["n"])
 
 
 def test_kl_of_best_of_n_is_that_of_the_distribution_of_the_best():
@@ -94,5 +94,5 @@ def test_kl_of_best_of_n_is_that_of_the_distribution_of_the_best():
     i = torch.arange(1, m + 1, dtype=torch.float64)
     p = (i / m) ** n - ((i - 1) / m) ** n
     kl = float((p * (p * m).log()).sum())
-    (formula,) = [best.kl for best in best_of_n_curve([[0.0] * n]) if best.n == n]
+    (formula,) = [best["kl"] for best in best_of_n_curve([[0.0] * n]) if best["n"] == n]
     assert kl == pytest.approx(formula, abs=5e-3)
