@@ -22,8 +22,7 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.evaluation.candidates import PAGE_FILE, RESULTS_FILE
     from rlhf_engine.evaluation.evaluate import Evaluation
-    from rlhf_engine.evaluation.page import write_page
-    from rlhf_engine.evaluation.results import summarise, table
+    from rlhf_engine.evaluation.results import summarise, table, write_page
     from rlhf_engine.runs.metrics import run_record, write_json_atomic
 
     with as_request_errors():

@@ -20,7 +20,7 @@ from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import read_config, require_lm_head
 from rlhf_engine.io import LineFile
-from rlhf_engine.runs.folder import FINAL_FOLDER, MODEL_CONFIG
+from rlhf_engine.runs.folder import FINAL_FOLDER, find_model
 
 ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
 _DRAWN_BY = (
@@ -92,26 +92,13 @@ def _candidate(given: str) -> Candidate:
         if not Path(place).is_file():
             raise ConfigError(f"models: expected a file with prompt and completion, got {place!r}, which is not there")
         return Candidate(name, "answers", place)
-    folder = local_folder(place, "models", weights=True)
-    if (folder / FINAL_FOLDER).is_dir() and not _kind_of(folder):
-        folder = folder / FINAL_FOLDER
-    kind = _kind_of(folder)
-    if kind is None:
-        raise ConfigError(
-            f"models: expected a folder with {peft_io.CONFIG_FILE} or {MODEL_CONFIG}, a run, a file of answers, "
-            f"{BASE} or {REFERENCES}, got {place!r}"
-        )
-    if kind == "adapter":  # one that is not served is refused before anything is drawn
-        peft_io.read_slot_config(folder)
-    else:
-        require_lm_head(read_config(folder), place, "models")
-    return Candidate(name, kind, place if is_hub_name(place) else str(folder))
-
-
-def _kind_of(folder: Path) -> CandidateKind | None:
+    folder = find_model(place, "models")
+    place = place if is_hub_name(place) else str(folder)
     if (folder / peft_io.CONFIG_FILE).is_file():
-        return "adapter"
-    return "model" if (folder / MODEL_CONFIG).is_file() else None
+        peft_io.read_slot_config(folder)  # one that is not served is refused before anything is drawn
+        return Candidate(name, "adapter", place)
+    require_lm_head(read_config(folder), place, "models")
+    return Candidate(name, "model", place)
 
 
 def _short_name(place: str) -> str:

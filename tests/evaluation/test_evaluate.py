@@ -367,7 +367,7 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"models": ["nowhere"]}, "expected a folder with adapter_config.json or config.json, a run, a file of"),
+        ({"models": ["nowhere"]}, "models: expected the folder of a run, a checkpoint or a model, got .nowhere."),
         ({"models": ["x.jsonl"]}, "expected a file with prompt and completion, got 'x.jsonl', which is not there"),
         ({"against": "three"}, r"against: expected base, references or one of the models \['one', 'two'\], got"),
         ({"reward_adapter": "x", "reward_model_path": "y", "reward_funcs": []}, "got both"),
