@@ -92,7 +92,7 @@ def _candidate(given: str) -> Candidate:
         if not Path(place).is_file():
             raise ConfigError(f"models: expected a file with prompt and completion, got {place!r}, which is not there")
         return Candidate(name, "answers", place)
-    folder = find_model(place, "models")
+    folder = find_model(local_folder(place, "models", weights=True), "models")
     place = place if is_hub_name(place) else str(folder)
     if (folder / peft_io.CONFIG_FILE).is_file():
         peft_io.read_slot_config(folder)  # one that is not served is refused before anything is drawn

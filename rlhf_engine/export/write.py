@@ -85,7 +85,7 @@ def export(config: ExportConfig) -> tuple[str | None, list[str]]:
 
 def find_source(config: ExportConfig) -> Source:
     """Find what an export is made of. Raises ConfigError for a role or a base that is not there."""
-    root = find_model(config.source, "source")
+    root = find_model(local_folder(config.source, "source", weights=True), "source")
     check_model(root)
     run_folder = next((folder for folder in (root, root.absolute().parent) if (folder / RECORD_FILE).is_file()), None)
     run = read_optional(run_folder or root, RECORD_FILE)
@@ -188,7 +188,7 @@ def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = T
         try:
             model = merge_adapter(model, source.adapter)
         except ValueError as error:
-            raise ConfigError(f"source: {error}") from error
+            raise ConfigError(str(error).replace("adapter:", "source:", 1)) from error
     return model.to(dtype=dtype or stored)  # type: ignore[call-arg,no-any-return]  # hidden by transformers' wrapper
 
 

@@ -30,18 +30,11 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, plain_name, revision_of
+from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.backbone import digest
 from rlhf_engine.hydra.gated_linear import path_of
-from rlhf_engine.hydra.peft_io import (
-    ENGINE_FILE,
-    PREFIX,
-    SCORE_MODULES,
-    WEIGHTS_FILE,
-    read_slot_config,
-    recorded_base,
-    warn_of_other_base,
-)
+from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
 from rlhf_engine.hydra.takeover import base_model
 
 if TYPE_CHECKING:
@@ -166,7 +159,7 @@ def require_base(
     """
     if recorded is None:
         if adapter is not None:
-            warn_of_other_base(recorded_base(adapter)[0], name, "model_name_or_path")
+            peft_io.warn_of_other_base(peft_io.recorded_base(adapter)[0], name, "model_name_or_path")
         return
     part = base_model(model) if decoder else model
     own = [(path, p) for path, p in part.named_parameters() if not path.startswith("score.")]
@@ -187,11 +180,11 @@ def merge_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Pre
     """
     from peft import PeftConfig, PeftModel
 
-    paths = read_slot_config(folder).target_modules
+    paths = peft_io.read_slot_config(folder).target_modules
     linears = dict(model.named_modules())
     wrong = [path for path in paths if not isinstance(linears.get(path), nn.Linear | Conv1D)]
     if wrong:
-        raise ValueError(f"expected an adapter on linears of a {type(model).__name__}, got one on {wrong[:3]}")
+        raise ValueError(f"adapter: expected one on linears of a {type(model).__name__}, got one on {wrong[:3]}")
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and path_of(head, model) in paths:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -203,7 +196,7 @@ def merge_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Pre
         merged = PeftModel.from_pretrained(model, folder, config=config, torch_device="cpu").merge_and_unload()
     except RuntimeError as error:
         raise ValueError(
-            f"expected an adapter of this {type(model).__name__}, got {error}".replace("\n", " ")
+            f"adapter: expected one of this {type(model).__name__}, got {error}".replace("\n", " ")
         ) from error
     return merged  # type: ignore[no-any-return]
 

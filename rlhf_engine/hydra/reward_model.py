@@ -32,7 +32,7 @@ from rlhf_engine.hydra.loading import (
     load_model,
     read_config,
 )
-from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
+from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.manifest import check_model
@@ -145,26 +145,6 @@ def save_classifier_adapter(
     head with a bias.
     """
     save_slot(backbone, slot, folder, base_name=base_name, score=_score_weight(head))
-
-
-def save_merged_classifier(
-    adapter: str | os.PathLike[str],
-    head: ScalarHead,
-    folder: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Write base, a PEFT folder's adapter and head as one sequence classifier in float32.
-
-    Raises ValueError for a head with a bias, or for an adapted linear that sequence classifiers of this architecture
-    lack.
-    """
-    try:
-        model = merge_adapter(load_model(base, dtype=torch.float32, device="cpu", lm_head=False), adapter)
-    except ValueError as error:
-        raise ValueError(f"export: {error}") from error
-    save_classifier(model, head, folder, tokenizer=tokenizer)
 
 
 def save_classifier(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing
 from rlhf_engine.manifest import write_manifest
@@ -116,17 +115,14 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
             remove(checkpoint)
 
 
-def find_model(place: str, argument: str) -> Path:
-    """Folder of a run's final model or newest checkpoint, the folder itself where it is of a model, or one of the Hub.
+def find_model(folder: Path, argument: str) -> Path:
+    """Folder of a run's final model or newest checkpoint, or the folder itself where it is of a model.
 
-    Raises ConfigError, naming the argument, for a place that has none of them.
+    Raises ConfigError, naming the argument, for a folder that has none of them.
     """
-    if is_hub_name(place):
-        return local_folder(place, argument, weights=True)
-    folder = Path(place)
     if not folder.is_dir():
         raise ConfigError(
-            f"{argument}: expected the folder of a run, a checkpoint or a model, got {place!r}, not a folder"
+            f"{argument}: expected the folder of a run, a checkpoint or a model, got {str(folder)!r}, not a folder"
         )
     finish_replacements(folder, FINAL_FOLDER)
     if (folder / FINAL_FOLDER).is_dir():
@@ -137,7 +133,7 @@ def find_model(place: str, argument: str) -> Path:
     if not checkpoints:
         raise ConfigError(
             f"{argument}: expected a folder with {FINAL_FOLDER}/, checkpoints, {MODEL_CONFIG} or "
-            f"{peft_io.CONFIG_FILE}, got {place!r}, which has none of them"
+            f"{peft_io.CONFIG_FILE}, got {str(folder)!r}, which has none of them"
         )
     return checkpoints[-1]
 

@@ -17,8 +17,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_engine.http import RequestGroup, Server, Transport
 from rlhf_engine.rollout.request import SamplingConfig
@@ -37,20 +36,16 @@ _SHOWN = 200
 """Most characters of an answer in a message."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class ServedModel(NamedTuple):
     """One entry of /v1/models."""
 
     name: str
-    root: str | None
-    """Path that it was loaded from, where the server says."""
-    parent: str | None
-    """The base of an adapter; None for a base."""
+    root: str | None  # path that it was loaded from, where the server says
+    parent: str | None  # the base of an adapter; None for a base
     max_model_len: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """One answer."""
 
     tokens: tuple[int, ...]
@@ -114,15 +109,8 @@ class VllmClient:
         found = self._json("GET", "/v1/models").get("data")
         if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in found):
             raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(found)}")
-        return [
-            ServedModel(
-                name=model["id"],
-                root=model.get("root"),
-                parent=model.get("parent"),
-                max_model_len=model.get("max_model_len"),
-            )
-            for model in found
-        ]
+        fields = ServedModel._fields[1:]
+        return [ServedModel(model["id"], *(model.get(field) for field in fields)) for model in found]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a PEFT folder, as the server sees it, under a name."""
@@ -161,15 +149,8 @@ class VllmClient:
 
         vocabulary: number of token ids that the model has. group: what it is ended with.
         """
-        request: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "n": 1,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            **body,
-        }
+        wanted = {"n": 1, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        request = {"model": model, "prompt": list(prompt), **wanted, **body}
         payload = self._json("POST", "/v1/completions", request, group)
         try:
             found = _completion(payload, model, prompt)
@@ -227,12 +208,7 @@ def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -
     reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
     if reason not in ("stop", "length"):
         raise _Unusable(f"finish_reason 'stop' or 'length', got {reason!r}")
-    return Completion(
-        tokens=tokens,
-        logprobs=tuple(_number(value) for value in values),
-        finish_reason=reason,
-        stop_reason=stop,
-    )
+    return Completion(tokens, tuple(_number(value) for value in values), reason, stop)
 
 
 def _token_ids(direct: Any, names: Any) -> tuple[int, ...]:
