@@ -1,4 +1,4 @@
-"""What the templates of pages are filled with: the comparison of runs, pictures, and the page around them.
+"""Values for the templates of pages: the comparison of runs, pictures, and the page around them.
 
 Every text of a run is escaped by jinja2. A page runs one script, by its hash, and loads nothing.
 """
