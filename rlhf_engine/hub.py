@@ -30,18 +30,9 @@ def is_hub_name(name: str | os.PathLike[str]) -> bool:
 
 
 def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_path", *, weights: bool = False) -> Path:
-    """Folder of a model or an adapter, fetched from the Hub where the name is one of it.
+    """Folder of a model or an adapter: a path as it is, or that of `owner/name[@revision]` in the Hub's cache.
 
-    Args:
-        name: a path, which is returned as it is; or `owner/name`, `owner/name@revision`.
-        argument: option that names it, for messages.
-        weights: fetch its safetensors as well.
-
-    Returns:
-        The path, or the folder in huggingface_hub's cache.
-
-    Raises:
-        ConfigError: the Hub has nothing of that name, grants no access to it, or cannot be reached.
+    `argument` is the option that names it, for messages. `weights` fetches its safetensors as well.
     """
     if not is_hub_name(name):
         return Path(name)
@@ -74,21 +65,10 @@ def require_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder as one commit to a model repository, which is made where it is missing.
+    """Upload a folder as one commit to a model repository, which is made where it is missing; the commit's address.
 
     Files of another model that lie there are removed by that commit, or both would be loaded; other files stay. The
-    manifest stays here: the Hub has checksums of its own.
-
-    Args:
-        folder: folder of a model or an adapter.
-        name: owner/name of the repository.
-        private: make a new repository private; one that is there stays as it is.
-
-    Returns:
-        Address of the commit.
-
-    Raises:
-        ConfigError: no access, no network, or a refusal by the Hub.
+    manifest stays here: the Hub has checksums of its own. `private` is about a new repository alone.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

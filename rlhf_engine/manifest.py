@@ -53,15 +53,10 @@ def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
 def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = None, *, weights: bool = True) -> None:
     """Check the folder of a model or an adapter against the manifest that lists its files, where there is one.
 
-    Other files may lie beside them, such as those of the run, unless they have the name of a model's file.
-
-    Args:
-        folder: that is to be loaded; a folder within one that has a manifest is checked, too.
-        names: compare the content of these files alone, of those that are listed.
-        weights: False leaves out the content of safetensors files, which may be large.
-
-    Raises:
-        CorruptCheckpointError: a file was changed, lost or added.
+    A file that was changed, lost or added raises CorruptCheckpointError. Other files may lie beside them, such as those
+    of the run, unless they have the name of a model's file. A folder within one that has a manifest is checked, too.
+    Content is compared of `names` alone where they are given, and without `weights` not of safetensors, which may be
+    large.
     """
     folder = Path(folder)
     root = _manifest_of(folder)

@@ -55,19 +55,10 @@ class Record:
 def read_records(
     source: str | os.PathLike[str], *, argument: str = "dataset_name", streaming: bool = False
 ) -> Iterator[Record]:
-    """Read the rows of a source, one after another.
+    """Iterate over the rows of a source, see the module; what cannot be read to its end raises ConfigError.
 
-    Args:
-        source: file, folder, or dataset of the Hub, see the module.
-        argument: name of the option, for messages.
-        streaming: fetch rows of the Hub as they are read, without keeping the dataset.
-
-    Returns:
-        An iterator over the rows, which reads as it goes.
-
-    Raises:
-        ConfigError: a source that is missing, has no data or several splits, or cannot be read to its end.
-        ConfigError: the package that reads it is not installed.
+    `argument` is the option's name, for messages. `streaming` fetches rows of the Hub as they are read, without keeping
+    the dataset.
     """
     path = Path(source)
     if path.is_file():

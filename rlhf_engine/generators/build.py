@@ -49,9 +49,6 @@ def make_source(
 
     Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
     reward role scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
-
-    Raises:
-        ConfigError: 'ray' without `connect`.
     """
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)

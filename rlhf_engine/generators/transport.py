@@ -51,53 +51,26 @@ class Transport(Protocol):
     """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
 
     def publish(self, snapshot: Snapshot) -> int:
-        """Let every generator draw by a policy, and those that join later as well.
+        """Let every generator draw by a policy, and those that join later as well; the bytes that it sends.
 
-        Args:
-            snapshot: the policy, which nobody writes into any more.
-
-        Returns:
-            Bytes that it sends.
+        Nobody writes into the snapshot any more.
         """
         ...
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Forget policies that no work item will name any more.
-
-        Args:
-            versions: versions of the policies that are kept.
-        """
+        """Forget policies that no work item will name any more: all but these."""
         ...
 
     def submit(self, worker: str, item: WorkItem) -> None:
-        """Have an idle generator draw a work item.
-
-        Args:
-            worker: name of the generator.
-            item: work item, by a policy that was published.
-        """
+        """Have an idle generator draw a work item, by a policy that was published."""
         ...
 
     def next_event(self, timeout: float) -> Event | None:
-        """Wait for what happens next. May be called while other methods are.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            The event; None after so many seconds without one.
-        """
+        """Wait up to `timeout` seconds for what happens next; None: nothing. May be called while other methods are."""
         ...
 
     def silent_for(self, worker: str) -> float:
-        """Time since a generator with work has last shown that it is at work.
-
-        Args:
-            worker: name of the generator.
-
-        Returns:
-            Seconds.
-        """
+        """Seconds since a generator with work has last shown that it is at work."""
         ...
 
     def expects_more(self) -> bool:
@@ -105,12 +78,7 @@ class Transport(Protocol):
         ...
 
     def give_up(self, worker: str, cause: BaseException) -> None:
-        """Stop a generator for good, as far as that can be done. It is `Lost`.
-
-        Args:
-            worker: name of the generator.
-            cause: reason, which the `Lost` event holds.
-        """
+        """Stop a generator for good, as far as that can be done. It is `Lost`, with this cause."""
         ...
 
     def close(self) -> None:

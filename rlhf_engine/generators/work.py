@@ -54,16 +54,7 @@ class StepPrompts:
         samples: int,
         world: World = ALONE,
     ) -> None:
-        """Take the data, and how far the run is.
-
-        Args:
-            config: options of the run.
-            prompts: prompts that can be answered.
-            sampling: how answers are drawn.
-            step: steps done when the run began or was taken up.
-            samples: answers drawn by then.
-            world: ranks, of which this one draws its share of every step.
-        """
+        """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
         self._config, self._prompts, self._sampling = config, prompts, sampling
         self._step, self._samples, self._world = step, samples, world
 

@@ -75,15 +75,7 @@ class Scoring:
         data: PromptSet,
         world: World = ALONE,
     ) -> None:
-        """Take what scores.
-
-        Args:
-            model: of the policy.
-            scorer: reward sources.
-            tokenizer: for texts that reward functions get.
-            data: prompts and their columns, which `PromptBatch.rows` are rows of.
-            world: ranks, of which each scores its share of the answers.
-        """
+        """Take what scores. `PromptBatch.rows` are rows of `data`; each rank scores its share of the answers."""
         self._model, self._scorer, self._tokenizer, self._data, self._world = model, scorer, tokenizer, data, world
 
     def experience(
@@ -99,22 +91,10 @@ class Scoring:
     ) -> tuple[Experience, int]:
         """The answers of a rollout that can be learned from, scored; all of them, without scores, where there are none.
 
-        Args:
-            rollout: the answers of this rank.
-            prompts: their prompts.
-            config: options of the step.
-            policy_version: of the present policy.
-            is_reference: whether the policy has not been updated yet and started as the reference, so that their
-                log-probs have to agree.
-            budget: most tokens of all lanes in one backbone forward.
-            of_all: the answers of all ranks, where there are several.
-
-        Returns:
-            The experience of all ranks, and the budget that fitted into memory.
-
-        Raises:
-            MismatchError: log-probs that have to agree do not.
-            NonFiniteError: a score that is not finite.
+        `policy_version` is the present policy's. `is_reference`: it has not been updated yet and started as the
+        reference, so that their log-probs have to agree. `budget` is the most tokens of all lanes in one backbone
+        forward, `of_all` the answers of all ranks, where there are several. Returns the experience of all ranks, and
+        the budget that fitted. Log-probs that have to agree and do not raise MismatchError.
         """
         world = self._world
         own = _drawn(rollout, prompts)

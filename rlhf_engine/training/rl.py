@@ -54,18 +54,10 @@ class RlTrainer(Run[TrainerState]):
         connect: Connect | None = None,
         base: HydraModel | None = None,
     ) -> None:
-        """Find everything that can be wrong with the request.
+        """Find everything that can be wrong with the request: ConfigError, RewardError, RolloutServerError.
 
-        Args:
-            config: options of the run.
-            world: the ranks of the run, of which this process is one.
-            connect: starts generators in other processes, for an `async_mode` that has them; None without one.
-            base: a model whose frozen backbones serve this run as well, such as that of another run; None: load them.
-
-        Raises:
-            ConfigError: a request that cannot be served.
-            RewardError: a reward function that fails on two rows.
-            RolloutServerError: a configured server that does not answer.
+        `connect` starts generators in other processes, for an `async_mode` that has them. `base` is a model whose
+        frozen backbones serve this run as well, such as that of another run; None: load them.
         """
         require_served(config, world)
         self.world, self._connect = world, connect
@@ -145,11 +137,7 @@ class RlTrainer(Run[TrainerState]):
             self.evaluation.note_samples()
 
     def look(self) -> dict[str, float]:
-        """Evaluate before the first step, and after every `eval_steps` steps, which note samples too.
-
-        Returns:
-            Metrics of the evaluation; empty where none is due.
-        """
+        """Evaluate before the first step, and after every `eval_steps` steps, which note samples too."""
         step, every = self.state.step, self.config.eval_steps
         if not every or step % every:
             return {}
@@ -173,11 +161,7 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later.
-
-        Returns:
-            Plain values by name.
-        """
+        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later."""
         backbone = self.model.backbone()
         return {"base_hash": backbone.base_hash() if backbone.frozen else None}
 
@@ -188,16 +172,9 @@ class RlTrainer(Run[TrainerState]):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank.
+        """Write a checkpoint of the current step, where this is the main rank, and return its folder.
 
-        Args:
-            past: state of the source of answers, of the answers to come; None: as it is now.
-
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            CheckpointWriteError: the disk is full or fails.
+        `past` is the state of the source of answers; None: as it is now. A failing disk raises CheckpointWriteError.
         """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
@@ -216,35 +193,21 @@ class RlTrainer(Run[TrainerState]):
         """Make a function that writes a checkpoint with the source of answers as it is now.
 
         A draw that fails may have taken answers out of the source.
-
-        Returns:
-            The function.
         """
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
     def next_prompts(self) -> PromptBatch:
-        """Choose the prompts of the next step.
-
-        Returns:
-            Those that this rank draws answers to, one per answer.
-        """
+        """Choose the prompts of the next step that this rank draws answers to, one per answer."""
         return self._prompts.own(self._prompts.prompts(self.state.step))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """Make one rollout and its update. Nothing of a failed step is applied to what is on disk.
+        """Make one rollout and its update; metrics by name. Nothing of a failed step is applied to what is on disk.
 
-        Returns:
-            Metrics of the step, by name.
-
-        Raises:
-            NonFiniteError: a reward, log-prob, loss or gradient is NaN or infinite.
-            MismatchError: rollout and training differ by more than the bound, at equal weights.
-            RewardError: a reward function failed.
-            MemoryLimitError: a single answer does not fit into memory.
-            EngineError: a generator, a server or another rank failed, or weights went wrong.
+        Every failure is an EngineError: NonFiniteError, MismatchError (rollout and training differ at equal weights),
+        RewardError, MemoryLimitError (a single answer does not fit), or a failed generator, server or rank.
         """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)

@@ -51,14 +51,7 @@ class RlInputs:
 
 
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
-    """Check the request and read its data.
-
-    rank: of this process in the run.
-
-    Raises:
-        ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
-        RewardError: a reward function that fails on two rows.
-    """
+    """Check the request and read its data, as this rank of the run."""
     output = Path(config.output_dir)
     require_unlocked(output)
     resume = resolve_resume(config.resume_from_checkpoint, output)

@@ -30,19 +30,10 @@ class RlPolicy(Policy[TrainerState]):
     def __init__(
         self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
     ) -> None:
-        """Take a model as it is before any step, or go on where a checkpoint is.
+        """Take a model as it is before any step, or go on from the checkpoint `resume`.
 
-        Args:
-            config: options of the run.
-            model: the roles of the policy, on a base that other models may share.
-            state: counters of a run that begins with these options.
-            resume: a checkpoint to go on from; None: begin.
-            world: the ranks that learn together.
-
-        Raises:
-            ConfigError: a checkpoint of another model, optimizer or prompts, or a folder without one.
-            CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
-            ValueError: a trained parameter that no role has.
+        `state` has the counters of a run that begins. A checkpoint that does not fit, or that differs from its
+        manifest, raises ConfigError.
         """
         rates = {"actor": config.learning_rate}
         if config.has_critic:
@@ -73,20 +64,10 @@ class RlPolicy(Policy[TrainerState]):
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """Make one step: all epochs over the answers of an experience, and the counters.
+        """Make one step: all epochs over the answers of an experience, and the counters; metrics by name.
 
-        Args:
-            experience: answers of all ranks that can be learned from.
-            n_answers: number of answers drawn in the step, those included that nothing is learned from.
-
-        Returns:
-            Metrics of the update, by name.
-
-        Raises:
-            EngineError: an update that changed nothing, or left ranks with different weights.
-            NonFiniteError: a loss or a gradient is NaN or infinite; nothing of that minibatch was applied.
-            MismatchError: log-probs of the first forward differ from those of scoring by more than the bound.
-            MemoryLimitError: the update of a single answer does not fit into memory.
+        `n_answers` were drawn in the step, those included that nothing is learned from. Every failure is an
+        EngineError; a loss or gradient that is not finite raises before anything of its minibatch is applied.
         """
         state, options = self.state, self.options
         train_actor = state.step >= options.critic_warmup_steps
@@ -155,17 +136,9 @@ class RlPolicy(Policy[TrainerState]):
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """Make the algorithm of a run with its options.
+    """Make the algorithm of a run with its options, at the temperature that answers are drawn at.
 
-    Args:
-        config: options of the run.
-        train_actor: False while only a critic warms up.
-
-    Returns:
-        The algorithm, at the temperature that answers are drawn at.
-
-    Raises:
-        ValueError: an algorithm that is not known.
+    `train_actor` is False while only a critic warms up.
     """
     return find_algorithm(config.algorithm)(
         config,

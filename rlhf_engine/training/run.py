@@ -172,20 +172,12 @@ class Run(ABC, Generic[State]):
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> Any:
-        """Make all remaining steps and write the result.
+        """Make all remaining steps, write the result, and return what `end` returns, on the main rank.
 
         Writes run.json, metrics.jsonl, page.html, curves.png, checkpoints and the result into the output folder. An
-        error leaves all metrics so far and a checkpoint of the last whole step in place.
-
-        Args:
-            on_step: called after each step with its number and metrics; None: the main rank shows the progress.
-            stop: called after each step, on each rank; true ends the run. None: nothing stops it.
-
-        Returns:
-            What `end` returns, on the main rank.
-
-        Raises:
-            RunStopped: `stop` returned true on some rank. A checkpoint of the last step was written.
+        error leaves all metrics so far and a checkpoint of the last whole step in place. `on_step` gets each step's
+        number and metrics; None: the main rank shows the progress. `stop` is called after each step on each rank: where
+        one says true, a checkpoint is written and RunStopped raised.
         """
         world = self.world
         with contextlib.ExitStack() as stack:
@@ -373,17 +365,7 @@ class SupervisedRun(Run[State]):
     resume: Path | None
 
     def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
-        """Find everything that can be wrong with the request.
-
-        Args:
-            config: options of the run.
-            world: the ranks of the run, of which this process is one.
-
-        Raises:
-            ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
-            ValueError: a model folder that cannot be loaded, or a slot that PEFT could not load.
-            RankError: such an error on another rank.
-        """
+        """Find everything that can be wrong with the request; RankError is such an error on another rank."""
         require_same_options(config, world)
         self.world = world
         self.config = config
@@ -420,15 +402,9 @@ class SupervisedRun(Run[State]):
     def loss(
         self, rows: Sequence[Any], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute the part of a step's loss that some rows have, and the same part of its metrics.
+        """Compute the part of a step's loss that the rows at some places have, and that of its metrics; all are 0-d.
 
-        Args:
-            rows: all rows of the step.
-            places: places of the rows of this part.
-            dropout_seed: seed of the step's dropout masks.
-
-        Returns:
-            Loss, 0-d with a gradient, and metrics by name, 0-d each.
+        `dropout_seed` seeds the dropout masks of the whole step.
         """
 
     @abstractmethod

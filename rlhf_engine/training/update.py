@@ -193,11 +193,7 @@ class _Minibatch:
         return ranks.together(lambda: (self._follow(plan, parts), schedule))
 
     def add_up_in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
-        """Add the gradients of some answers, with smaller micro-batches until they fit.
-
-        Returns:
-            What was measured, and the schedule that fitted.
-        """
+        """Add the gradients of some answers, with smaller micro-batches until they fit; the schedule that fitted."""
         least = self.algorithm.answers_per_unit
         while True:
             parts = self._micro_batches(indices, schedule)

@@ -41,17 +41,10 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 @contextlib.contextmanager
 def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Connect]:
-    """Make what `RlTrainer` takes as `connect`.
+    """Make what `RlTrainer` takes as `connect`; ConfigError where Ray is missing or has no room for the generators.
 
     Ray is started, or a cluster is joined and left at the end. One that this process has joined already is used as it
     is. Several processes join one cluster, where each has generators of its own.
-
-    Args:
-        config: options of the run.
-        world: ranks of the run.
-
-    Raises:
-        ConfigError: Ray is not installed, cannot be reached, or has no room for the generators.
     """
     ray = _import_ray()
     if world.size > 1 and config.ray_address is None:
