@@ -24,13 +24,13 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     """Rows of batch number `step`: consecutive places of the endless sequence of shuffled epochs."""
     start = step * batch_size
     orders: dict[int, list[int]] = {}
-    found = []
+    rows = []
     for place in range(start, start + batch_size):
         epoch, offset = divmod(place, n)
         if epoch not in orders:
             orders[epoch] = epoch_order(n, seed, epoch)
-        found.append(orders[epoch][offset])
-    return found
+        rows.append(orders[epoch][offset])
+    return rows
 
 
 def side_by_side(keys: Sequence[int]) -> list[int]:

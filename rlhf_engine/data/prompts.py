@@ -63,7 +63,7 @@ def tokenize_prompts(
     limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"
     if max_prompt_length is not None and max_prompt_length <= longest:
         longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
-    found = tokenize_rows(
+    tokenized = tokenize_rows(
         rows,
         tokenizer,
         tally,
@@ -73,7 +73,7 @@ def tokenize_prompts(
         vocabulary=vocabulary,
     )
     return PromptSet(
-        rows=[tokens.row for tokens in found],
-        prompts=[tokens.text for tokens in found],
-        ids=[tokens.prompt for tokens in found],
+        rows=[tokens.row for tokens in tokenized],
+        prompts=[tokens.text for tokens in tokenized],
+        ids=[tokens.prompt for tokens in tokenized],
     )

@@ -162,8 +162,8 @@ class Tally:
                 f"{self.max_bad_rows:g}: {others}{on}"
             )
         if left == 0:
-            found = "none" if self.read == 0 else self.report().text()
-            raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {found}")
+            got = "none" if self.read == 0 else self.report().text()
+            raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {got}")
 
     def report(self) -> Report:
         """Report the counts as they are now, with the most frequent reasons first."""

@@ -78,7 +78,7 @@ def tokenize_rows(
     end an answer (`read_eos_token_ids`); None: the tokenizer's own alone. `vocabulary` is the number of token ids that
     the model has; None: ids are not checked.
     """
-    found = []
+    tokenized = []
     for row in rows:
         try:
             tokens = tokenize_row(row, tokenizer, end_ids)
@@ -93,9 +93,9 @@ def tokenize_rows(
         else:
             tally.truncated += one.truncated
             tally.without_prompt += not row.prompt
-            found.append(one)
+            tokenized.append(one)
     tally.check()
-    return found
+    return tokenized
 
 
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int] | None = None) -> Tokenized:
