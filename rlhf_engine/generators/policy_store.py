@@ -40,11 +40,11 @@ class Snapshot:
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over names and bytes of tensors, in the order of their names."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        sha.update(name.encode())
+        sha.update(tensors[name].detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
         return rollout
     plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
     parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
-    return join([put_together(values, found) for values, found in parts])
+    return join([put_together(values, received) for values, received in parts])
 
 
 _FROZEN = "frozen/"

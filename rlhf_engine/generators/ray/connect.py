@@ -162,5 +162,5 @@ def _other_gpus(device: torch.device) -> str | None:
 def _for_generators(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Folders by their whole path, because processes may start elsewhere; the GPU is the one that Ray gives."""
     paths = {name: getattr(config, name) for name in _PATHS}
-    found = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
-    return replace(config, **found, device=device.type, shard_base=False)  # type: ignore[arg-type]
+    resolved = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
+    return replace(config, **resolved, device=device.type, shard_base=False)  # type: ignore[arg-type]
