@@ -197,14 +197,14 @@ def _sources(
     # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
     names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
     # a backbone without a folder of its own starts as another copy of the base
-    found: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
+    others: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
     if reward is None:
-        return _Sources(base=base, others=found, roles=roles)
+        return _Sources(base=base, others=others, roles=roles)
     if "reward" in names:
-        found["reward"] = reward
+        others["reward"] = reward
         if "critic" in names and config.critic_init == "reward":
-            found["critic"] = reward
-        return _Sources(base=base, others=found, roles=roles)
+            others["critic"] = reward
+        return _Sources(base=base, others=others, roles=roles)
     # one backbone: it serves the reward model as well if that has the same backbone
     plain, other = reward_model.load_beside(base, reward, dtype=dtype, device=device, quantization=quantization)
     if other is None:

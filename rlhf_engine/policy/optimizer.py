@@ -201,8 +201,8 @@ class RoleOptimizer:
 
     def _shared_parameter(self, key: str) -> DTensor | None:
         """The parameter in shares that a tensor of the state belongs to; None for other parameters."""
-        found = self._shared.get(key.rpartition("|")[0])
-        return None if found is None else found[1]
+        entry = self._shared.get(key.rpartition("|")[0])
+        return None if entry is None else entry[1]
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
