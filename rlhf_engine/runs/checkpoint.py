@@ -163,14 +163,14 @@ def _write(
 
 def _drop_all_but(keep: int | None, root: Path) -> None:
     """Nothing is dropped while one of those to keep cannot be read: what it refers to is not known."""
-    found = list_checkpoints(root)
-    kept = found if keep is None else found[-keep:]
+    checkpoints = list_checkpoints(root)
+    kept = checkpoints if keep is None else checkpoints[-keep:]
     try:
         states = [json.loads((folder / _STATE_FILE).read_text()) for folder in kept]
     except (FileNotFoundError, ValueError):
         return
     needed = {root / f"checkpoint-{state['best_step']}" for state in states if state.get("best_step") is not None}
-    for old in found:
+    for old in checkpoints:
         if old not in kept and old not in needed:
             remove(old)
 
@@ -248,7 +248,7 @@ def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
     for key, tensor in (load_file(path) if path.is_file() else {}).items():
         version, _, name = key.partition("|")
         tensors.setdefault(int(version), {})[name] = tensor
-    return {version: Snapshot(version=version, tensors=found) for version, found in tensors.items()}
+    return {version: Snapshot(version=version, tensors=named) for version, named in tensors.items()}
 
 
 def read_counters(
@@ -313,15 +313,15 @@ def check(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def _fields(folder: Path) -> dict[str, Any]:
     check(folder, [_STATE_FILE])
-    found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
-    return found
+    counters: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
+    return counters
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """List the complete checkpoints of a run, oldest first; its folder need not exist."""
     root = Path(output_dir)
-    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+    folders = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
@@ -333,8 +333,8 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
         return None
     if resume == "auto":
         finish_replacements(Path(output_dir), "checkpoint-*")
-        found = list_checkpoints(output_dir)
-        return found[-1] if found else None
+        checkpoints = list_checkpoints(output_dir)
+        return checkpoints[-1] if checkpoints else None
     finish_replacement(Path(resume).resolve())
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")
