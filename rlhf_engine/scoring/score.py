@@ -39,8 +39,8 @@ def score(
     """
     while True:
         try:
-            found = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
-            return found, budget
+            scores = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
+            return scores, budget
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
                 raise
@@ -66,11 +66,11 @@ def score_some(
     """
     n = drawn.batch.n_sequences
     checked = list(range(turn % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
-    found, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
-    name = next(name for name, _ in found.items() if name.endswith("logprobs_M"))
+    scores, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
+    name = next(name for name, _ in scores.items() if name.endswith("logprobs_M"))
     logprobs_M = drawn.logprobs_M.clone()
-    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(found, name)
-    return dataclasses.replace(found, **{name: logprobs_M}), budget
+    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(scores, name)
+    return dataclasses.replace(scores, **{name: logprobs_M}), budget
 
 
 class FrozenRoles:
@@ -101,7 +101,7 @@ class FrozenRoles:
             )
         elif past is not None:
             roles = [past, *roles]
-        found = Scores()
+        scores = Scores()
         if roles:
-            found, self.budget = score(self._model, drawn.batch, roles, self.budget, temperature=self._temperature)
-        return dataclasses.replace(found, **dict(few.items())) if past is not None or roles else None
+            scores, self.budget = score(self._model, drawn.batch, roles, self.budget, temperature=self._temperature)
+        return dataclasses.replace(scores, **dict(few.items())) if past is not None or roles else None
