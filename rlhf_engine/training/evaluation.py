@@ -144,8 +144,8 @@ class Evaluation:
             return
         prompts = self._inputs.eval_set or self._inputs.train_set
         indices = list(range(min(config.num_samples, len(prompts.rows))))
-        found = self.answer(prompts, indices, seed=config.seed)
-        samples = Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
+        answers = self.answer(prompts, indices, seed=config.seed)
+        samples = Samples(step=step, prompts=answers.prompts, completions=answers.completions, scores=answers.scores)
         with writing(self._output / SAMPLES_LOG):
             self._samples.write(samples)
 

@@ -141,14 +141,14 @@ class RlTrainer(Run[TrainerState]):
         step, every = self.state.step, self.config.eval_steps
         if not every or step % every:
             return {}
-        found = self.evaluation.evaluate()
+        metrics = self.evaluation.evaluate()
         if step == 0:  # no checkpoint to keep, and `begin` has noted samples
-            return found
-        self._note_best(found.get("eval/reward"))
+            return metrics
+        self._note_best(metrics.get("eval/reward"))
         if self.config.num_samples and not self._is_last():
             with self.whole_base():
                 self.world.on_main("samples", self.evaluation.note_samples)
-        return found
+        return metrics
 
     def saves_now(self) -> bool:
         """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""

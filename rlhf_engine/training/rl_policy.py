@@ -77,26 +77,26 @@ class RlPolicy(Policy[TrainerState]):
         before = self._fingerprints()
         self.model.train()
         schedule = self._schedule()
-        found = nothing_learned(schedule)
+        measured = nothing_learned(schedule)
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
             ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
-            found = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
+            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
         self.model.eval()
-        self._check_moved(before, found)
+        self._check_moved(before, measured)
         if options.has_critic:
             self.model.trained_heads.add("value")
         if self.world.size > 1:
             self.require_same(state.step + 1)
         self.advance(
             samples=state.samples + n_answers,
-            policy_version=state.policy_version + int(train_actor and found["optimizer_steps"] > 0),
-            micro_batch_size=_if_lowered(int(found["micro_batch_size"]), options.per_device_train_batch_size),
+            policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
+            micro_batch_size=_if_lowered(int(measured["micro_batch_size"]), options.per_device_train_batch_size),
             token_budget=_if_lowered(self.model.token_budget, self._token_budget),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        return {**metrics, **found, **adapted, "learning_rate": options.learning_rate * factor}
+        return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -123,10 +123,10 @@ class RlPolicy(Policy[TrainerState]):
         """Fingerprints of the trained weights of every role that no update has been seen to change yet."""
         return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
 
-    def _check_moved(self, before: dict[str, list[int]], found: dict[str, float]) -> None:
+    def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
         for role, tensors in before.items():
-            if self.optimizer.learning_rates[role] == 0 or found.get(f"grad_norm/{role}", 0.0) == 0.0:
+            if self.optimizer.learning_rates[role] == 0 or measured.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
             if [fingerprint(w) for w in self.optimizer.weights(role)] == tensors:
                 raise EngineError(
@@ -148,5 +148,5 @@ def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorith
     )
 
 
-def _if_lowered(found: int, configured: int) -> int | None:
-    return found if found < configured else None
+def _if_lowered(used: int, configured: int) -> int | None:
+    return used if used < configured else None

@@ -209,10 +209,10 @@ class Run(ABC, Generic[State]):
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
                     metrics = self.step()
-                    found = self.look()
+                    evaluation = self.look()
                     # bound now: it runs before the loop goes on
                     record = functools.partial(
-                        self._note, writer, trackers, {**metrics, **found}, on_step, looked=bool(found)
+                        self._note, writer, trackers, {**metrics, **evaluation}, on_step, looked=bool(evaluation)
                     )
                     with self._whole_state() if self.saves_now() else contextlib.nullcontext():
                         world.run_on_all_ranks("metrics and checkpoints", record)

@@ -127,7 +127,7 @@ def tokenize_rows(
         rows = [
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
         ]
-    found = tokenize(
+    tokenized = tokenize(
         rows,
         tokenizer,
         tally,
@@ -138,7 +138,7 @@ def tokenize_rows(
     )
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None, margin=margin)
-        for t, margin in with_margins(found, tally)
+        for t, margin in with_margins(tokenized, tally)
     ]
 
 
@@ -287,8 +287,8 @@ class SftTrainer(SupervisedRun[SftState]):
         """
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
-        found: dict[str, Any] = super().run(on_step, stop=stop)
-        return found
+        metrics: dict[str, Any] = super().run(on_step, stop=stop)
+        return metrics
 
     def begin(self) -> None:
         """Make the output folder ready."""
@@ -384,8 +384,8 @@ class SftTrainer(SupervisedRun[SftState]):
 
 def _digest(examples: Sequence[Example]) -> str:
     """Names the rows, in their order."""
-    found = hashlib.blake2b(digest_size=8)
+    blake = hashlib.blake2b(digest_size=8)
     for example in examples:
         named = (example.prompt, example.chosen, example.rejected, *filter(None, [example.margin]))
-        found.update(repr(named).encode())
-    return found.hexdigest()
+        blake.update(repr(named).encode())
+    return blake.hexdigest()

@@ -158,11 +158,11 @@ def answers_by_minibatch(
 
     Those of one prompt are neighbours, so that they share the prompt's forward and backward in a micro-batch.
     """
-    k, found = answers_per_unit, []
+    k, answers = answers_per_unit, []
     for units in minibatches(batch.n_sequences // k, count, generator):
         order = side_by_side([batch.prompts_N[unit * k] for unit in units])
-        found.append([units[place] * k + i for place in order for i in range(k)])
-    return found
+        answers.append([units[place] * k + i for place in order for i in range(k)])
+    return answers
 
 
 class _Minibatch:
@@ -274,14 +274,16 @@ class _Minibatch:
             measured, results = Measured(), []
             for group in [terms] if together else [[term] for term in terms]:
                 outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
-                found = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
-                loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
+                group_results = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
+                loss = torch.stack(
+                    [term.weight * out.loss for term, out in zip(group, group_results, strict=True)]
+                ).sum()
                 (times * loss).backward()
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 for output in outputs:
                     if isinstance(output, _Watched):
                         measured.add(Measured(sums=output.squares))
-                results.extend(found)
+                results.extend(group_results)
             for role in self.algorithm.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None

@@ -59,9 +59,9 @@ def load_gold(config: RewardConfig) -> HydraModel:
             raise ConfigError(str(error).replace("reward_model_path", option)) from error
     head = reward_model.require_reward_head(source, option)
     model = HydraModel.from_pretrained(base, roles=roles, slots=slots, dtype=dtype, device=device)
-    found = model.heads["reward"]
-    assert isinstance(found, ScalarHead)
-    reward_model.load_reward_head(found, head, option)
+    scalar_head = model.heads["reward"]
+    assert isinstance(scalar_head, ScalarHead)
+    reward_model.load_reward_head(scalar_head, head, option)
     return model
 
 
