@@ -44,14 +44,14 @@ def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_pa
 
 def plain_name(name: str | os.PathLike[str]) -> str:
     """The name by which others find a base: without a revision on the Hub, else its whole path."""
-    found = _NAME.fullmatch(os.fspath(name))
-    return found[1] if found is not None and is_hub_name(name) else str(Path(name).resolve())
+    match = _NAME.fullmatch(os.fspath(name))
+    return match[1] if match is not None and is_hub_name(name) else str(Path(name).resolve())
 
 
 def revision_of(name: str | os.PathLike[str]) -> str | None:
     """Revision in a name of the Hub; None where there is none, or for something here."""
-    found = _NAME.fullmatch(os.fspath(name))
-    return found[2] if found is not None and is_hub_name(name) else None
+    match = _NAME.fullmatch(os.fspath(name))
+    return match[2] if match is not None and is_hub_name(name) else None
 
 
 def require_push(name: str) -> None:
@@ -111,14 +111,14 @@ def _push_reason(error: Exception, name: str) -> str:
 def _fetched(name: str, weights: bool, /) -> Path:
     from huggingface_hub import snapshot_download
 
-    found = _NAME.fullmatch(name)
-    assert found is not None
+    match = _NAME.fullmatch(name)
+    assert match is not None
     # Weights of the commit whose config was read, if a branch moves meanwhile
-    revision = _fetched(name, False).name if weights else found[2]
+    revision = _fetched(name, False).name if weights else match[2]
     patterns = [*_SMALL, _WEIGHTS] if weights else list(_SMALL)
     try:
         folder = snapshot_download(
-            found[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
+            match[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
         raise ConfigError(_reason(error, name)) from error
