@@ -78,22 +78,22 @@ class Admission:
 
     def next_rows(self, most: int) -> Admitted:
         """The next rows that fit, up to so many, with their blocks."""
-        found = Admitted([], [], [])
+        admitted = Admitted([], [], [])
         tokens = 0
-        while self._waiting and len(found.rows) < most:
+        while self._waiting and len(admitted.rows) < most:
             row = self._waiting[0]
             arrives = row.prefix not in self._prefixes
             if arrives and tokens and tokens + len(row.prompt) > self._most_tokens:
                 break
-            if not self._take_blocks(row, found.copies):
+            if not self._take_blocks(row, admitted.copies):
                 break
             if arrives:
                 prefix = self._prefixes.get(row.prefix)
                 blocks = row.blocks if prefix is None else prefix.blocks
-                found.new.append(_New(Prompt(tokens=row.prompt, slot=row.slot, blocks=blocks), prefix))
+                admitted.new.append(_New(Prompt(tokens=row.prompt, slot=row.slot, blocks=blocks), prefix))
                 tokens += len(row.prompt)
-            found.rows.append(self._waiting.popleft())
-        return found
+            admitted.rows.append(self._waiting.popleft())
+        return admitted
 
     def last_states(self, admitted: Admitted, hidden: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""

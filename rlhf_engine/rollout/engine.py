@@ -288,8 +288,8 @@ class RolloutEngine:
         """The support of each row of a step, on the host; none of them where all rows were drawn among all words."""
         if drawn.bits is None:
             return ()
-        found = Supports.from_bits(drawn.bits, self.backbone.n_words)
-        return found.words.cpu().split(found.lengths.tolist())
+        supports = Supports.from_bits(drawn.bits, self.backbone.n_words)
+        return supports.words.cpu().split(supports.lengths.tolist())
 
     def _reason(self, row: Row, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""

@@ -221,13 +221,13 @@ def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable
     """The table of a call with so many rows of each slot, one after another."""
     starts: list[int] = []
     ends: list[int] = []
-    found: list[str | None] = []
+    segments: list[str | None] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):
-        if not found or slot != found[-1]:
+        if not segments or slot != segments[-1]:
             starts.append(end)
             ends.append(end)
-            found.append(slot)
+            segments.append(slot)
         end += length
         ends[-1] = end
-    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(found))
+    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(segments))

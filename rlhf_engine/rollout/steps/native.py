@@ -338,11 +338,10 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
     if not error_N.max() <= _TRIAL_TOLERANCE[backbone.dtype]:
         return f"its steps differ by {float(error_N.max()):.2g} of what its layers add"
     if backbone.has_lm_head:
-        expected, found = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
-        behind = expected.max(-1).values - expected.gather(1, found.argmax(-1, keepdim=True))[:, 0]
-        if (
-            behind > 2 * (found - expected).abs().max(-1).values
-        ).any():  # rounding may swap tokens that are nearly tied
+        expected, our_logits = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
+        behind = expected.max(-1).values - expected.gather(1, our_logits.argmax(-1, keepdim=True))[:, 0]
+        # rounding may swap tokens that are nearly tied
+        if (behind > 2 * (our_logits - expected).abs().max(-1).values).any():
             return "its steps choose other tokens"
     return None
 
