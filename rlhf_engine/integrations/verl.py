@@ -80,7 +80,7 @@ def ppo_policy_loss(
         weight = torch.where(mask > 0, weight * rollout_is_weights, 0.0)
     # what stands where nothing was answered may be anything
     log_ratio = torch.where(mask > 0, log_prob - old_log_prob, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    found = ppo_loss(
+    result = ppo_loss(
         log_ratio,
         torch.zeros_like(log_ratio),
         advantages,
@@ -97,7 +97,7 @@ def ppo_policy_loss(
         outside = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
         told = torch.stack([(outside * mask).sum(), -(log_ratio * mask).sum(), (beyond * mask).sum()]) / n
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return found.loss, dict(zip(names, told.tolist(), strict=True))
+    return result.loss, dict(zip(names, told.tolist(), strict=True))
 
 
 def _aggregation(
@@ -206,8 +206,8 @@ def rloo_advantage(
         scores = (token_level_rewards * response_mask).sum(-1)
         places = {name: i for i, name in enumerate(dict.fromkeys(index))}
         groups = torch.tensor([places[name] for name in index], device=scores.device)
-        found = leave_one_out(scores, groups)[:, None] * response_mask
-        return found, found
+        advantages = leave_one_out(scores, groups)[:, None] * response_mask
+        return advantages, advantages
 
 
 class FusedLogProb:
@@ -245,17 +245,17 @@ class FusedLogProb:
             hidden, vocab_weights = hidden.to(half), vocab_weights.to(half)
         if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
             temperature = temperature.detach().reshape(1).repeat(len(hidden))
-        found = linear_logprob(
+        result = linear_logprob(
             hidden,
             vocab_weights,
             input_ids.reshape(-1),
             temperature=temperature,
             outputs=("logprob", "entropy"),
         )
-        assert found.logprob is not None
-        assert found.entropy is not None
-        entropy = found.entropy.to(hidden_states.dtype)
-        return found.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
+        assert result.logprob is not None
+        assert result.entropy is not None
+        entropy = result.entropy.to(hidden_states.dtype)
+        return result.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
