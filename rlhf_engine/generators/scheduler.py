@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.generators.staleness import StalenessRule, newest_after
-from rlhf_engine.generators.transport import Drawn, Event, Joined, Lost, Transport
+from rlhf_engine.generators.transport import Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.work import WorkItem, join
 from rlhf_engine.rollout import Rollout
 
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: GeneratorTransport,
         make_items: MakeItems,
         rule: StalenessRule,
         policies: Mapping[int, Snapshot],

@@ -43,7 +43,7 @@ Hold = Callable[[Snapshot], dict[str, float]]
 """Puts a policy where the learner scores answers by it, and checks that a server draws by it; metrics by name."""
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """Answers, step by step."""
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:

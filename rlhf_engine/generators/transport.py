@@ -1,7 +1,8 @@
 """Interface that carries work items and policies to generators, and answers back.
 
-The scheduler talks to generators through a `Transport` alone, wherever they are: a thread beside the learner, processes
-on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is an event.
+The scheduler talks to generators through a `GeneratorTransport` alone, wherever they are: a thread beside the
+learner, processes on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is
+an event.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Joined:
 Event = Drawn | Lost | Joined
 
 
-class Transport(Protocol):
+class GeneratorTransport(Protocol):
     """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
 
     def publish(self, snapshot: Snapshot) -> int:

@@ -277,10 +277,10 @@ def register() -> None:
         core.register_adv_est(name)(estimator)
 
 
-class Patch:
+class VerlPatch:
     """An exchange of verl's functions for ours. A context manager that takes it back."""
 
-    _newest: Patch | None = None
+    _newest: VerlPatch | None = None
 
     def __init__(self) -> None:
         """Exchange the functions.
@@ -314,7 +314,7 @@ class Patch:
             self._before.append((module, name, getattr(module, name)))
             setattr(module, name, ours)
         registry.update(gae=served, remax=self._counted("remax", remax_advantage))
-        self._under, Patch._newest = Patch._newest, self
+        self._under, VerlPatch._newest = VerlPatch._newest, self
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -345,14 +345,14 @@ class Patch:
         """
         if self._before is None:
             return
-        if Patch._newest is not self:
+        if VerlPatch._newest is not self:
             raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
         for module, name, value in self._before:
             setattr(module, name, value)
         self._registry.update(self._estimators)
-        self._before, Patch._newest = None, self._under
+        self._before, VerlPatch._newest = None, self._under
 
-    def __enter__(self) -> Patch:
+    def __enter__(self) -> VerlPatch:
         return self
 
     def __exit__(
@@ -361,8 +361,8 @@ class Patch:
         self.undo()
 
 
-def patch() -> Patch:
-    """Serve verl's GAE, ReMax and fused log-probs, from now until `Patch.undo`.
+def patch() -> VerlPatch:
+    """Serve verl's GAE, ReMax and fused log-probs, from now until `VerlPatch.undo`.
 
     Returns:
         The exchange, a context manager that takes it back.
@@ -371,4 +371,4 @@ def patch() -> Patch:
         ConfigError: a verl without one of the functions.
         ImportError: verl is not installed.
     """
-    return Patch()
+    return VerlPatch()

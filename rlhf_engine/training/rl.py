@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.build import Connect, make_source
-from rlhf_engine.generators.sources import PastState, Source
+from rlhf_engine.generators.sources import AnswerSource, PastState
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
@@ -32,7 +32,7 @@ from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
     require_served,
 )
-from rlhf_engine.training.evaluation import Evaluation
+from rlhf_engine.training.evaluation import PolicyEvaluation
 from rlhf_engine.training.rl_inputs import load_inputs, new_state
 from rlhf_engine.training.rl_policy import RlPolicy
 from rlhf_engine.training.run import Run
@@ -113,7 +113,9 @@ class RlTrainer(Run[TrainerState]):
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
-        self.evaluation = Evaluation(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
+        self.evaluation = PolicyEvaluation(
+            self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output
+        )
         """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ class RlTrainer(Run[TrainerState]):
             stopped=stopped,
         )
 
-    def _make_source(self, resume: Path | None) -> Source:
+    def _make_source(self, resume: Path | None) -> AnswerSource:
         state = self.state
         held = {} if resume is None else load_policies(resume)
         past = PastState(

@@ -17,7 +17,7 @@ from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.build import check_sources
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.build import Server, find_server
+from rlhf_engine.rollout.build import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
 from rlhf_engine.runs.trackers import require as require_trackers
@@ -42,7 +42,7 @@ class RlInputs:
     """Held-out prompts."""
     reports: dict[str, Report]
     """Report on the rows of each source, by the option that names it."""
-    server: Server | None
+    server: RolloutServer | None
     """Server that draws answers; None where this process does."""
 
     def all_prompts(self) -> list[list[int]]:

@@ -33,7 +33,7 @@ class Prompt:
     blocks: list[int]
 
 
-class Step(ABC):
+class RolloutStep(ABC):
     """Runs rows through a backbone."""
 
     name: str
@@ -63,7 +63,7 @@ class Step(ABC):
         return drawn
 
 
-class TransformersStep(Step):
+class TransformersStep(RolloutStep):
     """Steps through the model's own forward: prompts packed, then one token per row."""
 
     name = "transformers"
