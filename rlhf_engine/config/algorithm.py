@@ -20,7 +20,7 @@ class AlgorithmFacts:
     """Facts about an algorithm for options and loops. Its module writes them as literals, see `ALGORITHMS`."""
 
     summary: str
-    """For --help."""
+    """Line for --help."""
     reads: tuple[str, ...]
     """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
     generations: int = 4

@@ -74,7 +74,7 @@ def with_options(row: R, options: RowOptions | None) -> R:
 
 
 def _is_taskmaster(columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None) -> bool:
-    """Whether most rows have the columns of the published rewards, and are wanted as what these can be."""
+    """Whether most rows have the columns of the published rewards, and one of `kinds` can be made of them."""
     published = sum(n for names, n in columns.items() if names >= COLUMNS)
     wanted = "unpaired_preference" in kinds or "prompt_only" in kinds
     return 2 * published > columns.total() and wanted and group_column in (None, "conversation_id")

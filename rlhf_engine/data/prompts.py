@@ -23,7 +23,7 @@ class PromptSet:
     rows: list[Row]
     """Rows that the prompts come from."""
     prompts: list[str]
-    """As text that the model reads: of messages, what the chat template makes of them. Without what was cut."""
+    """Text that the model reads, without what was cut; messages as the chat template writes them."""
     ids: list[list[int]]
     """Token ids of the prompts."""
 

@@ -32,9 +32,9 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    """Of this rank; None where a process is alone and takes the device that it is told."""
+    """Device of this rank; None where a process is alone and takes the device that it is told."""
     _before_exchange: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
-    """What this rank does before each exchange, see `while_waiting`."""
+    """Called by this rank before each exchange, see `while_waiting`."""
 
     @classmethod
     def from_environment(cls, device: str = "auto", *, timeout: float) -> World:
@@ -185,7 +185,7 @@ class World:
 
 ALONE = World()
 _OF_GLOO = re.compile(r"\bgloo\b")
-"""In its messages alone: torch gives them no class."""
+"""Words of gloo's errors, which have no class of their own in torch."""
 
 
 def share(n: int, rank: int, size: int) -> range:

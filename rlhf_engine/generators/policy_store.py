@@ -24,7 +24,7 @@ class Snapshot:
     version: int
     """Updates of the policy before it."""
     tensors: Mapping[str, torch.Tensor]
-    """By the names of the slot's parameters."""
+    """Tensors by the names of the slot's parameters."""
     ready: torch.cuda.Event | None = None
     """Passed when the tensors are there, where a device works behind the host's back."""
 

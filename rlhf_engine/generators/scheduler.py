@@ -31,11 +31,11 @@ class Taken(NamedTuple):
 
     rollout: Rollout
     wait_seconds: float
-    """That the learner had to wait."""
+    """Seconds that the learner had to wait."""
     ready: int
     """Steps beyond whose answers are there."""
     busy_seconds: float
-    """That all generators have been at work, since the first began."""
+    """Seconds that all generators have been at work, since the first began."""
 
 
 class Scheduler:

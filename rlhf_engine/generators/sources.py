@@ -29,7 +29,7 @@ from rlhf_engine.rollout.backend import Rollouts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PastState:
-    """State in a checkpoint that lets a run go on with the answers that it would have had."""
+    """Past policies and unfinished draws in a checkpoint, so that a resumed run draws the same answers."""
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
     """Steps done → the policy after them, the present one and those that may still be needed."""
@@ -109,7 +109,7 @@ class PolicyTracker:
         self.present = take(self._slot, version)
         known = {snapshot.version: snapshot for snapshot in past.policies.values()} | {version: self.present}
         self.after = {steps: known[snapshot.version] for steps, snapshot in past.policies.items()}
-        """By steps done, of when the run was taken up."""
+        """Policies by steps done, from when the run was taken up."""
         self.after[done] = self.present
 
     def now(self, version: int) -> Snapshot:
@@ -217,7 +217,7 @@ class Concurrent:
         self._drawn_by = dict(drawn_by)
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
-        """When the answers before were taken, and how long generators had been at work by then."""
+        """Time at which the answers before were taken, and how long generators had been at work by then."""
         for snapshot in self._policies.values():
             store.add(snapshot)
 

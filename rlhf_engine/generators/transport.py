@@ -29,7 +29,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lost:
-    """A generator is no more; its work item, if it had one, is nobody's."""
+    """A generator has ended; its work item, if it had one, has to be drawn by another."""
 
     worker: str
     """Name of the generator."""

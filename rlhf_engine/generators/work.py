@@ -30,7 +30,7 @@ class WorkItem:
     """Number of the share among those of the step, from 0."""
     n_shares: int
     version: int
-    """Of the policy that is to draw them."""
+    """Version of the policy that is to draw them."""
     prompts: PromptBatch
     sampling: SamplingConfig
 

@@ -45,7 +45,7 @@ class Worker:
         self._score, self._hurry = score, hurry
         self._held: Snapshot | None = None
         self.beat = time.monotonic()
-        """When it last was seen at work."""
+        """Time at which it was last seen at work."""
 
     def __call__(self, item: WorkItem) -> Rollout:
         """The answers of a work item. Raises StoppedError once `stopped`, and what drawing raises."""

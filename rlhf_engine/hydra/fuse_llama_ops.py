@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rlhf_engine.hydra.eager import is_eager
 
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
-"""What a trial may end in, of a class that wants attributes or arguments of its own."""
+"""Errors of a trial with a class that wants attributes or arguments of its own."""
 _ROTARY = "apply_rotary_pos_emb"
 """Name of the function that turns queries and keys, in the modelling files."""
 

@@ -69,7 +69,7 @@ class Sequences:
     lengths: tuple[int, ...]
     device: torch.device
     parents: tuple[int, ...] | None = None
-    """For each sequence the number of the one whose keys come before its own, −1 for none; None: none has one."""
+    """Parent of each sequence, whose keys come before its own, by its number; −1: none. None: no sequence has one."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """FlexAttention's block masks by window, made once for all layers."""
 

@@ -38,7 +38,7 @@ _MEGATRON = "verl.models.mcore."
 """Modules that hold the function of _TRITON from when they were imported."""
 _ESTIMATORS = "ADV_ESTIMATOR_REGISTRY"
 _MAX_LOG_RATIO = 20.0
-"""Where verl clamps log-ratios, as far as which it has gradients."""
+"""Bound at which verl clamps log-ratios; it has gradients up to there."""
 
 
 def ppo_policy_loss(

@@ -139,7 +139,7 @@ class AdamW:
         for p in half.values():
             p.grad_dtype = gradient_dtype(optim, p.dtype)
         self._stepped = {name: self._float32.get(name, p) for name, p in self.parameters.items()}
-        """By name, what the inner optimizer steps: the parameter or its float32 weights."""
+        """Parameters, or their float32 weights, that the inner optimizer steps, by name."""
         own = [{"params": [self._stepped[name] for name in group]} for group in groups]
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._inner: torch.optim.Optimizer

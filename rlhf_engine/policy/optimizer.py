@@ -70,7 +70,7 @@ class RoleOptimizer:
         self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
         """Shares that this rank steps, and the parameters of which they are."""
         self._gathered: dict[str, torch.Tensor] | None = None
-        """What `state_tensors` returns within `whole`."""
+        """Tensors that `state_tensors` returns within `whole`."""
         taken: set[int] = set()
         for role in learning_rates:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}

@@ -182,7 +182,7 @@ class LiveRows:
     def _settle(self) -> None:
         """Compute the longest row, the slot table and the draw groups of the rows that are here."""
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
-        """At least the most tokens that a row has in the cache."""
+        """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self._groups = self.draw_groups(self.rows)
 

@@ -67,7 +67,7 @@ class TrainerState:
     seed: int
     """Seed that every random number of the run is a function of."""
     algorithm: str | None = None
-    """That trains the policy; None in checkpoints written before it was recorded."""
+    """Algorithm that trains the policy; None in checkpoints written before it was recorded."""
     samples: int
     """Answers generated so far; the next one gets this id."""
     policy_version: int

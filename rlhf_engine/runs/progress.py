@@ -48,7 +48,7 @@ def how_long(seconds: float, steps: int, which: str = "the") -> str:
 
 
 class _Console(Console):
-    """One that a run outlives: whoever read it may have gone, as `| tee` goes with Ctrl-C."""
+    """A console whose closed output does not end the run, as when Ctrl-C ends a `| tee`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

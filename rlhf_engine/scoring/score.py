@@ -19,7 +19,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
 
 CHECKED_EVERY = 8
-"""In exact mode one in so many answers is scored by the policy that drew it; others keep the log-probs of the rollout.
+"""One in so many answers is scored in exact mode by the policy that drew it; others keep the rollout's log-probs.
 """
 
 

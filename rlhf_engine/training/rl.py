@@ -93,7 +93,6 @@ class RlTrainer(Run[TrainerState]):
         self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
 
     def _prepare(self, model: HydraModel) -> None:
-        """Build what works on the model."""
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))

@@ -54,13 +54,7 @@ OnStep = Callable[[int, dict[str, Any]], None]
 class Run(ABC, Generic[State]):
     """A training run in an output folder. A subclass's constructor finds everything that can be wrong with the request.
 
-    Attributes that a subclass sets:
-        config: options of the command.
-        output: the output folder.
-        policy: what is trained.
-        total_steps: number of steps after which the run is done.
-        reports: what became of the rows of each source, by the option that names it.
-        world: the ranks of the run, of which this process is one.
+    A subclass sets the first six attributes.
     """
 
     config: TrainingOptions
@@ -68,6 +62,7 @@ class Run(ABC, Generic[State]):
     policy: Policy[State]
     total_steps: int
     reports: dict[str, Report]
+    """Rows read, left out and cut, by the option that names their source."""
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Makes the block of `whole_base`."""
@@ -353,16 +348,15 @@ class SupervisedRun(Run[State]):
 
     Several ranks share out the rows of a step, and sum gradients and metrics.
 
-    Attributes that a subclass sets in `load`, beside `reports` and `total_steps`:
-        rows: what is trained on.
-        start: counters of a run that begins.
-        resume: the checkpoint to go on from; None: begin.
+    A subclass sets `rows`, `start`, `resume`, `reports` and `total_steps` in `load`.
     """
 
     config: SupervisedOptions
     rows: Sequence[Any]
     start: State
+    """Counters of a run that begins."""
     resume: Path | None
+    """Checkpoint to go on from; None: begin."""
 
     def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
         """Find everything that can be wrong with the request; RankError is such an error on another rank."""

@@ -203,7 +203,7 @@ class SftState:
     rows: str
     """A digest of the rows."""
     rows_per_step: int | None = None
-    """By which the place in the data is found again; None in checkpoints written before it was recorded."""
+    """Rows of a step, by which the place in the data is found again; None in older checkpoints."""
 
 
 class SftTrainer(SupervisedRun[SftState]):

@@ -36,7 +36,7 @@ class Room(NamedTuple):
     cpus: int
     gpus: float
     threads: int | None
-    """Of the CPU; None: as many as torch takes."""
+    """Threads of the CPU; None: as many as torch takes."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,16 +50,16 @@ class _Worker:
     owed: set[int] = field(default_factory=set)
     """Versions that it was sent and has not acknowledged."""
     seen: float = field(default_factory=time.monotonic)
-    """When it was last known to be at work, or began to be."""
+    """Time at which it was last known to be at work, or began to be."""
     ask_at: float = 0.0
-    """When to ask next whether it is at work; never while it has not answered."""
+    """Time to ask next whether it is at work; never while it has not answered."""
 
 
 class _Sent(NamedTuple):
     digest: str
     n_bytes: int
     ref: Any
-    """Of the bytes in Ray's store."""
+    """Reference to the bytes in Ray's store."""
 
 
 class RayTransport:

@@ -118,7 +118,7 @@ class PerlRewardTrainer(RewardTrainer):
             **options,
         )
         self.fusion: Fusion | None = None
-        """Of the layers of a PeftModel; None where everything is trained."""
+        """Fused layers of a PeftModel; None where everything is trained."""
         unwrapped = self.accelerator.unwrap_model(self.model)
         if isinstance(unwrapped, PeftModel):
             self.fusion = fuse_lora(unwrapped)

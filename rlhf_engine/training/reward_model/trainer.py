@@ -71,7 +71,7 @@ class RewardState:
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
     rows_per_step: int | None = None
-    """By which the place in the data is found again; None likewise."""
+    """Rows of a step, by which the place in the data is found again; None likewise."""
 
 
 _GROUPS_TO_REPORT = 200
@@ -331,7 +331,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return labels.examples
 
     def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
-        """Tokenized rows of a data file."""
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         context = read_context_length(config.model_name_or_path)
