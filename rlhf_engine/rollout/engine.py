@@ -37,7 +37,7 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.rows import LiveRows, RolloutRow
+from rlhf_engine.rollout.rows import AnswerRow, LiveRows
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
@@ -241,7 +241,7 @@ class RolloutEngine:
         self.stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
         return self._step.prefill(prompts)
 
-    def _start(self, rows: list[RolloutRow], hidden: torch.Tensor) -> list[Answer]:
+    def _start(self, rows: list[AnswerRow], hidden: torch.Tensor) -> list[Answer]:
         """First tokens of rows whose prompts are in the cache."""
         live, first = self._live, len(self._live)
         live.append(rows)
@@ -291,7 +291,7 @@ class RolloutEngine:
         supports = Supports.from_bits(drawn.bits, self.backbone.n_words)
         return supports.words.cpu().split(supports.lengths.tolist())
 
-    def _reason(self, row: RolloutRow, token: int) -> FinishReason | None:
+    def _reason(self, row: AnswerRow, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""
         if token in self._eos:
             return "eos"
@@ -299,7 +299,7 @@ class RolloutEngine:
             return "stop"
         return "length" if len(row.tokens) >= row.sampling.max_completion_length else None
 
-    def _finish(self, row: RolloutRow, reason: FinishReason) -> Answer:
+    def _finish(self, row: AnswerRow, reason: FinishReason) -> Answer:
         self._admission.release(row)
         self.stats.tokens += len(row.tokens)
         n, supports = len(row.tokens), None
@@ -406,8 +406,8 @@ def _one_backbone(model: HydraModel, requests: Sequence[Request]) -> str:
     return next(iter(names))
 
 
-def _row(model: HydraModel, index: int, request: Request, sampling: SamplingConfig) -> RolloutRow:
-    return RolloutRow(
+def _row(model: HydraModel, index: int, request: Request, sampling: SamplingConfig) -> AnswerRow:
+    return AnswerRow(
         index=index,
         prompt=request.prompt,
         slot=model.roles[request.role].slot,

@@ -18,7 +18,7 @@ from rlhf_engine.rollout.request import SamplingConfig
 
 
 @dataclass(eq=False)
-class RolloutRow:
+class AnswerRow:
     """One answer, waiting or being written."""
 
     index: int
@@ -138,7 +138,7 @@ class LiveRows:
         self, device: torch.device, table_columns: int, slots: Sequence[str], head_slots: frozenset[str]
     ) -> None:
         """slots: those that rows may carry. head_slots: slots with LoRA on the LM head."""
-        self.rows: list[RolloutRow] = []
+        self.rows: list[AnswerRow] = []
         self.state = RowState.idle(0, table_columns, device)
         self._device = device
         self._columns = table_columns
@@ -149,7 +149,7 @@ class LiveRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def append(self, rows: Sequence[RolloutRow]) -> None:
+    def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         device = self._device
         tables = [row.blocks + [0] * (self._columns - len(row.blocks)) for row in rows]
@@ -192,7 +192,7 @@ class LiveRows:
             self._groups = self.draw_groups(self.rows, ahead)
         return self._groups
 
-    def draw_groups(self, rows: Sequence[RolloutRow], ahead: int = 0) -> list[SampleGroup]:
+    def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
         """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
         members: dict[tuple[str | None, int | None, float | None, float | None, bool], list[int]] = {}
         for i, row in enumerate(rows):

@@ -73,10 +73,8 @@ def _function_of(spec: str) -> str:
     """A hint at the last function of a file that was given without one."""
     if not spec.endswith(".py") or not Path(spec).is_file():
         return ""
-    functions = re.findall(
-        r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-    )
-    return f"; did you mean '{spec}:{functions[-1]}'?" if functions else ""
+    names = re.findall(r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return f"; did you mean '{spec}:{names[-1]}'?" if names else ""
 
 
 def reward_name(function: RewardFunction) -> str:

@@ -41,7 +41,7 @@ class Answers:
     """Values that reward functions logged, by metric."""
 
 
-class PolicyEvaluation:
+class Evaluator:
     """Answers of the present policy, outside of its training; each rank answers a share of the held-out prompts.
 
     `sampling` makes options by seed. Within `whole_base` each rank calls the model at its own pace.

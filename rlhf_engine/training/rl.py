@@ -32,7 +32,7 @@ from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
     require_served,
 )
-from rlhf_engine.training.evaluation import PolicyEvaluation
+from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.rl_inputs import load_inputs, new_state
 from rlhf_engine.training.rl_policy import RlPolicy
 from rlhf_engine.training.run import Run
@@ -112,9 +112,7 @@ class RlTrainer(Run[TrainerState]):
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
-        self.evaluation = PolicyEvaluation(
-            self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output
-        )
+        self.evaluation = Evaluator(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
         """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------

@@ -274,16 +274,14 @@ class _Minibatch:
             measured, results = Measured(), []
             for group in [terms] if together else [[term] for term in terms]:
                 outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
-                group_results = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
-                loss = torch.stack(
-                    [term.weight * out.loss for term, out in zip(group, group_results, strict=True)]
-                ).sum()
+                outs = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
+                loss = torch.stack([term.weight * out.loss for term, out in zip(group, outs, strict=True)]).sum()
                 (times * loss).backward()
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 for output in outputs:
                     if isinstance(output, _Watched):
                         measured.add(Measured(sums=output.squares))
-                results.extend(group_results)
+                results.extend(outs)
             for role in self.algorithm.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None
