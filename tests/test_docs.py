@@ -35,7 +35,6 @@ from tests.conftest import build
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-SCALING = ROOT / "docs" / "scaling.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
@@ -43,29 +42,13 @@ GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "conc
 WORKED = GUIDES / "add-an-op.md"
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
-COMMANDS += [
-    CONCEPTS / "memory.md",
-    *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model")),
-    ROOT / "docs" / "vllm.md",
-]
+COMMANDS += [CONCEPTS / "memory.md", *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model"))]
 # pages of the site that are held to short lines and sentences; the others are older
 PLAIN = [
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in (
-            "index",
-            "install",
-            "quickstart",
-            "faq",
-            "benchmarks",
-            "status",
-            "cpus",
-            "trl",
-            "scaling",
-            "vllm",
-            "peers",
-        )
+        for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "recipes")
     ),
 ]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
@@ -74,11 +57,6 @@ TO_BE_FILLED |= {"bench-table", "/bench-table"}
 # bench/tables/doc_tables.py fills these; tests/bench/test_bench.py compares
 for page in GUIDES.glob("*.md"):
     TO_BE_FILLED |= set(re.findall(r"<!-- (/?table(?:: \S+)?) -->", page.read_text(encoding="utf-8")))
-# bench/scaling/page.py fills these; tests/bench/test_scaling.py compares
-TO_BE_FILLED |= set(
-    re.findall(r"<!-- (/?scaling-[a-z]+) -->", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"))
-)
-
 ABSOLUTE = re.compile(r"(?<![\w.:/)\]>~-])(?:~?/|[A-Z]:\\)[\w.-]{2,}")
 
 each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: f"{doc.parent.name}-{doc.stem}")
@@ -484,7 +462,7 @@ def test_sentences_are_found():
 
 def test_the_server_of_the_vllm_page_serves_its_run_from_an_environment_of_its_own():
     """Without --dtype vLLM serves a float32 base in bf16, which the run refuses; its pins are not the trainer's."""
-    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    page = (GUIDES / "asynchronous.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^\S* ?(\S*/vllm serve (?:.*\\\n)*.*)", page, re.MULTILINE)
     assert command.startswith("vllm-env/bin/vllm serve")
     for row in re.findall(r"^\| `((?:dtype|enable-lora|max-lora-rank|logprobs-mode)[^`]*)`", page, re.MULTILINE):
