@@ -39,7 +39,6 @@ NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
 GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials"))
-WORKED = GUIDES / "add-an-op.md"
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [CONCEPTS / "memory.md", *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model"))]
@@ -107,8 +106,8 @@ def model(tmp_path_factory) -> Path:
 SNIPPETS = [
     (f"{doc.parent.name}-{doc.stem}", i, code)
     for doc in DOCS
-    # blocks of a tutorial run one after another, below; those of the worked op in test_worked_op.py
-    if doc.parent != TUTORIALS and doc != WORKED
+    # blocks of a tutorial run one after another, below
+    if doc.parent != TUTORIALS
     for i, code in enumerate(blocks(doc, "python"))
 ]
 
