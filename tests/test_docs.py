@@ -420,11 +420,14 @@ def test_absolute_paths_are_found_and_others_are_not():
 
 
 @pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
-def test_notes_are_dated_and_short(note):
+def test_notes_are_dated_short_and_say_whether_they_hold(note):
     date = re.fullmatch(r"(\d{4}-\d\d-\d\d)-[a-z0-9-]+", note.stem)
     assert date is not None, "expected a name like 2026-11-20-what-was-chosen.md"
     text = note.read_text(encoding="utf-8")
     assert text.startswith("# ")
+    status = text.splitlines()[2]
+    assert re.fullmatch(r"Status: (holds|(superseded by|holds in part; see) \[[^\]]+\]\(\S+\))\.", status), status
+    text = text.replace(f"{status}\n\n", "", 1)
     assert text.splitlines()[2].startswith(date[1])
     assert "**Choice.**" in text
     if date[1] < "2026-11-25":  # older ones were capped by lines
