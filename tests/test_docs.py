@@ -38,7 +38,7 @@ README = ROOT / "README.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
-GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials"))
+GUIDES, CONCEPTS, TUTORIALS, WHY = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials", "why"))
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [CONCEPTS / "memory.md", *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model"))]
@@ -50,7 +50,7 @@ PLAIN = [
         for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "recipes")
     ),
 ]
-PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
+PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md"), *WHY.glob("*.md")])
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
 # bench/tables/doc_tables.py fills these; tests/bench/test_bench.py compares
