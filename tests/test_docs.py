@@ -35,50 +35,27 @@ from tests.conftest import build
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-SCALING = ROOT / "docs" / "scaling.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
 DOCS = [README, *PAGES, *NOTES]
-GUIDES, CONCEPTS, TUTORIALS = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials"))
-WORKED = GUIDES / "add-an-op.md"
+GUIDES, CONCEPTS, TUTORIALS, WHY = (ROOT / "docs" / name for name in ("guides", "concepts", "tutorials", "why"))
 # pages whose commands lead from one to the next, in the order in which they are read
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
-COMMANDS += [
-    CONCEPTS / "memory.md",
-    *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model")),
-    ROOT / "docs" / "vllm.md",
-]
+COMMANDS += [CONCEPTS / "memory.md", *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model"))]
 # pages of the site that are held to short lines and sentences; the others are older
 PLAIN = [
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in (
-            "index",
-            "install",
-            "quickstart",
-            "faq",
-            "benchmarks",
-            "status",
-            "cpus",
-            "trl",
-            "scaling",
-            "vllm",
-            "peers",
-        )
+        for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "recipes")
     ),
 ]
-PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md")])
+PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md"), *WHY.glob("*.md")])
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
 # bench/tables/doc_tables.py fills these; tests/bench/test_bench.py compares
 for page in GUIDES.glob("*.md"):
     TO_BE_FILLED |= set(re.findall(r"<!-- (/?table(?:: \S+)?) -->", page.read_text(encoding="utf-8")))
-# bench/scaling/page.py fills these; tests/bench/test_scaling.py compares
-TO_BE_FILLED |= set(
-    re.findall(r"<!-- (/?scaling-[a-z]+) -->", (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"))
-)
-
 ABSOLUTE = re.compile(r"(?<![\w.:/)\]>~-])(?:~?/|[A-Z]:\\)[\w.-]{2,}")
 
 each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: f"{doc.parent.name}-{doc.stem}")
@@ -129,8 +106,8 @@ def model(tmp_path_factory) -> Path:
 SNIPPETS = [
     (f"{doc.parent.name}-{doc.stem}", i, code)
     for doc in DOCS
-    # blocks of a tutorial run one after another, below; those of the worked op in test_worked_op.py
-    if doc.parent != TUTORIALS and doc != WORKED
+    # blocks of a tutorial run one after another, below
+    if doc.parent != TUTORIALS
     for i, code in enumerate(blocks(doc, "python"))
 ]
 
@@ -443,11 +420,14 @@ def test_absolute_paths_are_found_and_others_are_not():
 
 
 @pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
-def test_notes_are_dated_and_short(note):
+def test_notes_are_dated_short_and_say_whether_they_hold(note):
     date = re.fullmatch(r"(\d{4}-\d\d-\d\d)-[a-z0-9-]+", note.stem)
     assert date is not None, "expected a name like 2026-11-20-what-was-chosen.md"
     text = note.read_text(encoding="utf-8")
     assert text.startswith("# ")
+    status = text.splitlines()[2]
+    assert re.fullmatch(r"Status: (holds|(superseded by|holds in part; see) \[[^\]]+\]\(\S+\))\.", status), status
+    text = text.replace(f"{status}\n\n", "", 1)
     assert text.splitlines()[2].startswith(date[1])
     assert "**Choice.**" in text
     if date[1] < "2026-11-25":  # older ones were capped by lines
@@ -484,7 +464,7 @@ def test_sentences_are_found():
 
 def test_the_server_of_the_vllm_page_serves_its_run_from_an_environment_of_its_own():
     """Without --dtype vLLM serves a float32 base in bf16, which the run refuses; its pins are not the trainer's."""
-    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    page = (GUIDES / "asynchronous.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^\S* ?(\S*/vllm serve (?:.*\\\n)*.*)", page, re.MULTILINE)
     assert command.startswith("vllm-env/bin/vllm serve")
     for row in re.findall(r"^\| `((?:dtype|enable-lora|max-lora-rank|logprobs-mode)[^`]*)`", page, re.MULTILINE):

@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 442,
+    "CHANGELOG.md: lines": 60,
     "bench: lines": 14054,
     "csrc: lines": 12059,
     "docs: words of notes": 62361,
-    "docs: words of pages": 45821,
+    "docs: words of pages": 31000,
     "engine: arrows between rooms": 143,
     "engine: files": 242,
     "engine: lines of code": 23286,
