@@ -12,6 +12,7 @@ Every slot is loaded back through PEFT, on a model of the same class whose weigh
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import tempfile
@@ -19,7 +20,6 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _EXACT = (torch.float32, torch.float64)
 """dtypes of weights that a LoRA may be added to without being rounded away."""
-_loaded_back: WeakKeyDictionary[AdapterSlot, list[str]] = WeakKeyDictionary()
-"""Slots that PEFT has loaded back as they are, each with its linears that are written as parameters."""
+_loaded_back: dict[tuple[Any, ...], list[str]] = {}
+"""Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are; see `_kind_of`."""
 
 
 def save_slot(
@@ -65,27 +65,40 @@ def save_slot(
     """
     slot = backbone.slot(name)
     if score is None:
-        require_exportable(backbone, name)
-        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=_loaded_back[slot])
+        as_parameters = require_exportable(backbone, name)
+        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=as_parameters)
     else:
         _write_and_load_back(backbone, slot, folder, base_name=base_name, score=score)
     record = {"base_hash": backbone.base_hash(), "decoder_hash": backbone.decoder_hash(), "slot": name}
     (Path(folder) / ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def require_exportable(backbone: Backbone, name: str) -> None:
+def require_exportable(backbone: Backbone, name: str) -> list[str]:
     """Raise ValueError for a slot that `save_slot` would refuse, before anything is trained.
 
-    Names, shapes, options and the base decide what PEFT loads, and a slot keeps them. So each slot is tried once.
+    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried.
+
+    Returns:
+        Linears of the slot that are written as parameters.
     """
     slot = backbone.slot(name)
-    if slot not in _loaded_back:
+    kind = _kind_of(backbone, slot)
+    if kind not in _loaded_back:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _loaded_back[slot] = _write_and_load_back(backbone, slot, folder)
+                _loaded_back[kind] = _write_and_load_back(backbone, slot, folder)
         except (OSError, SafetensorError) as error:  # a full disk
             place = os.environ.get("TMPDIR", "the system's")
             raise ConfigError(f"TMPDIR: expected a folder that can be written, got {place}: {error}") from error
+    return _loaded_back[kind]
+
+
+def _kind_of(backbone: Backbone, slot: AdapterSlot) -> tuple[Any, ...]:
+    """All that decides what PEFT makes of a slot, but for its weights and its name."""
+    model = backbone.model
+    base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
+    shapes = tuple((path, pair.A.shape, pair.B.shape, pair.A.dtype) for path, pair in slot.items())
+    return (*base, dataclasses.replace(slot.config, init_from=None), shapes)
 
 
 def _write_and_load_back(
