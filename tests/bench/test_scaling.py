@@ -37,6 +37,7 @@ def test_the_page_is_what_the_script_makes(bench, capsys):
     assert bench.page.main(["--check"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "said"),
     [("PAGE", "46 to 48"), ("PAGE", "1.5 GB/s"), ("GUIDE", "13.5 GB"), ("NOTE", "160 MB")],
