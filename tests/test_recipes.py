@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -30,11 +30,11 @@ def runner(monkeypatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def run(argv: list[str], stdout: int | None) -> subprocess.CompletedProcess[bytes]:
+    def run(argv: list[str], stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
         assert argv[:3] == [sys.executable, "-m", "rlhf_engine"]
         return subprocess.CompletedProcess(argv, main(argv[3:]))
 
-    monkeypatch.setattr(module.subprocess, "run", run)
+    module.subprocess = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
     return module
 
 

@@ -337,13 +337,17 @@ ORDER = (
 
 
 @needs_native
-def test_sets_rise_and_the_best_is_used(monkeypatch):
+def test_sets_rise():
     sets = native.isas()
     assert sets == ORDER[: len(sets)]
-    with native.use_isa("portable"):  # which puts back what was in use
-        monkeypatch.setenv("RLHF_ENGINE_ISA", "")
-        native._load()
-        assert native.isa() == sets[-1]
+
+
+@needs_native
+@pytest.mark.long
+def test_a_process_that_is_held_to_no_set_uses_the_best():
+    code = "from rlhf_kernels.runtime import native; print(native.isa(), *native.isas())"
+    sets = native.isas()
+    assert native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="").split() == [sets[-1], *sets]
 
 
 @needs_native
