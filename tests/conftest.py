@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -237,6 +238,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow = "device" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, NOT_UNIT))
         if is_unit(item.path) and not slow:
             item.add_marker(pytest.mark.unit)
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later `gc.collect()`, which each of TRL's trainers calls, all that collection has made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
