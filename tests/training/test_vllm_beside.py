@@ -89,7 +89,7 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
             if done.wait(0.01):
                 return
         server.healthy = False
-        done.wait(0.5)
+        done.wait(0.1)
         server.adapters.clear()
         server.answers_left = None
         server.healthy = True
