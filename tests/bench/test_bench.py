@@ -341,7 +341,7 @@ def tiny_sizes(monkeypatch):
 def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, capsys):
     lines, out = tmp_path / "lines.jsonl", tmp_path / "out"
     argv = ["bench", "lora", "--quick", "--device", "cpu", "--dtype", "fp32", "--json", str(lines), "--out", str(out)]
-    argv += ["--case", "decode"]
+    argv += ["--case", "4x16x24_r16"]
     assert main(argv) == 0
     captured = capsys.readouterr()
     records = [json.loads(line) for line in lines.read_text().splitlines()]

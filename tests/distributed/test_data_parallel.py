@@ -183,7 +183,7 @@ def chosen(request: pytest.FixtureRequest, test: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def both(request, model, tmp_path_factory) -> Path:
-    """The folder of what two processes have left of all jobs, in the last of which one process has too little memory."""
+    """The folder of what two processes have left of all jobs, in the last of which one has too little memory."""
     folder = tmp_path_factory.mktemp("both")
     always = chosen(request, "test_a_base_that_is_never_whole_changes_no_bit")
     sharded = chosen(request, "test_a_sharded_base_changes_no_bit") | always
