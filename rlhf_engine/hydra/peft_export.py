@@ -12,7 +12,6 @@ Every slot is loaded back through PEFT, on a model of the same class whose weigh
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 import tempfile
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 _EXACT = (torch.float32, torch.float64)
 """dtypes of weights that a LoRA may be added to without being rounded away."""
 _loaded_back: dict[tuple[Any, ...], list[str]] = {}
-"""Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are; see `_kind_of`."""
+"""Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are."""
 
 
 def save_slot(
@@ -65,8 +64,8 @@ def save_slot(
     """
     slot = backbone.slot(name)
     if score is None:
-        as_parameters = require_exportable(backbone, name)
-        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=as_parameters)
+        by_parameter = require_exportable(backbone, name)
+        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=by_parameter)
     else:
         _write_and_load_back(backbone, slot, folder, base_name=base_name, score=score)
     record = {"base_hash": backbone.base_hash(), "decoder_hash": backbone.decoder_hash(), "slot": name}
@@ -74,15 +73,13 @@ def save_slot(
 
 
 def require_exportable(backbone: Backbone, name: str) -> list[str]:
-    """Raise ValueError for a slot that `save_slot` would refuse, before anything is trained.
+    """Linears of a slot that are written as parameters. Raises ValueError for a slot that `save_slot` would refuse.
 
-    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried.
-
-    Returns:
-        Linears of the slot that are written as parameters.
+    Names, options and the base decide what PEFT loads. So one slot of a kind is tried, before anything is trained.
     """
-    slot = backbone.slot(name)
-    kind = _kind_of(backbone, slot)
+    slot, model = backbone.slot(name), backbone.model
+    base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
+    kind = (*base, slot.config, slot.paths)
     if kind not in _loaded_back:
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -91,14 +88,6 @@ def require_exportable(backbone: Backbone, name: str) -> list[str]:
             place = os.environ.get("TMPDIR", "the system's")
             raise ConfigError(f"TMPDIR: expected a folder that can be written, got {place}: {error}") from error
     return _loaded_back[kind]
-
-
-def _kind_of(backbone: Backbone, slot: AdapterSlot) -> tuple[Any, ...]:
-    """All that decides what PEFT makes of a slot, but for its weights and its name."""
-    model = backbone.model
-    base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
-    shapes = tuple((path, pair.A.shape, pair.B.shape, pair.A.dtype) for path, pair in slot.items())
-    return (*base, dataclasses.replace(slot.config, init_from=None), shapes)
 
 
 def _write_and_load_back(

@@ -341,28 +341,28 @@ def tiny_sizes(monkeypatch):
 def test_the_command_writes_records_a_plot_and_a_table(tiny_sizes, tmp_path, capsys):
     lines, out = tmp_path / "lines.jsonl", tmp_path / "out"
     argv = ["bench", "lora", "--quick", "--device", "cpu", "--dtype", "fp32", "--json", str(lines), "--out", str(out)]
-    argv += ["--case", "4x16x24_r16"]
+    argv += ["--case", "32x16x24_r4"]
     assert main(argv) == 0
     captured = capsys.readouterr()
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert lines.read_text() == (out / "results.jsonl").read_text()
-    shown = {"decode_mixed/4x16x24_r16", "decode_single/4x16x24_r16"}
+    shown = {"mixed/32x16x24_r4", "single/32x16x24_r4"}
     assert {record["case"] for record in records} == shown
     for record in records:
         assert tuple(record)[: len(KEYS)] == KEYS
         assert (record["op"], record["dtype"], record["rounds"], record["peak_bytes"]) == ("lora", "float32", 5, 1024)
         assert record["order"][0].startswith("floor: ")
-        assert (record["kernels"], record["shape"]) == (["lora_decode"], [24, 16])
+        assert (record["kernels"], record["shape"]) == (["lora"], [24, 16])
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "error / bound" in captured.out
-    assert "decode_single/4x16x24_r16:" in captured.out, "eighty columns are enough for every name"
+    assert "single/32x16x24_r4:" in captured.out, "eighty columns are enough for every name"
     assert re.search(r"│ reference +│", captured.out)
     assert "not measured: torch.compile(eager per lane): left out by --quick" in captured.out
     assert "bench 2/2" in captured.err
     argv = argv[: argv.index("--out")]
-    assert main([*argv, "--case", "single/32x16x24_r4", "--exact"]) == 0
+    assert main([*argv, "--case", "decode_mixed", "--exact"]) == 0
     again = [json.loads(line)["case"] for line in lines.read_text().splitlines()[len(records) :]]
-    assert set(again) == {"single/32x16x24_r4"}, "appended, one case only"
+    assert set(again) == {"decode_mixed/4x16x24_r16"}, "appended, one case only"
     exact = [json.loads(line)["exact"] for line in lines.read_text().splitlines()]
     assert exact[0] is False
     assert exact[-1] is True

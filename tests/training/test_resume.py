@@ -452,8 +452,8 @@ def test_a_signal_ends_the_command_with_a_checkpoint(model, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(train_config(model, tmp_path / "run", **options).to_yaml())
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 128 + signal.SIGINT
     assert "--resume_from_checkpoint auto goes on" in capsys.readouterr().err
-    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
-    assert steps_logged(tmp_path / "run") == 2
+    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    assert steps_logged(tmp_path / "run") == 1
 
 
 @pytest.mark.long
