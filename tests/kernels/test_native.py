@@ -337,22 +337,17 @@ ORDER = (
 
 
 @needs_native
-def test_sets_rise():
+@pytest.mark.long  # the next test does the same in this process
+def test_sets_rise_and_the_best_is_used():
     sets = native.isas()
-    assert sets == ORDER[: len(sets)]
-
-
-@needs_native
-@pytest.mark.long
-def test_a_process_that_is_held_to_no_set_uses_the_best():
     code = "from rlhf_kernels.runtime import native; print(native.isa(), *native.isas())"
-    sets = native.isas()
     assert native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="").split() == [sets[-1], *sets]
 
 
 @needs_native
 def test_the_environment_holds_a_process_to_a_set(monkeypatch):
     before = native.isa()
+    assert native.isas() == ORDER[: len(native.isas())]
     with native.use_isa(before):  # which puts back what was in use
         for name in native.isas():
             monkeypatch.setenv("RLHF_ENGINE_ISA", name)
