@@ -75,11 +75,11 @@ def save_slot(
 def require_exportable(backbone: Backbone, name: str) -> list[str]:
     """Linears of a slot that are written as parameters. Raises ValueError for a slot that `save_slot` would refuse.
 
-    Names, options and the base decide what PEFT loads. So one slot of a kind is tried, before anything is trained.
+    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried, before any training.
     """
     slot, model = backbone.slot(name), backbone.model
     base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
-    kind = (*base, slot.config, slot.paths)
+    kind = (*base, slot.config, *((path, pair.A.shape, pair.B.shape) for path, pair in slot.items()))
     if kind not in _loaded_back:
         try:
             with tempfile.TemporaryDirectory() as folder:
