@@ -30,18 +30,9 @@ def is_hub_name(name: str | os.PathLike[str]) -> bool:
 
 
 def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_path", *, weights: bool = False) -> Path:
-    """Folder of a model or an adapter, fetched from the Hub where the name is one of it.
+    """Folder of a model or an adapter: a path as it is, or that of `owner/name[@revision]` in the Hub's cache.
 
-    Args:
-        name: a path, which is returned as it is; or `owner/name`, `owner/name@revision`.
-        argument: option that names it, for messages.
-        weights: fetch its safetensors as well.
-
-    Returns:
-        The path, or the folder in huggingface_hub's cache.
-
-    Raises:
-        ConfigError: the Hub has nothing of that name, grants no access to it, or cannot be reached.
+    `argument` is the option that names it, for messages. `weights` fetches its safetensors as well.
     """
     if not is_hub_name(name):
         return Path(name)
@@ -53,14 +44,14 @@ def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_pa
 
 def plain_name(name: str | os.PathLike[str]) -> str:
     """The name by which others find a base: without a revision on the Hub, else its whole path."""
-    found = _NAME.fullmatch(os.fspath(name))
-    return found[1] if found is not None and is_hub_name(name) else str(Path(name).resolve())
+    match = _NAME.fullmatch(os.fspath(name))
+    return match[1] if match is not None and is_hub_name(name) else str(Path(name).resolve())
 
 
 def revision_of(name: str | os.PathLike[str]) -> str | None:
     """Revision in a name of the Hub; None where there is none, or for something here."""
-    found = _NAME.fullmatch(os.fspath(name))
-    return found[2] if found is not None and is_hub_name(name) else None
+    match = _NAME.fullmatch(os.fspath(name))
+    return match[2] if match is not None and is_hub_name(name) else None
 
 
 def require_push(name: str) -> None:
@@ -74,21 +65,10 @@ def require_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder as one commit to a model repository, which is made where it is missing.
+    """Upload a folder as one commit to a model repository, which is made where it is missing; the commit's address.
 
     Files of another model that lie there are removed by that commit, or both would be loaded; other files stay. The
-    manifest stays here: the Hub has checksums of its own.
-
-    Args:
-        folder: folder of a model or an adapter.
-        name: owner/name of the repository.
-        private: make a new repository private; one that is there stays as it is.
-
-    Returns:
-        Address of the commit.
-
-    Raises:
-        ConfigError: no access, no network, or a refusal by the Hub.
+    manifest stays here: the Hub has checksums of its own. `private` is about a new repository alone.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -131,14 +111,14 @@ def _push_reason(error: Exception, name: str) -> str:
 def _fetched(name: str, weights: bool, /) -> Path:
     from huggingface_hub import snapshot_download
 
-    found = _NAME.fullmatch(name)
-    assert found is not None
+    match = _NAME.fullmatch(name)
+    assert match is not None
     # Weights of the commit whose config was read, if a branch moves meanwhile
-    revision = _fetched(name, False).name if weights else found[2]
+    revision = _fetched(name, False).name if weights else match[2]
     patterns = [*_SMALL, _WEIGHTS] if weights else list(_SMALL)
     try:
         folder = snapshot_download(
-            found[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
+            match[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
         raise ConfigError(_reason(error, name)) from error

@@ -18,17 +18,7 @@ from rlhf_engine.errors import CheckpointWriteError, ConfigError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the output folder where a block cannot write a file of a run.
-
-    Args:
-        path: the file or folder that the block writes.
-
-    Returns:
-        The context manager of the block.
-
-    Raises:
-        CheckpointWriteError: a full disk, or a folder that cannot be written.
-    """
+    """Raise CheckpointWriteError, which names the output folder, where the block cannot write this file or folder."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -37,16 +27,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Write a folder aside, and give it its final name once it is whole. Links that have either name are replaced.
+    """Write a folder at the path given, where nothing is, and give it its final name once it is whole.
 
-    Args:
-        final: folder that is written; one that is there stays until the new one is whole.
-
-    Returns:
-        The context manager of the block that writes; its value is the path to write to, where nothing is.
-
-    Raises:
-        CheckpointWriteError: a full disk, or a folder that cannot be written.
+    Links that have either name are replaced. What cannot be written raises CheckpointWriteError.
     """
     temporary = final.with_name(f".{final.name}.tmp")
     try:
@@ -207,13 +190,9 @@ class LineFile:
         self.path = path
 
     def read(self, argument: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Read the whole lines; once all are read, cut off what is left of one that was not finished.
+        """Iterate over (number from 1 on, values), then cut off what is left of a line that was not finished.
 
-        Args:
-            argument: option that names the file, for messages.
-
-        Returns:
-            Iterator of (number from 1 on, values). It raises ConfigError at a line that `add` has not written.
+        A line that `add` has not written raises ConfigError, which names the option `argument`.
         """
         if not self.path.exists():
             return

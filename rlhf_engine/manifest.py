@@ -53,15 +53,10 @@ def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
 def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = None, *, weights: bool = True) -> None:
     """Check the folder of a model or an adapter against the manifest that lists its files, where there is one.
 
-    Other files may lie beside them, such as those of the run, unless they have the name of a model's file.
-
-    Args:
-        folder: that is to be loaded; a folder within one that has a manifest is checked, too.
-        names: compare the content of these files alone, of those that are listed.
-        weights: False leaves out the content of safetensors files, which may be large.
-
-    Raises:
-        CorruptCheckpointError: a file was changed, lost or added.
+    A file that was changed, lost or added raises CorruptCheckpointError. Other files may lie beside them, such as those
+    of the run, unless they have the name of a model's file. A folder within one that has a manifest is checked, too.
+    Content is compared of `names` alone where they are given, and without `weights` not of safetensors, which may be
+    large.
     """
     folder = Path(folder)
     root = _manifest_of(folder)
@@ -99,17 +94,17 @@ def _manifest_of(folder: Path) -> Path | None:
 def _within(folder: Path, root: Path, files: _Files) -> _Files:
     """Entries of `root` for `folder`, which is the same or lies in it, as paths within it, but its own manifest."""
     place = "" if folder == root else f"{folder.absolute().relative_to(root).as_posix()}/"
-    found = {name.removeprefix(place): entry for name, entry in files.items() if name.startswith(place)}
-    return {name: entry for name, entry in found.items() if name != MANIFEST_FILE}
+    entries = {name.removeprefix(place): entry for name, entry in files.items() if name.startswith(place)}
+    return {name: entry for name, entry in entries.items() if name != MANIFEST_FILE}
 
 
 def _is_foreign(path: Path) -> bool:
     """Whether a manifest is JSON that this package does not write, even if one place in it were changed."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return False
-    return not isinstance(found, dict) or not {"files", "format"} & set(found)
+    return not isinstance(content, dict) or not {"files", "format"} & set(content)
 
 
 def _model_files(folder: Path) -> Iterable[Path]:
@@ -124,16 +119,16 @@ def _require_none(folder: Path, listed: _Files, wrong: set[str], what: str) -> N
 
 
 def _compare(path: Path, entry: dict[str, int | str]) -> None:
-    found = _entry(path)
-    if found != entry:
+    current = _entry(path)
+    if current != entry:
         raise CorruptCheckpointError(
-            f"{path}: expected the file as it was written, {_shown(entry)}, got {_shown(found)}"
+            f"{path}: expected the file as it was written, {_shown(entry)}, got {_shown(current)}"
         )
 
 
 def _files(folder: Path) -> list[str]:
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST_FILE)
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST_FILE)
 
 
 def _entry(path: Path) -> dict[str, int | str]:

@@ -1,6 +1,6 @@
 """Docstrings begin with what a thing is or does, so that they read without the name above them.
 
-Those of public functions and methods document every parameter and what comes back.
+Those of public functions and methods of API modules document every parameter and what comes back.
 """
 
 from __future__ import annotations
@@ -42,13 +42,10 @@ FRAGMENTS = (
 """Words that a first sentence does not begin with: it would be the second half of one."""
 PUBLIC = (
     *("rlhf_kernels", "rlhf_kernels.runtime.registry"),
-    *("rlhf_engine.config", "rlhf_engine.hydra", "rlhf_engine.data", "rlhf_engine.rollout"),
-    *("rlhf_engine.algorithms.base", "rlhf_engine.scoring.score", "rlhf_engine.runs.checkpoint"),
-    *("rlhf_engine.training.policy", "rlhf_engine.training.rl_policy", "rlhf_engine.training.rl"),
-    *("rlhf_engine.generators.transport", "rlhf_engine.generators.sources"),
+    *("rlhf_engine.config", "rlhf_engine.hydra", "rlhf_engine.rollout", "rlhf_engine.algorithms.base"),
     *("rlhf_engine.integrations.peft", "rlhf_engine.integrations.trl", "rlhf_engine.integrations.verl"),
 )
-"""Modules whose public functions and methods have full docstrings."""
+"""API modules: their public functions and methods have full docstrings; elsewhere one or two sentences do."""
 PROJECT = tuple(Path(room).name for room in ROOMS)
 """Top-level packages whose functions count; others, such as those of a base class from elsewhere, do not."""
 

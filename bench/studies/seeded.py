@@ -170,7 +170,7 @@ def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def compared(folders: list[Path]) -> dict[str, Any]:
-    """How many rows and tensors a run leaves, and which of them differ."""
+    """Counts of the rows and tensors that a run leaves, and which of them differ."""
     import torch
 
     (rows, tensors), (other_rows, other_tensors) = map(left, folders)

@@ -58,8 +58,8 @@ class Cispo(LogprobAlgorithm):
         loss = (self.options.beta * kl - policy) / micro.n_tokens
         return CispoLoss(loss, kl.detach(), ((ratio_M > bound) & micro.mask_M).sum())
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        return {"clip_ratio": found.n_clipped / micro.n_tokens, "kl_loss": found.kl / micro.n_tokens}
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        return {"clip_ratio": result.n_clipped / micro.n_tokens, "kl_loss": result.kl / micro.n_tokens}
 
 
 FACTS = AlgorithmFacts(

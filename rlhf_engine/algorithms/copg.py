@@ -106,8 +106,8 @@ class Copg(LogprobAlgorithm):
             beta=self.options.beta,
         )
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        return {"pairs/regularised_gap": found.gap_P.abs().sum() * 2 / micro.n_answers}
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        return {"pairs/regularised_gap": result.gap_P.abs().sum() * 2 / micro.n_answers}
 
 
 FACTS = AlgorithmFacts(

@@ -93,22 +93,22 @@ class Grpo(Algorithm):
         return [Term(loss, 1.0)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
-        (found,), n = results, micro.n_tokens
+        (loss,), n = results, micro.n_tokens
         assert micro.advantages_M is not None
         assert micro.ref_logprobs_M is not None
         before_M, mask_M = micro.before_logprobs_M, micro.mask_M
         # the op's statistics are weighed as the loss is; these are means over tokens, as other algorithms'
-        ratio_M = (found.logprob - micro.old_logprobs_M).exp()
+        ratio_M = (loss.logprob - micro.old_logprobs_M).exp()
         bounded_M = ratio_M.clamp(1 - self.options.cliprange, 1 + self.options.clip_high)
         clipped_M = micro.advantages_M * bounded_M < micro.advantages_M * ratio_M
         sums = {
-            "policy/loss": found.policy_loss.detach() + self.options.beta * found.kl.detach(),
-            "entropy": found.entropy.detach() * self._to_mean(micro),
-            "approx_kl": (k3(before_M, found.logprob) * mask_M).sum() / n,
+            "policy/loss": loss.policy_loss.detach() + self.options.beta * loss.kl.detach(),
+            "entropy": loss.entropy.detach() * self._to_mean(micro),
+            "approx_kl": (k3(before_M, loss.logprob) * mask_M).sum() / n,
             "clip_ratio": (clipped_M & mask_M).sum() / n,
-            "kl_loss": (k3(found.logprob, micro.ref_logprobs_M) * mask_M).sum() / n,
+            "kl_loss": (k3(loss.logprob, micro.ref_logprobs_M) * mask_M).sum() / n,
         }
-        return Measured(sums=sums, most={"mismatch": ((found.logprob - before_M) * mask_M).abs().max()})
+        return Measured(sums=sums, most={"mismatch": ((loss.logprob - before_M) * mask_M).abs().max()})
 
     @property
     def _loss_type(self) -> LossType:

@@ -28,8 +28,8 @@ class LogprobAlgorithm(Algorithm):
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> Loss:
         """The share of a micro-batch in the loss of its minibatch. logprobs_M: with a gradient."""
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        """Further sums of the algorithm's own, by metric. found: what `loss` returned."""
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        """Further sums of the algorithm's own, by metric. result: what `loss` returned."""
         return {}
 
     def terms(self, micro: MicroBatch) -> list[Term]:
@@ -46,8 +46,8 @@ class LogprobAlgorithm(Algorithm):
         policy, n = results[0], micro.n_tokens
         log_ratio_M = (policy.logprob - micro.before_logprobs_M) * micro.mask_M
         sums = {
-            "policy/loss": policy.found.loss.detach(),
+            "policy/loss": policy.result.loss.detach(),
             "entropy": (policy.entropy * micro.mask_M).sum() / n,
             "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
         }
-        return Measured(sums=sums | self.more_sums(micro, policy.found), most={"mismatch": log_ratio_M.abs().max()})
+        return Measured(sums=sums | self.more_sums(micro, policy.result), most={"mismatch": log_ratio_M.abs().max()})

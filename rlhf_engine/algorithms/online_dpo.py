@@ -100,11 +100,11 @@ class OnlineDpo(LogprobAlgorithm):
             loss_type=cast(DpoLoss, self.options.chosen_loss_type),
         )
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        n, margin_P = micro.n_answers / 2, found.chosen_P - found.rejected_P
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        n, margin_P = micro.n_answers / 2, result.chosen_P - result.rejected_P
         return {
-            "rewards/chosen": found.chosen_P.sum() / n,
-            "rewards/rejected": found.rejected_P.sum() / n,
+            "rewards/chosen": result.chosen_P.sum() / n,
+            "rewards/rejected": result.rejected_P.sum() / n,
             "rewards/accuracies": (margin_P > 0).sum() / n,
             "rewards/margins": margin_P.sum() / n,
         }

@@ -109,7 +109,7 @@ class PolicyGradient(LogprobAlgorithm):
         kl = (k3(logprobs_M, micro.ref_logprobs_M) * micro.mask_M).sum() / micro.n_answers
         return GradientLoss(loss + self.kl_coef * kl, kl.detach())
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
-        if found.kl is None:
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        if result.kl is None:
             return {}
-        return {"kl_loss": found.kl * micro.n_answers / micro.n_tokens}  # per token, as elsewhere
+        return {"kl_loss": result.kl * micro.n_answers / micro.n_tokens}  # per token, as elsewhere

@@ -117,17 +117,17 @@ class Ppo(Algorithm):
         return [Term(policy, 1.0), Term(value, options.vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
-        found = measure_values(results[-1])
+        measured = measure_values(results[-1])
         if self.train_actor:
             policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
-            found.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
-            found.sums |= {
+            measured.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
+            measured.sums |= {
                 "policy/loss": policy.policy_loss.detach(),
                 "entropy": policy.entropy.detach(),
                 "clip_ratio": policy.clip_fraction.detach(),
                 "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
             }
-        return found
+        return measured
 
     def summarise(self, measured: Measured) -> dict[str, float]:
         return {"approx_kl": 0.0, **summarise_values(measured)}

@@ -64,11 +64,11 @@ class Reinforce(PolicyGradient):
         return [*policy, Term(value, self.options.vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
-        found = measure_values(results[-1])
-        found.sums["value/loss"] *= micro.n_answers / micro.n_tokens  # per token, as elsewhere
+        measured = measure_values(results[-1])
+        measured.sums["value/loss"] *= micro.n_answers / micro.n_tokens  # per token, as elsewhere
         if self.train_actor:
-            found.add(super().measure(micro, results))
-        return found
+            measured.add(super().measure(micro, results))
+        return measured
 
     def summarise(self, measured: Measured) -> dict[str, float]:
         return {"approx_kl": 0.0, **summarise_values(measured)}

@@ -96,11 +96,11 @@ class Rloo(PolicyGradient):
             clip_high=self.options.clip_high,
         )
 
-    def more_sums(self, micro: MicroBatch, found: Any) -> dict[str, torch.Tensor]:
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
         if self.options.chosen_loss_type == "vanilla":
-            return super().more_sums(micro, found)
+            return super().more_sums(micro, result)
         n = micro.n_answers
-        return {"clip_ratio": found.clipped_N.sum() / n, "ratio": (found.ratio_N * micro.keep_N).sum() / n}
+        return {"clip_ratio": result.clipped_N.sum() / n, "ratio": (result.ratio_N * micro.keep_N).sum() / n}
 
 
 FACTS = AlgorithmFacts(

@@ -50,11 +50,11 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups_N.tolist()):
         members.setdefault(group, []).append(i)
-    found = []
+    pairs = []
     for group in members.values():
         best, worst = max(group, key=scores.__getitem__), min(group, key=scores.__getitem__)
-        found.append((best, worst if worst != best else group[-1]))
-    return found
+        pairs.append((best, worst if worst != best else group[-1]))
+    return pairs
 
 
 def group_sizes(groups_N: torch.Tensor) -> torch.Tensor:

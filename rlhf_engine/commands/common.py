@@ -96,11 +96,7 @@ def run_trainer(
 ) -> int:
     """Make a trainer's remaining steps, with its progress shown; the exit code.
 
-    Args:
-        name: of the command.
-        trainer: a run that has been made ready.
-        results: what was written and where, once the run is done: label → place.
-        notes: lines to print before the first step.
+    `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
     """
     from rlhf_engine.planning.before_run import before_run
     from rlhf_engine.runs.live import PAGE_FILE

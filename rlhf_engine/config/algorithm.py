@@ -20,7 +20,7 @@ class AlgorithmFacts:
     """Facts about an algorithm for options and loops. Its module writes them as literals, see `ALGORITHMS`."""
 
     summary: str
-    """For --help."""
+    """Line for --help."""
     reads: tuple[str, ...]
     """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
     generations: int = 4
@@ -74,7 +74,7 @@ def _read_facts() -> dict[str, AlgorithmFacts]:
     They are read from the source, because running a module would import torch: `--help` and the check of a
     configuration do without it.
     """
-    found = {}
+    facts = {}
     for path in sorted((Path(__file__).parent.parent / "algorithms").glob("*.py")):
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if not (isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FACTS"):
@@ -82,8 +82,8 @@ def _read_facts() -> dict[str, AlgorithmFacts]:
             if not isinstance(statement.value, ast.Call):
                 raise TypeError(f"{path}: expected FACTS = AlgorithmFacts(...), got {ast.unparse(statement)}")
             literals = {keyword.arg: ast.literal_eval(keyword.value) for keyword in statement.value.keywords}
-            found[path.stem] = AlgorithmFacts(**literals)  # type: ignore[arg-type]  # of whatever type the source has
-    return found
+            facts[path.stem] = AlgorithmFacts(**literals)  # type: ignore[arg-type]  # of whatever type the source has
+    return facts
 
 
 ALGORITHMS = _read_facts()

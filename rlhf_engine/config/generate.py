@@ -80,7 +80,7 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
         return next((name, value) for name, value in given.items() if value is not None)
 
     def _check_prompts(self) -> None:
-        """One source of prompts, and nothing asked of it that prompts do not bear."""
+        """Require one source of prompts, and no option that it cannot serve."""
         self.check_prompts_kept()
         given = [n for n in ("prompt", "prompt_file", "dataset_name") if getattr(self, n) not in (None, [])]
         if not given:

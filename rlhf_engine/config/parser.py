@@ -320,13 +320,13 @@ def _with_flags(cls: type[Options], argv: Sequence[str]) -> list[str]:
     """The tokens, with a flag before each value that stands first without one."""
     hints = typing.get_type_hints(cls)
     words = list(itertools.takewhile(lambda token: not token.startswith("-"), argv)) if cls.POSITIONAL else []
-    rest, found = list(argv[len(words) :]), list[str]()
+    rest, flagged = list(argv[len(words) :]), list[str]()
     for name in cls.POSITIONAL:
         n = len(words) if typing.get_origin(hints[name]) is list else 1
         if words:
-            found += [f"--{name}", *words[:n]]
+            flagged += [f"--{name}", *words[:n]]
         words = words[n:]
-    return [*words, *found, *rest]
+    return [*words, *flagged, *rest]
 
 
 def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
@@ -334,12 +334,12 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
     fields, hints, aliases = _fields(cls), typing.get_type_hints(cls), _aliases(cls)
     switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
     switches |= {f"no_{n}": (n, False) for n in fields if bool in _alternatives(hints[n])}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
         if token in ("-h", "--help"):
-            found["help"] = True
+            values["help"] = True
             continue
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}: expected an option that starts with --")
@@ -359,10 +359,10 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
             key, value = name, _from_strings(name, hints[name], raw)
         else:
             raise _unknown("option", name, cls, "--")
-        if key in found and found[key] != value:
-            raise ConfigError(f"{key}: given twice, as {found[key]!r} and as {value!r}")
-        found[key] = value
-    return found
+        if key in values and values[key] != value:
+            raise ConfigError(f"{key}: given twice, as {values[key]!r} and as {value!r}")
+        values[key] = value
+    return values
 
 
 def _only(name: str, expected: str, raw: list[str]) -> str:
@@ -429,8 +429,8 @@ class _YamlLoader(yaml.SafeLoader):
                 lines = f"{first[key.value].start_mark.line + 1} and {key.start_mark.line + 1}"
                 text = f"expected each key once, got {key.value!r} in lines {lines}"
                 raise yaml.constructor.ConstructorError(problem=text)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,8 +453,8 @@ def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict
     sections = {}
     for name in (key for key in content if key in names):
         if not isinstance(content[name], dict):
-            found = content[name]
-            raise ConfigError(f"config: {path}: expected `name: value` lines in section {name!r}, got {found!r}")
+            section = content[name]
+            raise ConfigError(f"config: {path}: expected `name: value` lines in section {name!r}, got {section!r}")
         sections[name] = _yaml_values(cls, content[name], f"section {name!r} of {path}")
         if cls.SECTIONS in sections[name]:
             raise ConfigError(f"config: {path}: expected {cls.SECTIONS} outside of section {name!r}, got it in there")
@@ -463,7 +463,7 @@ def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict
         chosen = flags.get(cls.SECTIONS, values.get(cls.SECTIONS, default))
         values |= sections.pop(chosen, {})
         if sections and os.environ.get("RANK", "0") == "0":
-            left = "; ".join(f"{name} ({', '.join(found) or 'empty'})" for name, found in sections.items())
+            left = "; ".join(f"{name} ({', '.join(left_out) or 'empty'})" for name, left_out in sections.items())
             print(f"note: {cls.SECTIONS} {chosen!r} leaves out of {path} the sections {left}", file=sys.stderr)
     return values
 
@@ -560,7 +560,7 @@ def parse_size(name: str, text: str) -> int:
     Raises:
         ConfigError: any other text.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])

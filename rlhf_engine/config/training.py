@@ -24,9 +24,9 @@ OPTIM_HELP = (
     "second moments by row and column in place of moments, masters as in adamw"
 )
 LARGEST_SEED = 2**32 - 1
-"""As NumPy has it. Seeds of steps are made of the run's, and have to stay within 64 bits."""
+"""Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
 LARGEST_RANK = 2**14
-"""Of an adapter: more than the width of most models, at which it is no low rank."""
+"""Largest rank of an adapter: more than the width of most models, at which it is no low rank."""
 REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"
 """Pattern of owner/name on the Hub."""
 TRACKERS = ("tensorboard", "trackio", "wandb")

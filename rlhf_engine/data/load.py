@@ -30,22 +30,10 @@ def load_rows(
 ) -> list[Row]:
     """Read the usable rows of a source, all of the one of `kinds` that its columns show.
 
-    Taskmaster's published rewards (see `data.taskmaster`) are unpaired preferences whose group is their dialogue, or
-    the prompts of these.
-
-    Args:
-        source: file, folder, or `hub:owner/name`, see `data.read`.
-        tally: counts what is read and what is bad; its `argument` names the source in messages.
-        options: whether the source is streamed, and what conversations are given; None: no and nothing.
-        kinds: types that can be used, the preferred ones first.
-        limit: most rows to read, the first ones; None: all.
-        group_column: column whose values are the rows' groups; None: the prompts are.
-
-    Returns:
-        The rows, in the source's order.
-
-    Raises:
-        ConfigError: a source that cannot be read, columns of no type, too many bad rows, or no row left.
+    A source is a file, folder, or `hub:owner/name`, see `data.read`; of `kinds` the first are preferred. A row's group
+    is its value of `group_column`; None: its prompt. Taskmaster's published rewards (see `data.taskmaster`) are
+    unpaired preferences whose group is their dialogue, or the prompts of these. A source without usable rows raises
+    ConfigError, with the tally's `argument` as its name.
     """
     streaming = options is not None and options.dataset_streaming
     read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
@@ -86,7 +74,7 @@ def with_options(row: R, options: RowOptions | None) -> R:
 
 
 def _is_taskmaster(columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None) -> bool:
-    """Whether most rows have the columns of the published rewards, and are wanted as what these can be."""
+    """Whether most rows have the columns of the published rewards, and one of `kinds` can be made of them."""
     published = sum(n for names, n in columns.items() if names >= COLUMNS)
     wanted = "unpaired_preference" in kinds or "prompt_only" in kinds
     return 2 * published > columns.total() and wanted and group_column in (None, "conversation_id")

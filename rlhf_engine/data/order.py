@@ -15,51 +15,28 @@ from rlhf_engine.errors import ConfigError
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """Order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it.
-
-    Args:
-        n: number of rows.
-        seed: seed of the run.
-        epoch: number of the epoch, from 0.
-
-    Returns:
-        A permutation of 0 to n−1.
-    """
+    """Order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(n, generator=generator).tolist()
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """Rows of a batch: consecutive places of the endless sequence of shuffled epochs.
-
-    Args:
-        n: number of rows, ≥ 1.
-        batch_size: rows of a batch.
-        step: number of the batch, from 0.
-        seed: seed of the run.
-
-    Returns:
-        `batch_size` rows, 0 to n−1.
-    """
+    """Rows of batch number `step`: consecutive places of the endless sequence of shuffled epochs."""
     start = step * batch_size
     orders: dict[int, list[int]] = {}
-    found = []
+    rows = []
     for place in range(start, start + batch_size):
         epoch, offset = divmod(place, n)
         if epoch not in orders:
             orders[epoch] = epoch_order(n, seed, epoch)
-        found.append(orders[epoch][offset])
-    return found
+        rows.append(orders[epoch][offset])
+    return rows
 
 
 def side_by_side(keys: Sequence[int]) -> list[int]:
     """Order places such that equal keys are neighbours, each key where it first appears.
 
-    Args:
-        keys: key of each place.
-
-    Returns:
-        All places, 0 to len(keys) − 1. Where all keys differ the order stays.
+    Where all keys differ the order stays.
     """
     first: dict[int, int] = {}
     for place, key in enumerate(keys):
@@ -74,23 +51,12 @@ def pack(
     max_tokens: int | None = None,
     shared: Sequence[tuple[int, int]] | None = None,
 ) -> list[list[int]]:
-    """Divide rows into micro-batches of at most max_rows rows and max_tokens tokens. O(n log n).
+    """Divide rows into micro-batches of at most max_rows rows and max_tokens tokens; places of rows. O(n log n).
 
     Each row goes into the first micro-batch that has room for it (first fit); with `shared`, to the row before it with
-    the same key, if there is room. Without max_tokens these are consecutive runs of max_rows.
-
-    Args:
-        lengths: tokens of each row, of all its sequences together, ≥ 1.
-        max_rows: most rows of a micro-batch, ≥ 1.
-        max_tokens: most tokens of a micro-batch, ≥ 1; None: any number.
-        shared: key of each row, and how many of its tokens count once in a micro-batch for all rows of this key; None:
-            every token counts.
-
-    Returns:
-        Places of the rows, by micro-batch, in the order given.
-
-    Raises:
-        ValueError: a row without tokens, a row of more than max_tokens, or a bound below 1.
+    the same key, if there is room. Without max_tokens these are consecutive runs of max_rows. `lengths` are tokens of
+    all sequences of a row. `shared` has each row's key, and how many of its tokens count once in a micro-batch for all
+    rows of this key. A row that no micro-batch can hold raises ValueError.
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
@@ -128,15 +94,7 @@ def pack(
 
 
 def require_room(longest: int, max_tokens: int | None) -> None:
-    """Check that micro-batches have room for what has to stay together.
-
-    Args:
-        longest: tokens of the longest row, or of both answers of a pair.
-        max_tokens: most tokens of a micro-batch; None: any number.
-
-    Raises:
-        ConfigError: max_tokens is less than `longest`.
-    """
+    """Check that micro-batches have room for the `longest` tokens that stay together: a row, or a whole pair."""
     if max_tokens is not None and longest > max_tokens:
         raise ConfigError(
             f"max_tokens_per_micro_batch: expected at least {longest}, the tokens of the longest row (of both "

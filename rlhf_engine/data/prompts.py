@@ -23,44 +23,22 @@ class PromptSet:
     rows: list[Row]
     """Rows that the prompts come from."""
     prompts: list[str]
-    """As text that the model reads: of messages, what the chat template makes of them. Without what was cut."""
+    """Text that the model reads, without what was cut; messages as the chat template writes them."""
     ids: list[list[int]]
     """Token ids of the prompts."""
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
-        """Other columns of some rows, for reward functions.
-
-        Args:
-            indices: places of the rows.
-
-        Returns:
-            Column → values in the order of `indices`; None where a row lacks the column.
-        """
+        """Other columns of the rows at some places, for reward functions; None where a row lacks the column."""
         names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
         return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
 
     def written(self, indices: list[int]) -> list[Text]:
-        """Prompts of some rows as the data have them, for reward functions.
-
-        Args:
-            indices: places of the rows.
-
-        Returns:
-            Strings or messages, in the order of `indices`.
-        """
+        """Prompts of the rows at some places as the data have them, strings or messages, for reward functions."""
         return [self.prompts[i] if isinstance(self.rows[i].prompt, str) else self.rows[i].prompt for i in indices]
 
 
 def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:
-    """Make rows of prompts that are there as strings. Each is a group of its own.
-
-    Args:
-        texts: number in the source → prompt.
-        source: name of the source, for messages.
-
-    Returns:
-        The rows, in the order of `texts`.
-    """
+    """Make rows of prompts that are there as strings, by number in the source. Each is a group of its own."""
     return [PromptOnly(prompt=text, group=text, place=f"{source}:{i}") for i, text in texts.items()]
 
 
@@ -77,29 +55,15 @@ def tokenize_prompts(
 ) -> PromptSet:
     """Tokenize rows as prompts that leave room for an answer.
 
-    A prompt has at most context_length − max_completion_length tokens, and at most max_prompt_length.
-
-    Args:
-        rows: rows with a prompt.
-        tokenizer: tokenizer of the policy.
-        tally: counts what is bad, dropped or cut.
-        context_length: most tokens of prompt and answer together.
-        max_completion_length: tokens kept free for the answer.
-        max_prompt_length: most tokens of a prompt; None: as many as the context leaves.
-        truncation: what becomes of longer prompts: a `Truncation`, see `data.tokenize`.
-        vocabulary: number of token ids that the model has; None: ids are not checked.
-
-    Returns:
-        The prompts that can be used, in the rows' order.
-
-    Raises:
-        ConfigError: messages without a chat template, too many bad rows, or no row left.
+    A prompt has at most context_length − max_completion_length tokens, and at most max_prompt_length; `truncation` says
+    what becomes of longer ones, see `data.tokenize`. `vocabulary` is the number of token ids that the model has; None:
+    ids are not checked.
     """
     longest = context_length - max_completion_length
     limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"
     if max_prompt_length is not None and max_prompt_length <= longest:
         longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
-    found = tokenize_rows(
+    tokenized = tokenize_rows(
         rows,
         tokenizer,
         tally,
@@ -109,7 +73,7 @@ def tokenize_prompts(
         vocabulary=vocabulary,
     )
     return PromptSet(
-        rows=[tokens.row for tokens in found],
-        prompts=[tokens.text for tokens in found],
-        ids=[tokens.prompt for tokens in found],
+        rows=[tokens.row for tokens in tokenized],
+        prompts=[tokens.text for tokens in tokenized],
+        ids=[tokens.prompt for tokens in tokenized],
     )

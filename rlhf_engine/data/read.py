@@ -55,19 +55,10 @@ class Record:
 def read_records(
     source: str | os.PathLike[str], *, argument: str = "dataset_name", streaming: bool = False
 ) -> Iterator[Record]:
-    """Read the rows of a source, one after another.
+    """Iterate over the rows of a source, see the module; what cannot be read to its end raises ConfigError.
 
-    Args:
-        source: file, folder, or dataset of the Hub, see the module.
-        argument: name of the option, for messages.
-        streaming: fetch rows of the Hub as they are read, without keeping the dataset.
-
-    Returns:
-        An iterator over the rows, which reads as it goes.
-
-    Raises:
-        ConfigError: a source that is missing, has no data or several splits, or cannot be read to its end.
-        ConfigError: the package that reads it is not installed.
+    `argument` is the option's name, for messages. `streaming` fetches rows of the Hub as they are read, without keeping
+    the dataset.
     """
     path = Path(source)
     if path.is_file():
@@ -117,7 +108,7 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(SUFFIXES) and p.name[0] != ".")
     if not files:
         raise ConfigError(f"{argument}: expected files {', '.join(SUFFIXES)} in {str(path)!r}, got none")
-    splits = sorted({found[0].lower() for file in files if (found := _SPLIT.match(file.name))})
+    splits = sorted({match[0].lower() for file in files if (match := _SPLIT.match(file.name))})
     if len(splits) > 1:
         raise ConfigError(f"{argument}: expected files of one split in {str(path)!r}, got {splits}; name a file")
     return (record for file in files for record in _file(file))
@@ -133,14 +124,14 @@ class _Doubled(dict[str, Any]):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
+    record = dict(pairs)
     twice = next((key for key, n in Counter(key for key, _ in pairs).items() if n > 1), None)
     if twice is None:
-        parts = (part for value in found.values() for part in (value if isinstance(value, list) else [value]))
+        parts = (part for value in record.values() for part in (value if isinstance(value, list) else [value]))
         twice = next((part.column for part in parts if isinstance(part, _Doubled)), None)
     if twice is None:
-        return found
-    doubled = _Doubled(found)
+        return record
+    doubled = _Doubled(record)
     doubled.column = twice
     return doubled
 
@@ -244,8 +235,8 @@ def _saved_dataset(path: Path) -> Iterator[Record]:
 
 
 def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
-    found = _HUB.fullmatch(name)
-    if found is None:
+    match = _HUB.fullmatch(name)
+    if match is None:
         full = "hub:owner/name/subset@revision:split"
         raise ConfigError(f"{argument}: expected hub:owner/name, in full {full}, got {name!r}")
     datasets = _datasets(f"{argument}: {name}")
@@ -256,7 +247,7 @@ def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
         )
     try:
         rows = datasets.load_dataset(
-            found[1], found[2], revision=found[3], split=found[4] or "train", streaming=streaming
+            match[1], match[2], revision=match[3], split=match[4] or "train", streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline; no such split; a script
         neither = "" if name.startswith("hub:") else ", which is no file or folder here"

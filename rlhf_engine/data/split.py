@@ -38,34 +38,13 @@ class Split(Generic[R]):
 
 
 def group_fraction(group: str, seed: int) -> float:
-    """Place of a group in [0, 1), a function of (seed, group).
-
-    Args:
-        group: name of the group.
-        seed: seed of the split.
-
-    Returns:
-        A number in [0, 1) with 53 random bits.
-    """
+    """Place of a group in [0, 1), with 53 random bits: a function of (seed, group)."""
     digest = hashlib.blake2b(f"{seed}\0{group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53  # 53 bits: exact as a float, and below 1
 
 
 def split_by_group(rows: Sequence[R], *, share: float, seed: int = 0, argument: str = "share") -> Split[R]:
-    """Hold out about a share of the groups, in the rows' order.
-
-    Args:
-        rows: rows with a `group`.
-        share: share of the groups to hold out, in (0, 1).
-        seed: seed of the split.
-        argument: name of the option, for messages.
-
-    Returns:
-        Rows for training and held-out rows, without a group in common.
-
-    Raises:
-        ConfigError: a share outside (0, 1), or one side would be empty.
-    """
+    """Hold out about a share of the groups, in the rows' order; ConfigError where one side would be empty."""
     if not 0 < share < 1:
         raise ConfigError(f"{argument}: expected a number between 0 and 1, got {share!r}")
     parts: tuple[list[R], list[R]] = ([], [])

@@ -26,12 +26,9 @@ class RowError(ValueError):
     """A row that cannot be used. Rows are counted by what was expected of them."""
 
     def __init__(self, expected: str, got: str, hint: str = "") -> None:
-        """Make the message `expected …, got …`.
+        """Make the message `expected …, got …`; all rows of one reason have the same `expected`.
 
-        Args:
-            expected: what the row should have had, the same text for all rows of one reason.
-            got: what it had.
-            hint: an option that would serve such rows; "": none.
+        `hint` names an option that would serve such rows.
         """
         super().__init__(f"expected {expected}, got {got}")
         self.hint = hint
@@ -86,11 +83,7 @@ class Report:
         return self.used == self.read and not self.truncated and not self.without_prompt
 
     def text(self) -> str:
-        """Describe the counts in one line, without markup.
-
-        Returns:
-            The line.
-        """
+        """Describe the counts in one line, without markup."""
         parts = [f"{self.read} rows read", f"{self.used} used"]
         if self.bad:
             reasons = "; ".join(f"expected {kind.expected}: {_places(kind.places, kind.count)}" for kind in self.bad)
@@ -104,21 +97,13 @@ class Report:
         return f"{self.source}: {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a run's record.
-
-        Returns:
-            Field name → value.
-        """
+        """Plain values by field name, for a run's record."""
         return {**dataclasses.asdict(self), "bad": [dataclasses.asdict(kind) for kind in self.bad]}
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """Counts while rows are read and tokenized; `report()` makes a `Report` of it.
-
-    Raises:
-        ConfigError: a `max_bad_rows` that is negative, or above 1 and not whole.
-    """
+    """Counts while rows are read and tokenized; `report()` makes a `Report` of it."""
 
     source: str
     """Name of the source."""
@@ -144,12 +129,7 @@ class Tally:
             raise ConfigError(f"max_bad_rows: expected a share below 1 or a whole number of rows, got {value:g}")
 
     def bad(self, place: str, error: RowError) -> None:
-        """Count a bad row.
-
-        Args:
-            place: place of the row in the source.
-            error: reason why the row cannot be used.
-        """
+        """Count the bad row at this place of the source, and the reason why it cannot be used."""
         count, places = self._bad.get(error.expected, (0, []))
         if len(places) < PLACES_SHOWN:
             places.append(place)
@@ -169,11 +149,7 @@ class Tally:
         return int(self.max_bad_rows * self.read + 1e-9) if self.max_bad_rows < 1 else int(self.max_bad_rows)
 
     def check(self) -> None:
-        """Check that the counts allow to go on.
-
-        Raises:
-            ConfigError: more rows are bad than allowed, or no row is left.
-        """
+        """Raise ConfigError where more rows are bad than allowed, or no row is left."""
         n, left = self.n_bad, self.read - self.n_bad - self.dropped
         if n > self.allowed:
             on = f"; max_bad_rows={n} goes on without {'it' if n == 1 else 'them'}" if left else ""
@@ -186,15 +162,11 @@ class Tally:
                 f"{self.max_bad_rows:g}: {others}{on}"
             )
         if left == 0:
-            found = "none" if self.read == 0 else self.report().text()
-            raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {found}")
+            got = "none" if self.read == 0 else self.report().text()
+            raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {got}")
 
     def report(self) -> Report:
-        """Report the counts as they are now.
-
-        Returns:
-            The report, with the most frequent reasons first.
-        """
+        """Report the counts as they are now, with the most frequent reasons first."""
         bad = [BadRows(expected=e, count=c, places=tuple(p)) for e, (c, p) in self._bad.items()]
         return Report(
             source=self.source,

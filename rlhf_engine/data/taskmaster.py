@@ -40,20 +40,10 @@ _CONTENT = ("text", "api", "response")
 def load_taskmaster(
     source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
 ) -> list[UnpairedPreference]:
-    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704).
+    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), from one of them or their folder.
 
-    A row's group is the first two turns of its dialogue.
-
-    Args:
-        source: one of the published files, or the folder they are in.
-        tally: counts what is read and what is bad.
-        last_turns: turns of the context that the prompt keeps, ≥ 1; None: all.
-
-    Returns:
-        The rows, in the source's order.
-
-    Raises:
-        ConfigError: a source that cannot be read, too many bad rows, no row left, or `last_turns` below 1.
+    A row's group is the first two turns of its dialogue. `last_turns` are those of the context that the prompt keeps;
+    None: all.
     """
     if last_turns is not None and last_turns < 1:
         raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
@@ -62,17 +52,7 @@ def load_taskmaster(
 
 
 def render_turn(turn: Any) -> str:
-    """Write a turn as its line.
-
-    Args:
-        turn: mapping with `role` and one of `text`, `api` and `response`.
-
-    Returns:
-        The line, without a line feed.
-
-    Raises:
-        RowError: anything else than a turn.
-    """
+    """Write a turn, a mapping with `role` and one of `text`, `api` and `response`, as its line without a line feed."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise RowError("turns {role, text or api or response}", shown(turn))
     held = [name for name in _CONTENT if name in turn]

@@ -72,25 +72,13 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Tokenized]:
-    """Tokenize rows of at most max_length tokens.
+    """Tokenize rows of at most max_length tokens of prompt and longest answer; the rows that can be used.
 
-    Args:
-        rows: rows of any type.
-        tokenizer: tokenizer of the model, with a chat template where rows are messages.
-        tally: counts what is bad, dropped or cut.
-        max_length: most tokens of prompt and longest answer.
-        truncation: what becomes of longer rows: a `Truncation`, see the module.
-        limit_name: name of max_length's tokens, for messages.
-        end_ids: tokens that end an answer (`read_eos_token_ids`); None: the tokenizer's own alone.
-        vocabulary: number of token ids that the model has; None: ids are not checked.
-
-    Returns:
-        The rows that can be used, in their order.
-
-    Raises:
-        ConfigError: messages without a chat template, too many bad rows, or no row left.
+    `truncation` says what becomes of longer rows, see the module; `limit_name` names the limit in messages. `end_ids`
+    end an answer (`read_eos_token_ids`); None: the tokenizer's own alone. `vocabulary` is the number of token ids that
+    the model has; None: ids are not checked.
     """
-    found = []
+    tokenized = []
     for row in rows:
         try:
             tokens = tokenize_row(row, tokenizer, end_ids)
@@ -105,25 +93,15 @@ def tokenize_rows(
         else:
             tally.truncated += one.truncated
             tally.without_prompt += not row.prompt
-            found.append(one)
+            tokenized.append(one)
     tally.check()
-    return found
+    return tokenized
 
 
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int] | None = None) -> Tokenized:
-    """Tokenize a row, of any length.
+    """Tokenize a row, of any length; RowError where it cannot be used.
 
-    Args:
-        row: row of any type.
-        tokenizer: tokenizer of the model.
-        end_ids: tokens that end an answer; None: the tokenizer's own alone.
-
-    Returns:
-        The row with its token ids.
-
-    Raises:
-        RowError: a prompt without tokens, or messages that the chat template does not take.
-        ConfigError: messages without a chat template.
+    `end_ids` end an answer; None: the tokenizer's own alone.
     """
     answers: tuple[Text, ...] = ()
     if isinstance(row, Preference):

@@ -246,11 +246,11 @@ def _text(value: Any, name: str, may_be_empty: bool) -> Text:
 
 def _known_keys(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message's keys that have a value, ShareGPT's `from` and `value` by the names that templates read."""
-    found = {key: v for key, v in message.items() if v is not None}  # tables give every row every key
-    if isinstance(found.get("from"), str) and "role" not in found:
-        role, content = found.pop("from"), found.pop("value", None)
-        found = {"role": _ROLES.get(role, role), "content": content, **found}
-    return found
+    known = {key: v for key, v in message.items() if v is not None}  # tables give every row every key
+    if isinstance(known.get("from"), str) and "role" not in known:
+        role, content = known.pop("from"), known.pop("value", None)
+        known = {"role": _ROLES.get(role, role), "content": content, **known}
+    return known
 
 
 def _message(value: Any, name: str) -> Message:
@@ -276,16 +276,16 @@ def _message(value: Any, name: str) -> Message:
 
 def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the chat template in the columns of a conversation, as TRL reads them."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, kind, form in (("tools", list, "a list"), ("chat_template_kwargs", dict, "an object")):
         value = row.get(name)
         with suppress(ValueError, RecursionError):  # what is no JSON stays a string, which is neither
             value = json.loads(value) if isinstance(value, str) else value
         if value is not None and not isinstance(value, kind):
             raise RowError(f"{form} or its JSON in column {name!r}", shown(value))
-        found[name] = value or None
-    options = {key: v for key, v in (found["chat_template_kwargs"] or {}).items() if v is not None}
-    return options if found["tools"] is None else {"tools": found["tools"], **options}
+        arguments[name] = value or None
+    options = {key: v for key, v in (arguments["chat_template_kwargs"] or {}).items() if v is not None}
+    return options if arguments["tools"] is None else {"tools": arguments["tools"], **options}
 
 
 def require_unicode(text: str, name: str) -> str:

@@ -25,8 +25,8 @@ def versions() -> dict[str, str]:
 
     A build of torch for another device counts as the same.
     """
-    found = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
-    return {"rlhf-engine": rlhf_engine.__version__, **found}
+    packages = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+    return {"rlhf-engine": rlhf_engine.__version__, **packages}
 
 
 def asked_to_shard() -> bool:
@@ -40,8 +40,8 @@ def asked_to_shard() -> bool:
         "FSDP_ACTIVATION_CHECKPOINTING": ("false", "fsdp_activation_checkpointing"),
     }
     for name, (value, option) in expected.items():
-        found = os.environ.get(name, value)
-        if found != value:
+        configured = os.environ.get(name, value)
+        if configured != value:
             hint = "; gradient_checkpointing is an option of the run" if "CHECKPOINTING" in name else ""
-            raise ConfigError(f"{option}: expected {value} in the launcher's configuration{hint}, got {found}")
+            raise ConfigError(f"{option}: expected {value} in the launcher's configuration{hint}, got {configured}")
     return True

@@ -32,9 +32,9 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    """Of this rank; None where a process is alone and takes the device that it is told."""
+    """Device of this rank; None where a process is alone and takes the device that it is told."""
     _before_exchange: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
-    """What this rank does before each exchange, see `while_waiting`."""
+    """Called by this rank before each exchange, see `while_waiting`."""
 
     @classmethod
     def from_environment(cls, device: str = "auto", *, timeout: float) -> World:
@@ -49,8 +49,8 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         # without a GPU it would take this process for one that is alone, unless the CPU is named
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
-        found = state.device if is_gpu(state.device) else torch.device("cpu")  # not cpu:1
-        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=found)
+        own_device = state.device if is_gpu(state.device) else torch.device("cpu")  # not cpu:1
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=own_device)
 
     @property
     def is_main(self) -> bool:
@@ -63,10 +63,10 @@ class World:
         """Small plain values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
-        found: list[T | None] = [None] * self.size
+        values: list[T | None] = [None] * self.size
         with self._talking():
-            dist.all_gather_object(found, value)
-        return found  # type: ignore[return-value]  # all of them are there
+            dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # all of them are there
 
     def run_on_all_ranks(self, what: str, work: Callable[[], T]) -> T:
         """This rank's result, once every rank has its own. what: for messages.
@@ -122,7 +122,7 @@ class World:
         received = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
         with self._talking():
             dist.all_gather(received, padded)
-        found = []
+        by_rank = []
         for by_name, data in zip(shapes, received, strict=True):
             parts: dict[str, torch.Tensor | None] = dict.fromkeys(tensors)
             start = 0
@@ -131,8 +131,8 @@ class World:
                 # a copy, because a dtype's elements have to be aligned
                 parts[name] = data[start:end].clone().view(dtypes[name]).view(shape)
                 start = end
-            found.append(parts)
-        return found
+            by_rank.append(parts)
+        return by_rank
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ class World:
     def most(self, figures: Mapping[str, float]) -> dict[str, float]:
         """The largest of all ranks, by name."""
         everyone = self.gather(dict(figures))
-        return {name: max(found[name] for found in everyone) for name in figures}
+        return {name: max(theirs[name] for theirs in everyone) for name in figures}
 
     def close(self) -> None:
         """Leave the group."""
@@ -185,7 +185,7 @@ class World:
 
 ALONE = World()
 _OF_GLOO = re.compile(r"\bgloo\b")
-"""In its messages alone: torch gives them no class."""
+"""Words of gloo's errors, which have no class of their own in torch."""
 
 
 def share(n: int, rank: int, size: int) -> range:
@@ -196,12 +196,12 @@ def share(n: int, rank: int, size: int) -> range:
 def balanced(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Places by rank, so that ranks have sums of sizes as equal as largest-first makes them; places in order."""
     loads = [0] * ranks
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], len(found[r]), r))
+        rank = min(range(ranks), key=lambda r: (loads[r], len(by_rank[r]), r))
         loads[rank] += sizes[place]
-        found[rank].append(place)
-    return [sorted(places) for places in found]
+        by_rank[rank].append(place)
+    return [sorted(places) for places in by_rank]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -211,8 +211,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprint_of_all(tensors: Iterable[torch.Tensor]) -> str:
     """One short name of the bits of many tensors on one device, in their order."""
-    found = [_bit_sum(tensor) for tensor in tensors]
-    sums = torch.stack(found).tolist() if found else []
+    bit_sums = [_bit_sum(tensor) for tensor in tensors]
+    sums = torch.stack(bit_sums).tolist() if bit_sums else []
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 

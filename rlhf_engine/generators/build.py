@@ -13,10 +13,10 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
 from rlhf_engine.generators.scheduler import Scheduler
 from rlhf_engine.generators.served import ServedWorker
-from rlhf_engine.generators.sources import Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker, Source
+from rlhf_engine.generators.sources import AnswerSource, Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker
 from rlhf_engine.generators.staleness import StalenessRule
 from rlhf_engine.generators.thread import GeneratorThread
-from rlhf_engine.generators.transport import Transport
+from rlhf_engine.generators.transport import GeneratorTransport
 from rlhf_engine.generators.work import StepPrompts
 from rlhf_engine.generators.worker import Worker
 from rlhf_engine.hydra import HydraModel
@@ -26,7 +26,7 @@ from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.scoring.score import FrozenRoles
 
-Connect = Callable[[HydraModel], Transport]
+Connect = Callable[[HydraModel], GeneratorTransport]
 """Starts generators in other processes, for the learner's model."""
 Serve = Callable[[Callable[[], bool]], VllmRollouts]
 """Makes the backend by which a server draws for the role `behaviour`; it is given what says whether to stop."""
@@ -44,14 +44,11 @@ def make_source(
     reward: bool,
     connect: Connect | None = None,
     serve: Serve | None = None,
-) -> Source:
+) -> AnswerSource:
     """Make the source of a run's answers.
 
     Policies of the past come from a checkpoint; `step` and `policy_version` say where the run is. `reward` is whether a
     reward role scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
-
-    Raises:
-        ConfigError: 'ray' without `connect`.
     """
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)
@@ -82,7 +79,7 @@ def make_source(
         worker = Worker(model, store, options, score=score)
         return PastPolicies(worker, store, tracker, prompts, rule, hold=hold, threads=threads)
 
-    def start() -> Transport:
+    def start() -> GeneratorTransport:
         if config.async_mode == "ray" and connect is not None:
             return connect(model)
         if served is not None:  # the learner scores: no pass of the model is made beside it

@@ -24,7 +24,7 @@ class Snapshot:
     version: int
     """Updates of the policy before it."""
     tensors: Mapping[str, torch.Tensor]
-    """By the names of the slot's parameters."""
+    """Tensors by the names of the slot's parameters."""
     ready: torch.cuda.Event | None = None
     """Passed when the tensors are there, where a device works behind the host's back."""
 
@@ -40,11 +40,11 @@ class Snapshot:
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over names and bytes of tensors, in the order of their names."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        sha.update(name.encode())
+        sha.update(tensors[name].detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.policy_store import Snapshot
 from rlhf_engine.generators.staleness import StalenessRule, newest_after
-from rlhf_engine.generators.transport import Drawn, Event, Joined, Lost, Transport
+from rlhf_engine.generators.transport import Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.work import WorkItem, join
 from rlhf_engine.rollout import Rollout
 
@@ -31,11 +31,11 @@ class Taken(NamedTuple):
 
     rollout: Rollout
     wait_seconds: float
-    """That the learner had to wait."""
+    """Seconds that the learner had to wait."""
     ready: int
     """Steps beyond whose answers are there."""
     busy_seconds: float
-    """That all generators have been at work, since the first began."""
+    """Seconds that all generators have been at work, since the first began."""
 
 
 class Scheduler:
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: GeneratorTransport,
         make_items: MakeItems,
         rule: StalenessRule,
         policies: Mapping[int, Snapshot],

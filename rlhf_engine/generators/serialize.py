@@ -52,11 +52,11 @@ def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapsho
         tensors = load(parcel.data)
     except SafetensorError as error:
         raise EngineError(f"policy version {parcel.version} arrived damaged: {error}") from error
-    found = digest(tensors)
-    if found != parcel.digest:
+    received = digest(tensors)
+    if received != parcel.digest:
         raise EngineError(
             f"policy version {parcel.version} arrived damaged: expected tensors of digest {parcel.digest[:12]}…, got "
-            f"{found[:12]}…"
+            f"{received[:12]}…"
         )
     return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
 
@@ -81,47 +81,47 @@ def pack_rollout(rollout: Rollout) -> dict[str, Any]:
 
 def unpack_rollout(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Rollout:
     """Rollout that `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
-    found = _digest(values)
-    if found != values.get("digest"):
+    received = _digest(values)
+    if received != values.get("digest"):
         expected = str(values.get("digest"))[:12]
-        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {found[:12]}…")
+        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {received[:12]}…")
     return put_together(values, {name: x.to(device) for name, x in load(values["tensors"]).items()})
 
 
 def _digest(values: Mapping[str, Any]) -> str:
     """SHA-256 of what `pack_rollout` makes."""
     plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
-    found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
-    found.update(values["tensors"])
-    return found.hexdigest()
+    sha = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    sha.update(values["tensors"])
+    return sha.hexdigest()
 
 
 def fixed_parts(model: HydraModel) -> dict[str, str]:
     """Versions of packages, and SHA-256 of backbones, frozen slots and frozen heads: what no update changes."""
-    found = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
-    found |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
+    parts = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
+    parts |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
     for role in model.roles.values():
         if role.trainable or role.transient:
             continue
         if role.slot is not OFF:
             slot = model.backbone(role.backbone).slot(role.slot)
-            found[f"slot {role.slot}"] = digest(dict(slot.named_parameters()))
+            parts[f"slot {role.slot}"] = digest(dict(slot.named_parameters()))
         if role.head != LM_HEAD:
-            found[f"head {role.head}"] = digest(model.heads[role.head].state_dict())
-    return found
+            parts[f"head {role.head}"] = digest(model.heads[role.head].state_dict())
+    return parts
 
 
 def require_same_parts(ours: Mapping[str, str], learners: Mapping[str, str]) -> None:
     """Raise ConfigError, naming the part, where a generator's packages or frozen weights are not the learner's."""
-    for part, found in ours.items():
-        if learners.get(part) != found:
+    for part, own in ours.items():
+        if learners.get(part) != own:
             expected = learners.get(part, "none")
             if part.startswith(_PACKAGE):
                 raise ConfigError(
                     f"ray_address: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
-                    f"generator's machine, got {found}"
+                    f"generator's machine, got {own}"
                 )
             raise ConfigError(
                 f"model_name_or_path: expected weights on the generator's machine that are the learner's, got a {part} "
-                f"of hash {found[:12]}…, not {expected[:12]}…"
+                f"of hash {own[:12]}…, not {expected[:12]}…"
             )

@@ -31,14 +31,6 @@ class ServedWorker:
     def __init__(
         self, model: HydraModel, store: VersionStore, rollouts: VllmRollouts, *, stopped: Callable[[], bool]
     ) -> None:
-        """Take a model and the policies that may draw.
-
-        Args:
-            model: model with the role `behaviour`, into whose slot policies are copied on their way.
-            store: the policies that may draw.
-            rollouts: backend that serves that role.
-            stopped: whether to give up. Called while answers are waited for.
-        """
         self._model, self._store, self._rollouts, self._stopped = model, store, rollouts, stopped
         self._slot = model.role_backbone(BEHAVIOUR).slot(BEHAVIOUR)
         self._is_drawing = False
@@ -52,18 +44,7 @@ class ServedWorker:
         return self._beat
 
     def __call__(self, item: WorkItem) -> Rollout:
-        """Draw a work item.
-
-        Args:
-            item: prompts, and the version of the policy that draws.
-
-        Returns:
-            The answers.
-
-        Raises:
-            StoppedError: the run has stopped.
-            RolloutServerError: the server failed at every attempt, or does not come back.
-        """
+        """Draw a work item; StoppedError where the run has stopped meanwhile."""
         began = time.perf_counter()
         self._is_drawing = True
         try:
@@ -84,14 +65,7 @@ class ServedWorker:
     def check(self, version: int) -> dict[str, float]:
         """Compare the server's log-probs with those of a policy, by the learner, which holds it as the past one.
 
-        Args:
-            version: version of the policy, of which answers have been drawn.
-
-        Returns:
-            Metrics by name; empty where this version was compared before.
-
-        Raises:
-            MismatchError: the server has drawn by something else.
+        Answers of that version have been drawn. The metrics are empty where it was compared before.
         """
         return self._rollouts.check(version)
 

@@ -29,7 +29,7 @@ from rlhf_engine.rollout.backend import Rollouts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PastState:
-    """State in a checkpoint that lets a run go on with the answers that it would have had."""
+    """Past policies and unfinished draws in a checkpoint, so that a resumed run draws the same answers."""
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
     """Steps done → the policy after them, the present one and those that may still be needed."""
@@ -43,32 +43,18 @@ Hold = Callable[[Snapshot], dict[str, float]]
 """Puts a policy where the learner scores answers by it, and checks that a server draws by it; metrics by name."""
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """Answers, step by step."""
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw the answers of a step, which is the next one to learn from.
+        """Draw the answers of step `step` (from 0), the next one to learn from; also metrics by name.
 
-        Args:
-            step: number of the step, from 0.
-            version: version of the present policy.
-            lap: called with the name of a phase at its end.
-
-        Returns:
-            The answers, and metrics by name.
+        `version` is the present policy's. `lap` is called with the name of a phase at its end.
         """
         ...
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Note that steps are done, and publish the policy that they made.
-
-        Args:
-            done: number of steps done.
-            version: version of the policy now.
-
-        Returns:
-            Metrics by name.
-        """
+        """Note that `done` steps are done, and publish the policy that they made; metrics by name."""
         ...
 
     def state(self) -> PastState:
@@ -84,25 +70,10 @@ class OwnPolicy:
     """Every step draws its own answers."""
 
     def __init__(self, rollouts: Rollouts, prompts: StepPrompts) -> None:
-        """Take what draws.
-
-        Args:
-            rollouts: what draws answers by the present policy.
-            prompts: prompts of every step.
-        """
         self._rollouts, self._prompts = rollouts, prompts
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw by the present policy. See `Source.draw`.
-
-        Args:
-            step: number of the step, from 0.
-            version: version of the present policy.
-            lap: called with the name of a phase at its end.
-
-        Returns:
-            The answers of this rank, and metrics of the synchronisation.
-        """
+        """Draw by the present policy."""
         synced = self._rollouts.sync(version)
         if synced:
             lap("sync")
@@ -116,15 +87,7 @@ class OwnPolicy:
         return dataclasses.replace(rollout, stats=stats), synced
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Do nothing: the next draw is by the weights that train. See `Source.learned`.
-
-        Args:
-            done: number of steps done.
-            version: version of the policy now.
-
-        Returns:
-            No metrics.
-        """
+        """Do nothing: the next draw is by the weights that train."""
         return {}
 
     def state(self) -> PastState:
@@ -139,32 +102,18 @@ class PolicyTracker:
     """Snapshots of the policy that learns, one per version."""
 
     def __init__(self, model: HydraModel, past: PastState, *, done: int, version: int) -> None:
-        """Snapshot the present policy beside the past ones.
-
-        Args:
-            model: model whose actor has a slot.
-            past: policies of the checkpoint that the run goes on from.
-            done: number of steps done.
-            version: version of the present policy.
-        """
+        """Snapshot the present policy beside the past ones, those of the checkpoint that the run goes on from."""
         spec = model.roles["actor"]
         assert spec.slot is not None
         self._slot = model.backbone(spec.backbone).slot(spec.slot)
         self.present = take(self._slot, version)
         known = {snapshot.version: snapshot for snapshot in past.policies.values()} | {version: self.present}
         self.after = {steps: known[snapshot.version] for steps, snapshot in past.policies.items()}
-        """By steps done, of when the run was taken up."""
+        """Policies by steps done, from when the run was taken up."""
         self.after[done] = self.present
 
     def now(self, version: int) -> Snapshot:
-        """Snapshot of the present policy, taken once per version.
-
-        Args:
-            version: version of the present policy.
-
-        Returns:
-            The snapshot.
-        """
+        """Snapshot of the present policy, taken once per version."""
         if version != self.present.version:
             self.present = take(self._slot, version)
         return self.present
@@ -185,18 +134,10 @@ class PastPolicies:
         threads: int | None = None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take what draws.
+        """Take what draws. `hold` puts the policy that drew where the learner scores by it.
 
-        Args:
-            worker: draws work items.
-            store: policies that it draws by.
-            tracker: snapshots of the policy that learns.
-            prompts: prompts of every step.
-            rule: how old answers may be.
-            hold: puts the policy that drew where the learner scores by it.
-            threads: threads of the CPU that a generator would take from the learner; None: all. Each side has its own
-                number here as well, because the bits of a product may depend on it.
-            end: lets go of what draws.
+        `threads` are those of the CPU that a generator would take from the learner; None: all. Each side has its own
+        number here as well, because the bits of a product may depend on it. `end` lets go of what draws.
         """
         self._end = end
         self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
@@ -207,20 +148,7 @@ class PastPolicies:
             store.add(snapshot)
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw on this thread, by the policy that the rule names. See `Source.draw`.
-
-        Args:
-            step: number of the step, from 0.
-            version: version of the present policy, which is not read.
-            lap: called with the name of a phase at its end.
-
-        Returns:
-            The answers of this rank, and metrics of a server's check.
-
-        Raises:
-            EngineError: a policy that is not held any more.
-            MismatchError: a server that draws by something else.
-        """
+        """Draw on this thread, by the policy that the rule names rather than by `version`."""
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         (item,) = self._prompts.items(step, policy.version)
         with self._generator_threads():
@@ -229,15 +157,7 @@ class PastPolicies:
         return rollout, self._hold(policy) if rollout.frozen is None else {}
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Note the policy, and forget those that no later step asks for. See `Source.learned`.
-
-        Args:
-            done: number of steps done.
-            version: version of the policy now.
-
-        Returns:
-            No metrics.
-        """
+        """Note the policy, and forget those that no later step asks for."""
         self._after[done] = self._tracker.now(version)
         first = newest_after(self._after, self._rule.earliest(done))
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
@@ -285,16 +205,11 @@ class Concurrent:
         mixed: bool,
         hold: Hold,
     ) -> None:
-        """Take what begins the generators, and how far the run was.
+        """Take what begins the generators (with the first `draw`), and how far the run was.
 
-        Args:
-            begin: starts the generators and what hands work to them, with the first `draw`.
-            store: policies that are kept for the learner.
-            tracker: snapshots of the policy that learns.
-            drawn_by: step → version of steps that a run had begun to draw when it was stopped.
-            n_shares: number of generators, each of which gets a share of a step.
-            mixed: whether answers may be of several policies.
-            hold: puts the policy that drew where the learner scores by it.
+        `drawn_by` has the version of each step that a run had begun to draw when it was stopped. Each of `n_shares`
+        generators gets a share of a step. `mixed` answers may be of several policies. `hold` puts the policy that drew
+        where the learner scores by it.
         """
         self._begin, self._store, self._tracker = begin, store, tracker
         self._mixed, self._n_shares, self._hold = mixed, n_shares, hold
@@ -302,25 +217,12 @@ class Concurrent:
         self._drawn_by = dict(drawn_by)
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
-        """When the answers before were taken, and how long generators had been at work by then."""
+        """Time at which the answers before were taken, and how long generators had been at work by then."""
         for snapshot in self._policies.values():
             store.add(snapshot)
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Take what generators have drawn or are about to. See `Source.draw`.
-
-        Args:
-            step: number of the step, from 0.
-            version: version of the present policy, which is not read.
-            lap: called with the name of a phase at its end.
-
-        Returns:
-            The answers, and metrics of how busy learner and generators were.
-
-        Raises:
-            GeneratorError: no generator is left.
-            MismatchError: a server that draws by something else.
-        """
+        """Take what generators have drawn or are about to; the metrics say how busy they and the learner were."""
         if self._scheduler is None:
             self._scheduler = self._begin()
         began = time.perf_counter()
@@ -350,15 +252,7 @@ class Concurrent:
         return rollout, metrics
 
     def learned(self, done: int, version: int) -> dict[str, float]:
-        """Publish the policy. See `Source.learned`.
-
-        Args:
-            done: number of steps done.
-            version: version of the policy now.
-
-        Returns:
-            Bytes that were sent, as `async/published_bytes`.
-        """
+        """Publish the policy; the bytes that were sent are `async/published_bytes`."""
         snapshot = self._tracker.now(version)
         assert self._scheduler is not None
         self._store.add(snapshot)

@@ -1,7 +1,8 @@
 """Interface that carries work items and policies to generators, and answers back.
 
-The scheduler talks to generators through a `Transport` alone, wherever they are: a thread beside the learner, processes
-on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is an event.
+The scheduler talks to generators through a `GeneratorTransport` alone, wherever they are: a thread beside the
+learner, processes on this machine or on others. Generators draw one work item at a time. Whatever becomes of one is
+an event.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lost:
-    """A generator is no more; its work item, if it had one, is nobody's."""
+    """A generator has ended; its work item, if it had one, has to be drawn by another."""
 
     worker: str
     """Name of the generator."""
@@ -47,57 +48,30 @@ class Joined:
 Event = Drawn | Lost | Joined
 
 
-class Transport(Protocol):
+class GeneratorTransport(Protocol):
     """Generators, as the scheduler sees them. Its methods are called by one thread at a time."""
 
     def publish(self, snapshot: Snapshot) -> int:
-        """Let every generator draw by a policy, and those that join later as well.
+        """Let every generator draw by a policy, and those that join later as well; the bytes that it sends.
 
-        Args:
-            snapshot: the policy, which nobody writes into any more.
-
-        Returns:
-            Bytes that it sends.
+        Nobody writes into the snapshot any more.
         """
         ...
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Forget policies that no work item will name any more.
-
-        Args:
-            versions: versions of the policies that are kept.
-        """
+        """Forget policies that no work item will name any more: all but these."""
         ...
 
     def submit(self, worker: str, item: WorkItem) -> None:
-        """Have an idle generator draw a work item.
-
-        Args:
-            worker: name of the generator.
-            item: work item, by a policy that was published.
-        """
+        """Have an idle generator draw a work item, by a policy that was published."""
         ...
 
     def next_event(self, timeout: float) -> Event | None:
-        """Wait for what happens next. May be called while other methods are.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            The event; None after so many seconds without one.
-        """
+        """Wait up to `timeout` seconds for what happens next; None: nothing. May be called while other methods are."""
         ...
 
     def silent_for(self, worker: str) -> float:
-        """Time since a generator with work has last shown that it is at work.
-
-        Args:
-            worker: name of the generator.
-
-        Returns:
-            Seconds.
-        """
+        """Seconds since a generator with work has last shown that it is at work."""
         ...
 
     def expects_more(self) -> bool:
@@ -105,12 +79,7 @@ class Transport(Protocol):
         ...
 
     def give_up(self, worker: str, cause: BaseException) -> None:
-        """Stop a generator for good, as far as that can be done. It is `Lost`.
-
-        Args:
-            worker: name of the generator.
-            cause: reason, which the `Lost` event holds.
-        """
+        """Stop a generator for good, as far as that can be done. It is `Lost`, with this cause."""
         ...
 
     def close(self) -> None:

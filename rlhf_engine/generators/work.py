@@ -30,7 +30,7 @@ class WorkItem:
     """Number of the share among those of the step, from 0."""
     n_shares: int
     version: int
-    """Of the policy that is to draw them."""
+    """Version of the policy that is to draw them."""
     prompts: PromptBatch
     sampling: SamplingConfig
 
@@ -54,16 +54,7 @@ class StepPrompts:
         samples: int,
         world: World = ALONE,
     ) -> None:
-        """Take the data, and how far the run is.
-
-        Args:
-            config: options of the run.
-            prompts: prompts that can be answered.
-            sampling: how answers are drawn.
-            step: steps done when the run began or was taken up.
-            samples: answers drawn by then.
-            world: ranks, of which this one draws its share of every step.
-        """
+        """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
         self._config, self._prompts, self._sampling = config, prompts, sampling
         self._step, self._samples, self._world = step, samples, world
 
@@ -121,7 +112,7 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
         return rollout
     plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
     parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
-    return join([put_together(values, found) for values, found in parts])
+    return join([put_together(values, received) for values, received in parts])
 
 
 _FROZEN = "frozen/"

@@ -34,14 +34,9 @@ class Worker:
     ) -> None:
         """Take a model and the policies that may draw.
 
-        Args:
-            model: the model that draws.
-            store: the policies that may draw.
-            options: of the rollout engine; None for its defaults.
-            in_flight: whether answers that are being written go on with each newer policy.
-            score: scores the answers that are learned from by frozen roles.
-            hurry: whether `score` is left to the learner, who waits. Called when answers are drawn.
-            stopped: whether to give up. Called before every token.
+        With `in_flight`, answers that are being written go on with each newer policy. `score` scores the answers by
+        frozen roles, unless `hurry` says that the learner waits and does so itself. `stopped` is called before every
+        token.
         """
         backbone = model.role_backbone(BEHAVIOUR)
         self._model, self._options, self._store = model, options, store
@@ -50,7 +45,7 @@ class Worker:
         self._score, self._hurry = score, hurry
         self._held: Snapshot | None = None
         self.beat = time.monotonic()
-        """When it last was seen at work."""
+        """Time at which it was last seen at work."""
 
     def __call__(self, item: WorkItem) -> Rollout:
         """The answers of a work item. Raises StoppedError once `stopped`, and what drawing raises."""

@@ -91,9 +91,9 @@ class AdapterSlot(nn.Module):
 
     def pair(self, path: str) -> LoraPair:
         """The pair of the linear with that name."""
-        found = self.pairs[encode(path)]
-        assert isinstance(found, LoraPair)
-        return found
+        module = self.pairs[encode(path)]
+        assert isinstance(module, LoraPair)
+        return module
 
     def copy_from(self, other: AdapterSlot) -> None:
         """Take another slot's weights. Raises ValueError if rank, scale or targets differ."""

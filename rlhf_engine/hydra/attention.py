@@ -82,9 +82,9 @@ class PackedPlan:
     lengths: tuple[int, ...]
     device: torch.device
     parents: tuple[int, ...] | None = None
-    """For each sequence the number of the one whose keys come before its own, −1 for none; None: none has one."""
+    """Parent of each sequence, whose keys come before its own, by its number; −1: none. None: no sequence has one."""
     new: NewTokens | None = None
-    """Where keys and values are kept for decoding (prefill); None: nowhere."""
+    """Place where keys and values are kept for decoding (prefill); None: nowhere."""
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
@@ -106,7 +106,7 @@ class PackedPlan:
 
 
 Linears = dict[tuple[object, gate.SlotTable], DecodeLinear]
-"""By layer and slot table: the layer's linear for the few rows of a decoding step."""
+"""Linears of layers for the few rows of a decoding step, by layer and slot table."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -164,9 +164,9 @@ class Backbone(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """The decoder blocks."""
-        found = self.model.get_submodule(self.blocks_prefix.removesuffix("."))
-        assert isinstance(found, nn.ModuleList)
-        return found
+        modules = self.model.get_submodule(self.blocks_prefix.removesuffix("."))
+        assert isinstance(modules, nn.ModuleList)
+        return modules
 
     @property
     def has_lm_head(self) -> bool:
@@ -176,8 +176,8 @@ class Backbone(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the hidden states."""
-        found: torch.dtype = self.model.dtype
-        return found
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def vocabulary(self) -> int:

@@ -31,7 +31,7 @@ class SharedRows:
     lengths: tuple[int, ...]
     """Rows of each part: a shared prompt, a completion of one, or a whole sequence."""
     parents: tuple[int, ...]
-    """For each part the number of the prompt that it goes on from; −1: none."""
+    """Number of the prompt that each part goes on from; −1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rlhf_engine.hydra.eager import is_eager
 
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
-"""What a trial may end in, of a class that wants attributes or arguments of its own."""
+"""Errors of a trial with a class that wants attributes or arguments of its own."""
 _ROTARY = "apply_rotary_pos_emb"
 """Name of the function that turns queries and keys, in the modelling files."""
 
@@ -41,9 +41,9 @@ def fuse_llama_ops(model: nn.Module) -> int:
     """Exchange the `forward` of every module that one of the ops can serve; how many that were."""
     fused, gates = 0, set[int]()
     for module in model.modules():
-        found = _fused_class(type(module))
-        if found is not None and _gated_by_silu(module):
-            module.__class__ = found
+        fused_class = _fused_class(type(module))
+        if fused_class is not None and _gated_by_silu(module):
+            module.__class__ = fused_class
             fused += 1
         if getattr(type(module), "fused_forward", False):
             gates.add(id(getattr(module, "act_fn", None)))  # a part of `swiglu`, and without it torch's
@@ -65,7 +65,7 @@ def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     if cls not in _FUSED:
         with _disable_current_modes():
             candidates = (recognise(cls) for recognise in (_norm_forward, _mlp_forward, _attention_forward))
-            forward = next((found for found in candidates if found is not None), None)
+            forward = next((candidate for candidate in candidates if candidate is not None), None)
         _FUSED[cls] = None if forward is None else _subclass(cls, forward)
     return _FUSED[cls]
 
@@ -81,8 +81,8 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any], kind: str | Non
 
 def _remake(cls: type[nn.Module], kind: str | None = None) -> nn.Module:
     """An empty module of what became of a class, for copies and pickles; kind: of an activation."""
-    found = (_fused_class(cls) or cls) if kind is None else _activation_class(cls, kind)
-    made: nn.Module = found.__new__(found)
+    own_class = (_fused_class(cls) or cls) if kind is None else _activation_class(cls, kind)
+    made: nn.Module = own_class.__new__(own_class)
     return made
 
 
@@ -97,8 +97,8 @@ def _backend(op: str, *tensors: Tensor) -> str | None:
         or (default != "auto" and registry.unsupported(op, default, x.device.type, x.dtype) is not None)
     ):
         return None
-    found = registry.resolve(op, "auto", x, x.shape[-1:] or None)
-    return None if found == "reference" else found
+    backend = registry.resolve(op, "auto", x, x.shape[-1:] or None)
+    return None if backend == "reference" else backend
 
 
 # ---- recognising a class and giving it another forward ---------------------------------------------------------------

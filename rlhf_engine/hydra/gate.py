@@ -58,7 +58,7 @@ class BackboneCall:
     positions_T: torch.Tensor | None = None
     """int64 [T], position of each row in its sequence, for attention that counts positions by itself."""
     windows: list[int | None] | None = None
-    """Where given, every layer's attention notes the sliding window that it was asked for: proof of what ran."""
+    """Sliding windows that layers' attention was called with, where they are noted: proof of what ran."""
 
 
 _local = threading.local()

@@ -171,20 +171,20 @@ def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
     """
     prefix = decoder_prefix(model)
     head = model.get_output_embeddings()
-    found: dict[str, GatedLayer] = {}
+    layers: dict[str, GatedLayer] = {}
     for path, module in list(model.named_modules()):
         if module is head or not path.startswith(prefix):
             continue
-        stream = len(found)
+        stream = len(layers)
         if type(module) is nn.Linear or type(module) is Conv1D:
             gated = (GatedLinear if type(module) is nn.Linear else GatedConv1D)(module, path=path, stream=stream)  # type: ignore[arg-type]
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, gated)
-            found[path] = gated.gated
+            layers[path] = gated.gated
         elif type(module).__name__ in _QUANTISED:
             layer = GatedLayer(path, stream, module.in_features, module.out_features)  # type: ignore[arg-type]
             module.register_forward_hook(GatedOutput(layer))
-            found[path] = layer
+            layers[path] = layer
         elif isinstance(module, (nn.Linear, Conv1D)) and not type(module).__name__.endswith(_ROUTER):
             raise UnsupportedModelError(
                 f"{path}: expected nn.Linear, Conv1D or a linear of bitsandbytes, got {type(module).__name__}, whose "
@@ -192,8 +192,8 @@ def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
             )
     if isinstance(head, nn.Linear):
         path = next(name for name, module in model.named_modules() if module is head)
-        found[path] = GatedHead(path, len(found), head.in_features, head.out_features)
-    return found
+        layers[path] = GatedHead(path, len(layers), head.in_features, head.out_features)
+    return layers
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
@@ -217,16 +217,16 @@ def match_targets(layers: Mapping[str, GatedLayer], blocks_prefix: str, targets:
     of a path, and may name the head. Raises ValueError for a name that matches nothing.
     """
     if targets == ALL_LINEAR:
-        found = [path for path in layers if path.startswith(blocks_prefix)]
-        if not found:
+        paths = [path for path in layers if path.startswith(blocks_prefix)]
+        if not paths:
             raise ValueError(f"target_modules='all-linear': expected linears below {blocks_prefix!r}, got none")
-        return found
-    found = [path for path in layers if any(_matches(path, t) for t in targets)]
+        return paths
+    paths = [path for path in layers if any(_matches(path, t) for t in targets)]
     missing = [t for t in targets if not any(_matches(path, t) for path in layers)]
     if missing:
         endings = sorted({path.rsplit(".", 1)[-1] for path in layers})
         raise ValueError(f"target_modules: expected name endings among {endings}, got {missing} which match nothing")
-    return found
+    return paths
 
 
 def _matches(path: str, target: str) -> bool:

@@ -409,15 +409,15 @@ class HydraModel(nn.Module):
         spec = require_role(self.roles, role)
         if not spec.trainable:
             return {}
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         if spec.slot is OFF:
-            found |= {f"{spec.backbone}.{n}": p for n, p in self.backbone(spec.backbone).base_parameters()}
+            parameters |= {f"{spec.backbone}.{n}": p for n, p in self.backbone(spec.backbone).base_parameters()}
         else:
             slot = self.backbone(spec.backbone).slot(spec.slot)
-            found |= {f"{spec.backbone}.{spec.slot}.{n}": p for n, p in slot.named_parameters()}
+            parameters |= {f"{spec.backbone}.{spec.slot}.{n}": p for n, p in slot.named_parameters()}
         if spec.head != LM_HEAD:
-            found |= {f"heads.{spec.head}.{n}": p for n, p in self.heads[spec.head].named_parameters()}
-        return found
+            parameters |= {f"heads.{spec.head}.{n}": p for n, p in self.heads[spec.head].named_parameters()}
+        return parameters
 
     def held_parameters(self) -> dict[str, int]:
         """Count the elements of unique parameter storage.
@@ -549,8 +549,8 @@ class HydraModel(nn.Module):
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
         parts = [
-            _scores(dict(zip(requests, found, strict=True)))
-            for _, found in self.in_parts(batch, tuple(requests.values()), token_budget=token_budget)
+            _scores(dict(zip(requests, results, strict=True)))
+            for _, results in self.in_parts(batch, tuple(requests.values()), token_budget=token_budget)
         ]
         return join_scores(parts)
 
@@ -637,14 +637,14 @@ class HydraModel(nn.Module):
         self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None
     ) -> list[torch.Tensor]:
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
-        found: dict[Lane, torch.Tensor] = {}
+        by_lane: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(lane.backbone for lane in lanes):
             group = [lane for lane in lanes if lane.backbone == name]
             calls = [group] if self._fits(batch, len(group), budget) else [[lane] for lane in group]
             for call in calls:
                 hidden = self._backbone_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
-                found |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
-        return [found[lane] for lane in lanes]
+                by_lane |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
+        return [by_lane[lane] for lane in lanes]
 
     def _backbone_call(
         self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
@@ -784,17 +784,17 @@ def split_by_tokens(
     return groups
 
 
-def _scores(found: Mapping[str, Any]) -> Scores:
-    pair, actor, reference = found.get("pair"), found.get("actor"), found.get("reference")
-    past = found.get("past") or found.get("behaviour")
+def _scores(results: Mapping[str, Any]) -> Scores:
+    pair, actor, reference = results.get("pair"), results.get("actor"), results.get("reference")
+    past = results.get("past") or results.get("behaviour")
     return Scores(
         logprobs_M=pair.logprob_a if pair else actor.logprob if actor else None,
         entropies_M=pair.entropy if pair else actor.entropy if actor else None,
         ref_logprobs_M=pair.logprob_r if pair else reference.logprob if reference else None,
         past_logprobs_M=past.logprob if past else None,
         kl_M=pair.kl if pair else None,
-        values_M=found.get("critic"),
-        rewards_N=found.get("reward"),
+        values_M=results.get("critic"),
+        rewards_N=results.get("reward"),
     )
 
 

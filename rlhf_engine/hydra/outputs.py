@@ -353,7 +353,7 @@ class PolicyLoss:
         if batch.supports is None:
             options |= {"temperature": self.temperature, **head_options(reader.head)}
             return linear_ppo_loss(reader.hidden, reader.head.weight, batch.targets_M, *tokens, **options)
-        found = logprobs(
+        out = logprobs(
             reader,
             batch.targets_M,
             batch.supports,
@@ -361,9 +361,9 @@ class PolicyLoss:
             outputs=("logprob", "entropy"),
             detach=() if self.entropy_coef else ("entropy",),
         )
-        assert found.logprob is not None
-        made = ppo_loss(found.logprob, *tokens, entropy=found.entropy, **options)
-        return LinearPpoLossOutputs(made.loss, made.statistics, found.logprob.detach() * (self.mask_M != 0))
+        assert out.logprob is not None
+        made = ppo_loss(out.logprob, *tokens, entropy=out.entropy, **options)
+        return LinearPpoLossOutputs(made.loss, made.statistics, out.logprob.detach() * (self.mask_M != 0))
 
 
 class LogprobLossOutputs(NamedTuple):
@@ -375,7 +375,7 @@ class LogprobLossOutputs(NamedTuple):
     """fp32 [M], without a gradient"""
     entropy: torch.Tensor
     """fp32 [M], nats, without a gradient"""
-    found: Any
+    result: Any
     """result of the loss function"""
 
 
@@ -426,12 +426,12 @@ class LogprobLoss:
         )
         assert out.logprob is not None
         assert out.entropy is not None
-        found = self.loss(out.logprob)
-        loss = found.loss
+        result = self.loss(out.logprob)
+        loss = result.loss
         if self.entropy_coef:
             entropy = out.entropy if self.mask_M is None else out.entropy * self.mask_M
             loss = loss - self.entropy_coef * entropy.sum() / self.denom
-        return LogprobLossOutputs(loss=loss, logprob=out.logprob.detach(), entropy=out.entropy.detach(), found=found)
+        return LogprobLossOutputs(loss=loss, logprob=out.logprob.detach(), entropy=out.entropy.detach(), result=result)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -175,10 +175,10 @@ def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedMo
 
 def _require_names(backbone: Backbone, slot: AdapterSlot, base: PreTrainedModel) -> list[str]:
     """Linears of a slot whose names PEFT would rewrite. Raises ValueError where they cannot be written otherwise."""
-    found = [path for path, _ in slot.items() if _is_rewritten(path, base)]
-    if not found:
-        return found
-    endings = sorted({path.rsplit(".", 1)[-1] for path in found})
+    rewritten = [path for path, _ in slot.items() if _is_rewritten(path, base)]
+    if not rewritten:
+        return rewritten
+    endings = sorted({path.rsplit(".", 1)[-1] for path in rewritten})
     where = f"LoRA on {endings}, which PEFT takes for parts of this {type(base).__name__}'s experts"
     if backbone.dtype not in _EXACT or backbone.quantized:
         got = "quantised ones" if backbone.quantized else str(backbone.dtype).removeprefix("torch.")
@@ -188,7 +188,7 @@ def _require_names(backbone: Backbone, slot: AdapterSlot, base: PreTrainedModel)
         )
     if slot.config.dropout:
         raise ValueError(f"lora_dropout: expected 0 for {where}, got {slot.config.dropout}")
-    return found
+    return rewritten
 
 
 def _is_rewritten(path: str, base: PreTrainedModel) -> bool:

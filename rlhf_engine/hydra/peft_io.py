@@ -147,11 +147,11 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
     """
     folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
-    found: list[str | None] = []
+    values: list[str | None] = []
     for file, key in ((CONFIG_FILE, "base_model_name_or_path"), (ENGINE_FILE, "base_hash")):
         there = (Path(folder) / file).is_file()
-        found.append(read_json(Path(folder), file, "adapter").get(key) if there else None)
-    return found[0], found[1]
+        values.append(read_json(Path(folder), file, "adapter").get(key) if there else None)
+    return values[0], values[1]
 
 
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
@@ -383,9 +383,9 @@ def read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{argument}: expected a folder with {name}, got {str(folder)!r} which has none")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

@@ -206,10 +206,10 @@ def _check_hashes(model: HydraModel, record: Mapping[str, Any]) -> None:
     for name, held in record["backbones"].items():
         if held["hash"] is None:
             continue
-        found = model.backbone(name).base_hash()
-        if found != held["hash"]:
+        own = model.backbone(name).base_hash()
+        if own != held["hash"]:
             raise ValueError(
-                f"{name}: expected the backbone with hash {held['hash'][:12]}…, got one with hash {found[:12]}…"
+                f"{name}: expected the backbone with hash {held['hash'][:12]}…, got one with hash {own[:12]}…"
             )
 
 
@@ -226,8 +226,8 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if record.get("format") == 1:  # one frozen backbone, before there were others
         base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
         slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}
-        found = {"format": _FORMAT, "backbones": {"base": base}, "slots": slots, "adapter_dtype": "float32"}
-        record = {**record, **found}
+        upgraded = {"format": _FORMAT, "backbones": {"base": base}, "slots": slots, "adapter_dtype": "float32"}
+        record = {**record, **upgraded}
     if record.get("format") != _FORMAT:
         raise ValueError(f"{path}: expected format {_FORMAT}, got {record.get('format')!r}")
     for held in (*record["slots"].values(), *record["backbones"].values()):

@@ -99,10 +99,10 @@ def own_states(model: PreTrainedModel, first: int) -> OwnStates:
     model.eval()
     with refusing(model, "its own forward"), loading.quiet_transformers():
         model.set_attn_implementation("eager")  # what every attention keyword of an architecture is written for
-        found = _own_states(model, first)
+        states = _own_states(model, first)
     for module, mode in training:
         module.training = mode
-    return found
+    return states
 
 
 def _own_states(model: PreTrainedModel, first: int) -> OwnStates:
@@ -292,10 +292,10 @@ def _ran(backbone: Backbone) -> Iterator[set[str]]:
             hook.remove()
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _relative(states: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Error of each row in units of its length; a padding token may have zeros all the way up."""
     length = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return (found.double() - expected.double()).norm(dim=-1) / length
+    return (states.double() - expected.double()).norm(dim=-1) / length
 
 
 def _allowed(backbone: Backbone, rounding: float) -> float:

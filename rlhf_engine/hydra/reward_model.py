@@ -55,7 +55,7 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
     files = [adapter] if adapter.is_file() else []
     if not files and is_sequence_classifier(read_config(folder)):
         files = sorted(folder.glob("model*.safetensors"))
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as f:
@@ -63,18 +63,18 @@ def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] 
                     name, _, leaf = key.removeprefix(peft_io.PREFIX).rpartition(".")
                     if name.removesuffix(".modules_to_save") in _SCORE and leaf in ("weight", "bias"):
                         check_model(folder, [path.name])
-                        found[leaf] = f.get_tensor(key).float()
+                        tensors[leaf] = f.get_tensor(key).float()
         except SafetensorError as error:
             check_model(folder, [path.name])  # says more, where there is a manifest
             raise ValueError(f"{path}: expected a safetensors file, got {error}") from error
-    if "weight" not in found:
+    if "weight" not in tensors:
         return None
-    if found["weight"].dim() != 2 or found["weight"].shape[0] != 1:
+    if tensors["weight"].dim() != 2 or tensors["weight"].shape[0] != 1:
         raise ValueError(
             f"{str(folder)!r}: expected a reward model with one output (num_labels=1), got a score of shape "
-            f"{tuple(found['weight'].shape)}"
+            f"{tuple(tensors['weight'].shape)}"
         )
-    return found
+    return tensors
 
 
 def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[str, torch.Tensor]:

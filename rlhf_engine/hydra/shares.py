@@ -38,8 +38,8 @@ def cut(whole: torch.Tensor, p: DTensor) -> torch.Tensor:
 
 def join(share: torch.Tensor, p: DTensor) -> torch.Tensor:
     """The whole tensor of which each process has its rows, as of a parameter. All processes call it together."""
-    found = DTensor.from_local(share, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-    return found.full_tensor()
+    sharded = DTensor.from_local(share, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return sharded.full_tensor()
 
 
 @torch.no_grad()

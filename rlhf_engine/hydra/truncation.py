@@ -53,8 +53,8 @@ class Reader(NamedTuple):
         """Logits before the temperature: fp32 [m, V], or fp64 with an fp64 head, for some rows."""
         weight = self.head.weight
         with off(self.hidden):  # as inside an op
-            found = head_logits(self.hidden[rows].to(weight.dtype), self.head)
-        return found.to(accumulation_dtype(weight))
+            z = head_logits(self.hidden[rows].to(weight.dtype), self.head)
+        return z.to(accumulation_dtype(weight))
 
     def scaled(self, temperature: float, supports: Supports | None) -> torch.Tensor:
         """Logits [M, V] divided by the temperature, and `OUTSIDE` beyond the supports."""
@@ -100,13 +100,13 @@ def logprobs(
         raise ValueError("outputs: expected none of the whole vocabulary for tokens with supports, got 'mean_logit'")
 
     def fused(hidden: torch.Tensor, target: torch.Tensor) -> Results:
-        found = linear_logprob(hidden, head.weight, target, outputs=names, detach=detach, **options)
-        return tuple(getattr(found, name) for name in names)
+        outputs = linear_logprob(hidden, head.weight, target, outputs=names, detach=detach, **options)
+        return tuple(getattr(outputs, name) for name in names)
 
     def truncated(some: Supports | None, hidden: torch.Tensor, target: torch.Tensor) -> Results:
         z = Reader(hidden, head).scaled(temperature, some)
-        found = gather_logprob(z, target, outputs=names, inplace_backward=True)
-        return _detached([getattr(found, name) for name in names], names, fixed)
+        outputs = gather_logprob(z, target, outputs=names, inplace_backward=True)
+        return _detached([getattr(outputs, name) for name in names], names, fixed)
 
     results = _by_rows(fused, truncated, supports, head, (hidden, target_M))
     return LogprobOutputs(**{"logprob": None, **dict(zip(names, results, strict=True))})

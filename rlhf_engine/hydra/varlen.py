@@ -69,7 +69,7 @@ class Sequences:
     lengths: tuple[int, ...]
     device: torch.device
     parents: tuple[int, ...] | None = None
-    """For each sequence the number of the one whose keys come before its own, −1 for none; None: none has one."""
+    """Parent of each sequence, whose keys come before its own, by its number; −1: none. None: no sequence has one."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """FlexAttention's block masks by window, made once for all layers."""
 
@@ -103,8 +103,8 @@ class Sequences:
     @cached_property
     def before(self) -> torch.Tensor:
         """int32 [N], the keys of each sequence's parent."""
-        found = [0 if parent < 0 else self.lengths[parent] for parent in self.parents or [-1] * len(self.lengths)]
-        return torch.tensor(found, dtype=torch.int32).to(self.device)
+        lengths = [0 if parent < 0 else self.lengths[parent] for parent in self.parents or [-1] * len(self.lengths)]
+        return torch.tensor(lengths, dtype=torch.int32).to(self.device)
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -200,7 +200,7 @@ def report() -> dict[str, str]:
         return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
     if registry.is_exact() or registry.default_backend() == "triton":
         return {"attention": IN_TRITON, "why": "exact mode or kernels triton: decoding's order in training, too"}
-    found = {}
+    chosen = {}
     for name in ("attention", "window", "sinks", "shared prompts", "softcap"):
         layer = Layer(
             capability=at,
@@ -212,9 +212,9 @@ def report() -> dict[str, str]:
             sinks=name == "sinks",
             shared=name == "shared prompts",
         )
-        found[name] = _chosen(layer)[0]
+        chosen[name] = _chosen(layer)[0]
     reasons = {path.name: path.unsupported(layer) for path in PATHS}
-    return {**found, "why": "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)}
+    return {**chosen, "why": "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)}
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -258,12 +258,12 @@ def _flash_3(layer: Layer) -> str | None:
 
 
 def _flash_4(layer: Layer) -> str | None:
-    found = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
-    found = found or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
-    if found is None and layer.capability[0] > 9 and layer.head_size > 128:
+    reason = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
+    reason = reason or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
+    if reason is None and layer.capability[0] > 9 and layer.head_size > 128:
         whole = layer.head_size == 256 and not layer.softcapped
         return None if whole else f"it does not serve heads of {layer.head_size} like these"
-    return found
+    return reason
 
 
 def _needs_capability(layer: Layer, first: int, last: int) -> str | None:
@@ -397,7 +397,7 @@ def _attend_flex(
     if rule.window not in sequences.masks:
         seen = _visible(sequences, rows, rule.window)
         sequences.masks[rule.window] = create_block_mask(seen, None, None, rows, rows, device=str(query.device))
-    found = flex_attention(
+    attended = flex_attention(
         *(x.transpose(0, 1)[None] for x in padded),
         score_mod=None if rule.softcap is None else _capped(rule.softcap, query.device),
         block_mask=sequences.masks[rule.window],
@@ -405,9 +405,9 @@ def _attend_flex(
         enable_gqa=query.shape[1] != key.shape[1],
         **({} if rule.sinks is None else {"return_aux": _log_sum_exp()}),
     )
-    out: torch.Tensor = found if rule.sinks is None else found[0]
+    out: torch.Tensor = attended if rule.sinks is None else attended[0]
     if rule.sinks is not None:
-        share = torch.sigmoid(found[1].lse.float() - rule.sinks.float()[None, :, None])  # of the keys in the softmax
+        share = torch.sigmoid(attended[1].lse.float() - rule.sinks.float()[None, :, None])  # of the keys in the softmax
         out = (out.float() * share[..., None]).to(query.dtype)
     return out[0].transpose(0, 1).index_select(0, sequences.places)
 
@@ -426,8 +426,8 @@ def _visible(sequences: Sequences, T: int, window: int | None) -> Callable[..., 
     of_row = torch.bucketize(rows, starts[1:], right=True)
 
     def own(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        found = (of_row[i] == of_row[j]) & (j <= i)
-        return found if window is None else found & (i - j < window)
+        visible = (of_row[i] == of_row[j]) & (j <= i)
+        return visible if window is None else visible & (i - j < window)
 
     if sequences.parents is None:
         return own
@@ -438,8 +438,8 @@ def _visible(sequences: Sequences, T: int, window: int | None) -> Callable[..., 
     def own_or_shared(batch: Any, head: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         # the rows that fill a parent's last block have positions from its length on
         shared = (parents[i] == of_row[j]) & (position[j] < before[i])
-        found = shared | ((of_row[i] == of_row[j]) & (j <= i))
-        return found if window is None else found & (position[i] - position[j] < window)
+        visible = shared | ((of_row[i] == of_row[j]) & (j <= i))
+        return visible if window is None else visible & (position[i] - position[j] < window)
 
     return own_or_shared
 

@@ -38,7 +38,7 @@ _MEGATRON = "verl.models.mcore."
 """Modules that hold the function of _TRITON from when they were imported."""
 _ESTIMATORS = "ADV_ESTIMATOR_REGISTRY"
 _MAX_LOG_RATIO = 20.0
-"""Where verl clamps log-ratios, as far as which it has gradients."""
+"""Bound at which verl clamps log-ratios; it has gradients up to there."""
 
 
 def ppo_policy_loss(
@@ -80,7 +80,7 @@ def ppo_policy_loss(
         weight = torch.where(mask > 0, weight * rollout_is_weights, 0.0)
     # what stands where nothing was answered may be anything
     log_ratio = torch.where(mask > 0, log_prob - old_log_prob, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    found = ppo_loss(
+    result = ppo_loss(
         log_ratio,
         torch.zeros_like(log_ratio),
         advantages,
@@ -97,7 +97,7 @@ def ppo_policy_loss(
         outside = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
         told = torch.stack([(outside * mask).sum(), -(log_ratio * mask).sum(), (beyond * mask).sum()]) / n
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return found.loss, dict(zip(names, told.tolist(), strict=True))
+    return result.loss, dict(zip(names, told.tolist(), strict=True))
 
 
 def _aggregation(
@@ -206,8 +206,8 @@ def rloo_advantage(
         scores = (token_level_rewards * response_mask).sum(-1)
         places = {name: i for i, name in enumerate(dict.fromkeys(index))}
         groups = torch.tensor([places[name] for name in index], device=scores.device)
-        found = leave_one_out(scores, groups)[:, None] * response_mask
-        return found, found
+        advantages = leave_one_out(scores, groups)[:, None] * response_mask
+        return advantages, advantages
 
 
 class FusedLogProb:
@@ -245,17 +245,17 @@ class FusedLogProb:
             hidden, vocab_weights = hidden.to(half), vocab_weights.to(half)
         if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
             temperature = temperature.detach().reshape(1).repeat(len(hidden))
-        found = linear_logprob(
+        result = linear_logprob(
             hidden,
             vocab_weights,
             input_ids.reshape(-1),
             temperature=temperature,
             outputs=("logprob", "entropy"),
         )
-        assert found.logprob is not None
-        assert found.entropy is not None
-        entropy = found.entropy.to(hidden_states.dtype)
-        return found.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
+        assert result.logprob is not None
+        assert result.entropy is not None
+        entropy = result.entropy.to(hidden_states.dtype)
+        return result.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
@@ -277,10 +277,10 @@ def register() -> None:
         core.register_adv_est(name)(estimator)
 
 
-class Patch:
+class VerlPatch:
     """An exchange of verl's functions for ours. A context manager that takes it back."""
 
-    _newest: Patch | None = None
+    _newest: VerlPatch | None = None
 
     def __init__(self) -> None:
         """Exchange the functions.
@@ -314,7 +314,7 @@ class Patch:
             self._before.append((module, name, getattr(module, name)))
             setattr(module, name, ours)
         registry.update(gae=served, remax=self._counted("remax", remax_advantage))
-        self._under, Patch._newest = Patch._newest, self
+        self._under, VerlPatch._newest = VerlPatch._newest, self
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -345,14 +345,14 @@ class Patch:
         """
         if self._before is None:
             return
-        if Patch._newest is not self:
+        if VerlPatch._newest is not self:
             raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
         for module, name, value in self._before:
             setattr(module, name, value)
         self._registry.update(self._estimators)
-        self._before, Patch._newest = None, self._under
+        self._before, VerlPatch._newest = None, self._under
 
-    def __enter__(self) -> Patch:
+    def __enter__(self) -> VerlPatch:
         return self
 
     def __exit__(
@@ -361,8 +361,8 @@ class Patch:
         self.undo()
 
 
-def patch() -> Patch:
-    """Serve verl's GAE, ReMax and fused log-probs, from now until `Patch.undo`.
+def patch() -> VerlPatch:
+    """Serve verl's GAE, ReMax and fused log-probs, from now until `VerlPatch.undo`.
 
     Returns:
         The exchange, a context manager that takes it back.
@@ -371,4 +371,4 @@ def patch() -> Patch:
         ConfigError: a verl without one of the functions.
         ImportError: verl is not installed.
     """
-    return Patch()
+    return VerlPatch()

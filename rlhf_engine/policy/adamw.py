@@ -58,21 +58,21 @@ def gradient_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
 def state_layout(optim: Optim, shape: torch.Size, dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of every tensor in the state of a parameter."""
     whole = (shape, torch.float32 if dtype in HALF else dtype)
-    found = {"step": (torch.Size(), torch.float32)}
+    layout = {"step": (torch.Size(), torch.float32)}
     if dtype in HALF and has_masters(optim):
-        found["master"] = whole
+        layout["master"] = whole
     if optim == "adafactor":
         if len(shape) < 2:
-            return {**found, "variance": whole}
+            return {**layout, "variance": whole}
         row, column = torch.Size([*shape[:-1], 1]), torch.Size([*shape[:-2], 1, shape[-1]])
-        return {**found, "row_var": (row, whole[1]), "col_var": (column, whole[1])}
+        return {**layout, "row_var": (row, whole[1]), "col_var": (column, whole[1])}
     if not has_8bit_moments(optim):
-        return {**found, "exp_avg": whole, "exp_avg_sq": whole}
+        return {**layout, "exp_avg": whole, "exp_avg_sq": whole}
     if shape.numel() < MIN_8BIT_SIZE:
-        return {**found, "state1": whole, "state2": whole}
+        return {**layout, "state1": whole, "state2": whole}
     codes = (shape, torch.uint8)
     scales = (torch.Size([-(-shape.numel() // BLOCK)]), torch.float32)
-    return {**found, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
+    return {**layout, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
 
 
 def temporary_bytes(optim: Optim, shape: torch.Size, dtype: torch.dtype, device_type: str) -> int:
@@ -128,10 +128,10 @@ class AdamW:
         self.parameters = {name: p for group in groups for name, p in group.items()}
         half = {name: p for name, p in self.parameters.items() if p.dtype in HALF}
         if not has_masters(optim) and {p.dtype for p in half.values()} != {torch.bfloat16}:
-            found = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
+            dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
             raise ConfigError(
                 f"optim: expected {optim.removesuffix('_stochastic')!r} where nothing is trained in bfloat16, which "
-                f"alone is rounded stochastically, got {optim!r} for parameters in {', '.join(found)}"
+                f"alone is rounded stochastically, got {optim!r} for parameters in {', '.join(dtypes)}"
             )
         # empty until a step gives them the float32 weights, and again after it where there are no masters
         self._float32 = {name: nn.Parameter(p.new_empty(0, dtype=torch.float32)) for name, p in half.items()}
@@ -139,7 +139,7 @@ class AdamW:
         for p in half.values():
             p.grad_dtype = gradient_dtype(optim, p.dtype)
         self._stepped = {name: self._float32.get(name, p) for name, p in self.parameters.items()}
-        """By name, what the inner optimizer steps: the parameter or its float32 weights."""
+        """Parameters, or their float32 weights, that the inner optimizer steps, by name."""
         own = [{"params": [self._stepped[name] for name in group]} for group in groups]
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._inner: torch.optim.Optimizer
@@ -210,7 +210,7 @@ class AdamW:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments and step counts of what has been stepped, on the CPU."""
-        found = {}
+        tensors = {}
         for name, stepped in self._stepped.items():
             if not self.has_stepped(name):
                 continue
@@ -219,8 +219,8 @@ class AdamW:
             if name in self._float32 and has_masters(self.optim):
                 fields["master"] = stepped
             for key, value in fields.items():
-                found[f"{name}|{key}"] = value.detach().cpu().contiguous()
-        return found
+                tensors[f"{name}|{key}"] = value.detach().cpu().contiguous()
+        return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `state_tensors`, for parameters that already have their values.
@@ -249,11 +249,11 @@ class AdamW:
                 f"({', '.join(sorted(expected))}), got {', '.join(sorted(fields))}"
             )
         for key, (shape, dtype) in expected.items():
-            found = fields[key]
-            if found.shape != shape or found.dtype != dtype:
+            tensor = fields[key]
+            if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(
                     f"optimizer state: expected {name}|{key} of shape {list(shape)} and {dtype}, got "
-                    f"{list(found.shape)} and {found.dtype}"
+                    f"{list(tensor.shape)} and {tensor.dtype}"
                 )
         if "master" in fields and not torch.equal(fields["master"].to(p.device).to(p.dtype), p):
             raise ValueError(f"optimizer state: expected master weights of {name} that round to it, got others")

@@ -65,17 +65,10 @@ def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
 
 
 def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> HydraModel:
-    """Backbones, slots and heads of an RL run.
+    """Backbones, slots and heads of an RL run; what cannot serve is refused before weights are read, where possible.
 
     With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
-    the base model, not the policy that supervised training made.
-
-    Args:
-        config: options of the run.
-        base: a model whose frozen backbones are used in place of others; None: they are loaded.
-
-    Raises:
-        ConfigError: sources or options that cannot serve, where possible before any weights are read.
+    the base model, not the policy that supervised training made. `base` is a model whose frozen backbones are used.
     """
     roles = ppo_roles(config)
     if config.is_async:
@@ -100,9 +93,8 @@ def shard_base(
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Share the backbones of a model out among the ranks, onto their devices.
 
-    Returns:
-        What makes the block in which ranks draw and score, each answers of its own: with all of the base on every
-            rank, or with blocks that are gathered as they run.
+    The result makes the block in which ranks draw and score, each answers of its own: with all of the base on every
+    rank, or with blocks that are gathered as they run.
     """
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
@@ -205,14 +197,14 @@ def _sources(
     # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
     names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
     # a backbone without a folder of its own starts as another copy of the base
-    found: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
+    others: dict[str, str | PreTrainedModel] = dict.fromkeys(names, base)
     if reward is None:
-        return _Sources(base=base, others=found, roles=roles)
+        return _Sources(base=base, others=others, roles=roles)
     if "reward" in names:
-        found["reward"] = reward
+        others["reward"] = reward
         if "critic" in names and config.critic_init == "reward":
-            found["critic"] = reward
-        return _Sources(base=base, others=found, roles=roles)
+            others["critic"] = reward
+        return _Sources(base=base, others=others, roles=roles)
     # one backbone: it serves the reward model as well if that has the same backbone
     plain, other = reward_model.load_beside(base, reward, dtype=dtype, device=device, quantization=quantization)
     if other is None:

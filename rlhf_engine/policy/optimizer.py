@@ -70,7 +70,7 @@ class RoleOptimizer:
         self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
         """Shares that this rank steps, and the parameters of which they are."""
         self._gathered: dict[str, torch.Tensor] | None = None
-        """What `state_tensors` returns within `whole`."""
+        """Tensors that `state_tensors` returns within `whole`."""
         taken: set[int] = set()
         for role in learning_rates:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}
@@ -201,8 +201,8 @@ class RoleOptimizer:
 
     def _shared_parameter(self, key: str) -> DTensor | None:
         """The parameter in shares that a tensor of the state belongs to; None for other parameters."""
-        found = self._shared.get(key.rpartition("|")[0])
-        return None if found is None else found[1]
+        entry = self._shared.get(key.rpartition("|")[0])
+        return None if entry is None else entry[1]
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool
-from rlhf_engine.rollout.rows import Row
+from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.rollout.steps.transformers import Prompt
 
 _PrefixKey = tuple[str | None, tuple[int, ...]]
@@ -40,7 +40,7 @@ class _New(NamedTuple):
 class Admitted(NamedTuple):
     """Rows that start together."""
 
-    rows: list[Row]
+    rows: list[AnswerRow]
     new: list[_New]
     """Prompts among theirs that are not in the cache yet."""
     copies: list[tuple[int, int]]
@@ -55,12 +55,12 @@ class Admitted(NamedTuple):
 class Admission:
     """The requests that wait, and the blocks of the cache."""
 
-    def __init__(self, rows: Sequence[Row], *, most_rows: int, most_blocks: int | None, most_tokens: int) -> None:
+    def __init__(self, rows: Sequence[AnswerRow], *, most_rows: int, most_blocks: int | None, most_tokens: int) -> None:
         """most_rows: alive at once. most_blocks: None for as many as those may need. most_tokens: prompts of one call.
 
         Raises ValueError if one row alone may need more than `most_blocks`.
         """
-        groups: dict[_PrefixKey, list[Row]] = {}
+        groups: dict[_PrefixKey, list[AnswerRow]] = {}
         for row in rows:
             groups.setdefault(row.prefix, []).append(row)
         self._waiting = deque(row for members in groups.values() for row in members)
@@ -78,22 +78,22 @@ class Admission:
 
     def next_rows(self, most: int) -> Admitted:
         """The next rows that fit, up to so many, with their blocks."""
-        found = Admitted([], [], [])
+        admitted = Admitted([], [], [])
         tokens = 0
-        while self._waiting and len(found.rows) < most:
+        while self._waiting and len(admitted.rows) < most:
             row = self._waiting[0]
             arrives = row.prefix not in self._prefixes
             if arrives and tokens and tokens + len(row.prompt) > self._most_tokens:
                 break
-            if not self._take_blocks(row, found.copies):
+            if not self._take_blocks(row, admitted.copies):
                 break
             if arrives:
                 prefix = self._prefixes.get(row.prefix)
                 blocks = row.blocks if prefix is None else prefix.blocks
-                found.new.append(_New(Prompt(tokens=row.prompt, slot=row.slot, blocks=blocks), prefix))
+                admitted.new.append(_New(Prompt(tokens=row.prompt, slot=row.slot, blocks=blocks), prefix))
                 tokens += len(row.prompt)
-            found.rows.append(self._waiting.popleft())
-        return found
+            admitted.rows.append(self._waiting.popleft())
+        return admitted
 
     def last_states(self, admitted: Admitted, hidden: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""
@@ -113,11 +113,11 @@ class Admission:
                     del self._prefixes[row.prefix], self._sharing[row.prefix]
         return torch.stack([states[row.prefix] for row in admitted.rows])
 
-    def release(self, row: Row) -> None:
+    def release(self, row: AnswerRow) -> None:
         """A row has ended."""
         self.pool.give_back(row.blocks)
 
-    def _take_blocks(self, row: Row, copies: list[tuple[int, int]]) -> bool:
+    def _take_blocks(self, row: AnswerRow, copies: list[tuple[int, int]]) -> bool:
         """Give a row its blocks if there are enough, and note what has to be copied into them."""
         pool, need = self.pool, row.blocks_needed
         if row.prefix not in self._sharing:
@@ -145,18 +145,18 @@ class Admission:
         return True
 
     @staticmethod
-    def most_of_one(rows: Sequence[Row]) -> int:
+    def most_of_one(rows: Sequence[AnswerRow]) -> int:
         """Blocks that must be there for any of these rows to be admitted alone."""
         return max(_blocks_of_each(rows))
 
-    def _blocks_needed(self, rows: Sequence[Row], most_rows: int) -> int:
+    def _blocks_needed(self, rows: Sequence[AnswerRow], most_rows: int) -> int:
         """Blocks that the rows alive at once may need."""
         shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._sharing.items())
         largest = sorted(_blocks_of_each(rows), reverse=True)[:most_rows]
         return min(sum(row.blocks_needed for row in rows) - shared, sum(largest))
 
 
-def _blocks_of_each(rows: Sequence[Row]) -> list[int]:
+def _blocks_of_each(rows: Sequence[AnswerRow]) -> list[int]:
     """Blocks of every row, and one more where a part of a shared prompt stands beside the row's copy of it."""
     counts = Counter(row.prefix for row in rows)
     return [row.blocks_needed + int(counts[row.prefix] > 1 and len(row.prompt) % BLOCK > 0) for row in rows]

@@ -48,7 +48,7 @@ def build_answer_model(
             others, place = {"reward": other}, "reward"
     roles["reward"] = RoleSpec(backbone=place, slot="reward" if config.reward_adapter else OFF, head="reward")
     model = HydraModel.from_pretrained(base, roles=roles, slots=slots, backbones=others, dtype=dtype, device=device)
-    found = model.heads["reward"]
-    assert isinstance(found, ScalarHead)
-    reward_model.load_reward_head(found, head, reward_for)
+    scalar_head = model.heads["reward"]
+    assert isinstance(scalar_head, ScalarHead)
+    reward_model.load_reward_head(scalar_head, head, reward_for)
     return model

@@ -23,14 +23,14 @@ _CANARIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class RolloutServer:
     """A server that is there and holds the base."""
 
     client: VllmClient
     base: ServedModel
 
 
-def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: int = 0) -> Server | None:
+def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: int = 0) -> RolloutServer | None:
     """The configured server of a rank, before any weights are read; None for local rollouts.
 
     prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
@@ -41,13 +41,13 @@ def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: 
     urls = config.vllm_servers
     client = VllmClient(urls[rank % len(urls)], timeout=config.vllm_server_timeout)
     most = max(len(prompt) for prompt in prompts) + config.max_completion_length
-    return Server(client=client, base=find_base(client, config.model_name_or_path, config.vllm_model_name, most))
+    return RolloutServer(client=client, base=find_base(client, config.model_name_or_path, config.vllm_model_name, most))
 
 
 def make_rollouts(
     config: TrainConfig,
     model: HydraModel,
-    server: Server | None,
+    server: RolloutServer | None,
     prompts: Sequence[Sequence[int]],
     *,
     rank: int = 0,
@@ -64,7 +64,7 @@ def make_rollouts(
 def serve(
     config: TrainConfig,
     model: HydraModel,
-    server: Server,
+    server: RolloutServer,
     prompts: Sequence[Sequence[int]],
     *,
     role: str = "actor",

@@ -37,12 +37,12 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.rows import LiveRows, Row
+from rlhf_engine.rollout.rows import AnswerRow, LiveRows
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, Step, TransformersStep
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, RolloutStep, TransformersStep
 from rlhf_engine.rollout.stopping import Decode, StopTexts
 
 _BURST = 8
@@ -241,7 +241,7 @@ class RolloutEngine:
         self.stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
         return self._step.prefill(prompts)
 
-    def _start(self, rows: list[Row], hidden: torch.Tensor) -> list[Answer]:
+    def _start(self, rows: list[AnswerRow], hidden: torch.Tensor) -> list[Answer]:
         """First tokens of rows whose prompts are in the cache."""
         live, first = self._live, len(self._live)
         live.append(rows)
@@ -288,10 +288,10 @@ class RolloutEngine:
         """The support of each row of a step, on the host; none of them where all rows were drawn among all words."""
         if drawn.bits is None:
             return ()
-        found = Supports.from_bits(drawn.bits, self.backbone.n_words)
-        return found.words.cpu().split(found.lengths.tolist())
+        supports = Supports.from_bits(drawn.bits, self.backbone.n_words)
+        return supports.words.cpu().split(supports.lengths.tolist())
 
-    def _reason(self, row: Row, token: int) -> FinishReason | None:
+    def _reason(self, row: AnswerRow, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""
         if token in self._eos:
             return "eos"
@@ -299,7 +299,7 @@ class RolloutEngine:
             return "stop"
         return "length" if len(row.tokens) >= row.sampling.max_completion_length else None
 
-    def _finish(self, row: Row, reason: FinishReason) -> Answer:
+    def _finish(self, row: AnswerRow, reason: FinishReason) -> Answer:
         self._admission.release(row)
         self.stats.tokens += len(row.tokens)
         n, supports = len(row.tokens), None
@@ -316,7 +316,7 @@ class RolloutEngine:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _make_step(self, name: StepName, slots: Sequence[str], columns: int) -> Step:
+    def _make_step(self, name: StepName, slots: Sequence[str], columns: int) -> RolloutStep:
         if name == "graph":
             # one more block, which idle places of a graph write into
             idle = self._admission.pool.size
@@ -332,7 +332,7 @@ class RolloutEngine:
         return TransformersStep(self.backbone, self.cache)
 
 
-_KINDS: dict[str, type[Step]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
+_KINDS: dict[str, type[RolloutStep]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
 
 
 def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:
@@ -406,8 +406,8 @@ def _one_backbone(model: HydraModel, requests: Sequence[Request]) -> str:
     return next(iter(names))
 
 
-def _row(model: HydraModel, index: int, request: Request, sampling: SamplingConfig) -> Row:
-    return Row(
+def _row(model: HydraModel, index: int, request: Request, sampling: SamplingConfig) -> AnswerRow:
+    return AnswerRow(
         index=index,
         prompt=request.prompt,
         slot=model.roles[request.role].slot,

@@ -123,9 +123,9 @@ def _differs(backbone: Backbone) -> str | None:
             return f"{called} of the kind {module.rope_type!r}, whose angles depend on the longest row of a batch"
         if not _is_known(module) or (by_rows and _is_norm(module)):
             return f"{called}, whose rows are not known to be independent"
-        found = sorted(_BY_PLACE & set(_names(module)))
-        if found:
-            return f"{called}, whose code calls torch's {found[0]}: bits depend on an element's place there"
+        calls = sorted(_BY_PLACE & set(_names(module)))
+        if calls:
+            return f"{called}, whose code calls torch's {calls[0]}: bits depend on an element's place there"
     return None
 
 
@@ -189,13 +189,13 @@ def _try(backbone: Backbone) -> str | None:
     ]
     try:
         expected = _forward(backbone, rows)
-        for found_by, companies, reason in (
+        for compute, companies, reason in (
             (_forward, ((2,), (1, 0)), "a row's bits depend on the rows beside it in its forward pass"),
             (_decoded, ((0, 1, 2), (2,), (1, 0)), "its decoding steps have other bits than its forward pass"),
         ):
             for together in companies:
-                found = found_by(backbone, [rows[i] for i in together])
-                if any(not torch.equal(x, expected[i]) for x, i in zip(found, together, strict=True)):
+                states = compute(backbone, [rows[i] for i in together])
+                if any(not torch.equal(x, expected[i]) for x, i in zip(states, together, strict=True)):
                     return reason
     except (ValueError, TypeError) as error:  # shapes that a kernel does not take
         return f"a kernel refuses it: {error}"
@@ -223,9 +223,9 @@ def _decoded(backbone: Backbone, rows: Sequence[Sequence[int]]) -> list[torch.Te
     state = RowState.idle(len(rows), columns, backbone.device)
     state.table_NB[:] = torch.tensor(blocks)
     state.lengths_N[:] = torch.tensor([len(prompt.tokens) for prompt in prompts])
-    table, found = SlotTable.uniform(None, len(rows)), []
+    table, hidden = SlotTable.uniform(None, len(rows)), []
     for i in range(_TRIAL_STEPS):
         state.tokens_N = torch.tensor([row[i - _TRIAL_STEPS] for row in rows], device=backbone.device)
-        found.append(step.decode(state, table, int(state.lengths_N.max())))
+        hidden.append(step.decode(state, table, int(state.lengths_N.max())))
         state.lengths_N += 1
-    return list(torch.stack(found, 1))
+    return list(torch.stack(hidden, 1))

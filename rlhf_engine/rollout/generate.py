@@ -104,20 +104,20 @@ def collect(
     stats: RolloutStats,
 ) -> Rollout:
     """The rollout of requests whose answers, one each, have finished in any order."""
-    found = sorted(answers, key=lambda answer: answer.index)
+    ordered = sorted(answers, key=lambda answer: answer.index)
     batch = PackedBatch.from_lists(
         [request.prompt for request in requests],
-        [answer.tokens for answer in found],
+        [answer.tokens for answer in ordered],
         device=device,
         sample_ids=[request.sample_id for request in requests],
-        supports=Supports.join([(answer.supports, len(answer.tokens)) for answer in found]),
+        supports=Supports.join([(answer.supports, len(answer.tokens)) for answer in ordered]),
     )
-    logprobs = [x for answer in found for x in answer.logprobs]
+    logprobs = [x for answer in ordered for x in answer.logprobs]
     return Rollout(
         batch=batch,
         logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
-        finish_reasons=tuple(answer.finish_reason for answer in found),
-        versions_M=torch.tensor([x for answer in found for x in answer.versions], device=device),
+        finish_reasons=tuple(answer.finish_reason for answer in ordered),
+        versions_M=torch.tensor([x for answer in ordered for x in answer.versions], device=device),
         filtered=False,
         stats=stats,
     )

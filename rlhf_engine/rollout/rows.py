@@ -18,7 +18,7 @@ from rlhf_engine.rollout.request import SamplingConfig
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """One answer, waiting or being written."""
 
     index: int
@@ -138,7 +138,7 @@ class LiveRows:
         self, device: torch.device, table_columns: int, slots: Sequence[str], head_slots: frozenset[str]
     ) -> None:
         """slots: those that rows may carry. head_slots: slots with LoRA on the LM head."""
-        self.rows: list[Row] = []
+        self.rows: list[AnswerRow] = []
         self.state = RowState.idle(0, table_columns, device)
         self._device = device
         self._columns = table_columns
@@ -149,7 +149,7 @@ class LiveRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         device = self._device
         tables = [row.blocks + [0] * (self._columns - len(row.blocks)) for row in rows]
@@ -182,7 +182,7 @@ class LiveRows:
     def _settle(self) -> None:
         """Compute the longest row, the slot table and the draw groups of the rows that are here."""
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
-        """At least the most tokens that a row has in the cache."""
+        """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self._groups = self.draw_groups(self.rows)
 
@@ -192,7 +192,7 @@ class LiveRows:
             self._groups = self.draw_groups(self.rows, ahead)
         return self._groups
 
-    def draw_groups(self, rows: Sequence[Row], ahead: int = 0) -> list[SampleGroup]:
+    def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
         """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
         members: dict[tuple[str | None, int | None, float | None, float | None, bool], list[int]] = {}
         for i, row in enumerate(rows):
@@ -221,13 +221,13 @@ def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable
     """The table of a call with so many rows of each slot, one after another."""
     starts: list[int] = []
     ends: list[int] = []
-    found: list[str | None] = []
+    segments: list[str | None] = []
     end = 0
     for slot, length in zip(slots, lengths, strict=True):
-        if not found or slot != found[-1]:
+        if not segments or slot != segments[-1]:
             starts.append(end)
             ends.append(end)
-            found.append(slot)
+            segments.append(slot)
         end += length
         ends[-1] = end
-    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(found))
+    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(segments))

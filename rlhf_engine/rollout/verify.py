@@ -27,7 +27,7 @@ class RolloutCheck:
     drawn_again: int
     """Answers drawn once more, each alone."""
     diverged: int
-    """Of these, answers that got another token somewhere: rounding depends on what rows are batched with."""
+    """Answers of these that got another token somewhere: rounding depends on what rows are batched with."""
 
 
 def check_rollout(

@@ -67,7 +67,7 @@ class TrainerState:
     seed: int
     """Seed that every random number of the run is a function of."""
     algorithm: str | None = None
-    """That trains the policy; None in checkpoints written before it was recorded."""
+    """Algorithm that trains the policy; None in checkpoints written before it was recorded."""
     samples: int
     """Answers generated so far; the next one gets this id."""
     policy_version: int
@@ -109,21 +109,8 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint-<step> atomically, and drop all but the newest `keep` and the ones that they refer to.
 
-    Args:
-        output_dir: folder of the run.
-        model: model whose slots, heads and trained backbones are written.
-        optimizer: optimizer whose state is written.
-        state: counters of the run, with its `step`.
-        keep: number of checkpoints to keep, ≥ 1; None: all.
-        policies: version → past policy that the run needs to go on; None: there are none.
-
-    Returns:
-        Folder of the checkpoint.
-
-    Raises:
-        CheckpointWriteError: the disk is full or fails. Earlier checkpoints are whole, and nothing of the new one is
-            left.
-        ValueError: PEFT would load another function from a slot's folder.
+    `policies` are past ones by version that the run needs to go on; `keep` None: all. A disk that is full or fails
+    raises CheckpointWriteError: earlier checkpoints are whole, and nothing of the new one is left.
     """
     root = Path(output_dir)
     final = root / f"checkpoint-{state.step}"
@@ -141,16 +128,8 @@ def saved_on_error(
     """Save a checkpoint of the last whole step where the block fails without having changed a weight since.
 
     An error thus costs no step that was done. Weights that are not finite are never written: checkpoints from before
-    they went bad stay the newest. The error is raised again, with a note.
-
-    Args:
-        output: folder of the run's checkpoints.
-        optimizer: its parameters are checked, and its `is_whole` says whether weights have changed since.
-        step: number of whole steps done.
-        save: writes the checkpoint of that step.
-
-    Returns:
-        The context manager of the block.
+    they went bad stay the newest. The error is raised again, with a note. The optimizer's `is_whole` says whether
+    weights have changed since.
     """
     try:
         yield
@@ -184,14 +163,14 @@ def _write(
 
 def _drop_all_but(keep: int | None, root: Path) -> None:
     """Nothing is dropped while one of those to keep cannot be read: what it refers to is not known."""
-    found = list_checkpoints(root)
-    kept = found if keep is None else found[-keep:]
+    checkpoints = list_checkpoints(root)
+    kept = checkpoints if keep is None else checkpoints[-keep:]
     try:
         states = [json.loads((folder / _STATE_FILE).read_text()) for folder in kept]
     except (FileNotFoundError, ValueError):
         return
     needed = {root / f"checkpoint-{state['best_step']}" for state in states if state.get("best_step") is not None}
-    for old in found:
+    for old in checkpoints:
         if old not in kept and old not in needed:
             remove(old)
 
@@ -202,23 +181,10 @@ def load_checkpoint(
     optimizer: RoleOptimizer,
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
-    """Load a checkpoint into a model and an optimizer that were built from the same configuration.
+    """Load a checkpoint into a model and an optimizer that were built from the same configuration; its counters.
 
-    Model and optimizer stay as they were if the folder is refused. If they do not fit the checkpoint, parts of it may
-    have been loaded.
-
-    Args:
-        folder: folder of the checkpoint.
-        model: model with the roles of the run.
-        optimizer: optimizer of its parameters.
-        kind: class of the run's counters.
-
-    Returns:
-        The counters, as `kind`.
-
-    Raises:
-        CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
-        ConfigError: a folder without a checkpoint, one of another kind of run, or one of another model or optimizer.
+    Model and optimizer stay as they were if the folder is refused (ConfigError, of which CorruptCheckpointError is
+    one). If they do not fit the checkpoint, parts of it may have been loaded.
     """
     folder = Path(folder)
     state = read_counters(folder, kind)
@@ -237,17 +203,8 @@ def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
     The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
     tuned settings that change bits; a checkpoint without any is of a run on the defaults. All is process-wide: the run
     that began last has it. So is the number of threads, which is lowered to what a CPU quota allows
-    (`rlhf_kernels.runtime.cores`).
-
-    Args:
-        resume: folder of the checkpoint; None, or one written before choices were recorded: there is nothing to keep.
-        exact: whether the run is in exact mode, see `rlhf_kernels.runtime.registry.is_exact`. None: as its checkpoint
-            says.
-
-    Raises:
-        ConfigError: a kernel that the run used cannot serve here, and no backend was named.
-        ConfigError: a tuned setting that this version does not have, or a table in the environment that cannot be used.
-        CorruptCheckpointError: the record of choices differs from the manifest. It is a ConfigError.
+    (`rlhf_kernels.runtime.cores`). `exact` is `rlhf_kernels.runtime.registry.is_exact`; None: as the checkpoint says. A
+    kernel or tuned setting of the run that cannot serve here raises ConfigError.
     """
     lowered = cores.limit_threads()
     if lowered is not None:
@@ -285,39 +242,20 @@ def _begin_tuning(held: list[tuning.Row] | None) -> None:
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:
-    """Load the past policies of a checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-
-    Returns:
-        Version → policy; empty where the checkpoint has none.
-    """
+    """Load the past policies of a checkpoint by version; empty where it has none."""
     path = Path(folder) / _POLICIES_FILE
     tensors: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in (load_file(path) if path.is_file() else {}).items():
         version, _, name = key.partition("|")
         tensors.setdefault(int(version), {})[name] = tensor
-    return {version: Snapshot(version=version, tensors=found) for version, found in tensors.items()}
+    return {version: Snapshot(version=version, tensors=named) for version, named in tensors.items()}
 
 
 def read_counters(
     folder: Path,
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
-    """Read a checkpoint's counters alone.
-
-    Args:
-        folder: folder of the checkpoint.
-        kind: class of the run's counters.
-
-    Returns:
-        The counters, as `kind`.
-
-    Raises:
-        ConfigError: a folder without a checkpoint, or one of another kind of run.
-        CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
-    """
+    """Read a checkpoint's counters alone; ConfigError where the folder has none of this kind."""
     fields = _fields(_require_checkpoint(folder))
     known = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
     needed = {
@@ -332,17 +270,10 @@ def read_counters(
 
 
 def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
-    """Check that a checkpoint's counters record the values of the run.
+    """Check that a checkpoint's counters record the values of the run; ConfigError names the option.
 
-    None is of a checkpoint written before the value was recorded, which is taken to be the same.
-
-    Args:
-        checkpoint: folder of the checkpoint, for the message.
-        recorded: its counters.
-        now: counter → value of the run; each is named like the option it comes from.
-
-    Raises:
-        ConfigError: another value, with the name of the option.
+    Each of `now` is named like the option it comes from. None is of a checkpoint written before the value was recorded,
+    which is taken to be the same.
     """
     for name, value in now.items():
         before = getattr(recorded, name)
@@ -353,13 +284,7 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
 def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int) -> None:
     """Check that a step takes as many rows as before: with others, the place in the data would be another.
 
-    Args:
-        checkpoint: folder of the checkpoint, for the message.
-        recorded: its rows per step; None: it was written before they were recorded.
-        now: rows per step of the run.
-
-    Raises:
-        ConfigError: another number of rows.
+    `recorded` is None where the checkpoint was written before they were recorded.
     """
     if recorded is not None and recorded != now:
         raise ConfigError(
@@ -369,26 +294,14 @@ def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int)
 
 
 def digest(value: Any) -> str:
-    """Name plain values, such as the rows of a run. Equal values have the same name.
-
-    Args:
-        value: values with a `repr` that differs where they do.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Name plain values, such as the rows of a run, by 16 hexadecimal digits of their `repr`."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def check(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Check that a checkpoint is as it was written.
+    """Check that a checkpoint is as it was written, else raise CorruptCheckpointError.
 
-    Args:
-        folder: folder of the checkpoint.
-        names: files whose content is compared, as paths within it; None: all.
-
-    Raises:
-        CorruptCheckpointError: a file was changed, lost or added, or the manifest is missing.
+    `names` are the files whose content is compared, as paths within it; None: all.
     """
     try:
         check_manifest(folder, names)
@@ -400,46 +313,28 @@ def check(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def _fields(folder: Path) -> dict[str, Any]:
     check(folder, [_STATE_FILE])
-    found: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
-    return found
+    counters: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
+    return counters
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """List the complete checkpoints of a run.
-
-    Args:
-        output_dir: folder of the run, which need not exist.
-
-    Returns:
-        Folders of the checkpoints, oldest first.
-    """
+    """List the complete checkpoints of a run, oldest first; its folder need not exist."""
     root = Path(output_dir)
-    found = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+    folders = [p for p in root.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
-    """Find the checkpoint that `resume_from_checkpoint` names.
+    """Find the checkpoint that `resume_from_checkpoint` names, `auto` for the newest; None to begin.
 
     A replacement that was stopped half-way is finished before.
-
-    Args:
-        resume: folder of a checkpoint, or `auto` for the newest one of the run; None: begin.
-        output_dir: folder of the run.
-
-    Returns:
-        Folder of the checkpoint; None to begin, as with `auto` where there is none.
-
-    Raises:
-        ConfigError: a folder that does not exist or has no checkpoint.
-        CorruptCheckpointError: a checkpoint that has lost files. It is a ConfigError.
     """
     if resume is None:
         return None
     if resume == "auto":
         finish_replacements(Path(output_dir), "checkpoint-*")
-        found = list_checkpoints(output_dir)
-        return found[-1] if found else None
+        checkpoints = list_checkpoints(output_dir)
+        return checkpoints[-1] if checkpoints else None
     finish_replacement(Path(resume).resolve())
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")

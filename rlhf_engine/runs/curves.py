@@ -106,8 +106,8 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
     from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(metrics_jsonl)
-    found = ((panel, _lines(panel, rows)) for panel in PANELS)
-    drawn = [(panel, lines) for panel, lines in found if has_signal(panel, [values for _, _, values in lines])]
+    panels = ((panel, _lines(panel, rows)) for panel in PANELS)
+    drawn = [(panel, lines) for panel, lines in panels if has_signal(panel, [values for _, _, values in lines])]
     if not drawn:
         raise ValueError(f"metrics_jsonl: expected lines with known metrics in {str(metrics_jsonl)!r}, got none")
     columns = min(3, len(drawn))
@@ -147,9 +147,9 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
 
 def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], list[float]]]:
     """(label, steps, values) of the panel's lines that have at least one number."""
-    found = []
+    lines = []
     for name, label in panel.lines:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
-            found.append((label, [step for step, _ in points], [float(value) for _, value in points]))
-    return found
+            lines.append((label, [step for step, _ in points], [float(value) for _, value in points]))
+    return lines

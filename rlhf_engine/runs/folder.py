@@ -116,12 +116,7 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
 def write_final(output: Path, write: Callable[[Path], object]) -> None:
     """Write the result of a run into final/, which appears whole or not at all, as checkpoints do.
 
-    Args:
-        output: folder of the run.
-        write: writes the result's files into the folder that it is given.
-
-    Raises:
-        CheckpointWriteError: a full disk, or a folder that cannot be written.
+    `write` gets the folder to write into.
     """
     with replacing(output / FINAL_FOLDER) as temporary:
         write(temporary)

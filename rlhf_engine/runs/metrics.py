@@ -148,8 +148,8 @@ def git_commit(file: Path) -> dict[str, Any] | None:
     An installed copy that merely lies below some other repository is not tracked by it, and so gives None. A rehearsal
     adds `"rehearsed": True`, so that its figures are never taken for measurements.
     """
-    found = _git_commit(file)
-    return {**(found or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else found
+    commit = _git_commit(file)
+    return {**(commit or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else commit
 
 
 def is_rehearsal() -> bool:
@@ -212,12 +212,12 @@ def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
     object with a step. Others that come before one are damaged, and a warning names them.
     """
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
-    found = [(_object(line), line) for line in lines]
-    while found and found[-1][0] is None:
-        found.pop()
-    if damaged := name_damaged([row for row, _ in found]):
+    records = [(_object(line), line) for line in lines]
+    while records and records[-1][0] is None:
+        records.pop()
+    if damaged := name_damaged([row for row, _ in records]):
         warnings.warn(f"{path}: expected a JSON object with a step in each line, left out {damaged}", stacklevel=3)
-    return found
+    return records
 
 
 def name_damaged(rows: Sequence[Mapping[str, Any] | None]) -> str:
@@ -239,10 +239,10 @@ def cut_after(path: Path, step: float) -> tuple[int, list[dict[str, Any] | None]
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):  # of the former a text that is no UTF-8 is one
         return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def write_atomic(path: Path, content: bytes) -> None:

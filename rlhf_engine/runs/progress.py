@@ -39,22 +39,16 @@ _FACTS = {"tokens_per_second": "tokens/s"}
 
 
 def how_long(seconds: float, steps: int, which: str = "the") -> str:
-    """Say how long some steps will take, and until what time of the day.
+    """Say how long some steps will take, as in "about 12 min for the 100 steps, until 14:20".
 
-    Args:
-        seconds: seconds of all of them.
-        steps: number of steps.
-        which: article of the steps.
-
-    Returns:
-        A clause such as "about 12 min for the 100 steps, until 14:20".
+    `seconds` are those of all of them; `which` is their article.
     """
     until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
     return f"about {format_duration(seconds)} for {which} {steps:,} steps, until {until}"
 
 
 class _Console(Console):
-    """One that a run outlives: whoever read it may have gone, as `| tee` goes with Ctrl-C."""
+    """A console whose closed output does not end the run, as when Ctrl-C ends a `| tee`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

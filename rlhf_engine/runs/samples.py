@@ -34,16 +34,16 @@ class SampleLog:
         """All looks, in order. Raises ConfigError for a line of other fields than a look has."""
         return [self._look(row) for row, _ in read_lines(self.path) if row is not None]
 
-    def _look(self, found: dict[str, Any]) -> Samples:
+    def _look(self, fields: dict[str, Any]) -> Samples:
         kinds = {"prompts": (str,), "completions": (str,), "scores": (int, float, type(None))}
-        lists = {name: found.get(name) for name in kinds}
+        lists = {name: fields.get(name) for name in kinds}
         of_kind = [isinstance(x, list) and all(type(y) in kinds[name] for y in x) for name, x in lists.items()]
-        if set(found) != {"step", *kinds} or not all(of_kind) or len({len(x or ()) for x in lists.values()}) > 1:
+        if set(fields) != {"step", *kinds} or not all(of_kind) or len({len(x or ()) for x in lists.values()}) > 1:
             raise ConfigError(
                 f"{self.path}: expected prompts, completions and scores, as many of each, got other fields at step "
-                f"{found['step']}"
+                f"{fields['step']}"
             )
-        return Samples(**found)
+        return Samples(**fields)
 
     def drop_from(self, step: int) -> None:
         """Drop the looks at this step and later ones: the run has gone back."""

@@ -86,4 +86,4 @@ _UNSEEN = re.compile(
 
 def show_controls(text: str) -> str:
     """A text whose invisible characters are shown by their code, so that none can reorder or hide what is around it."""
-    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    return _UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)

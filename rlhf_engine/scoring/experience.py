@@ -75,15 +75,7 @@ class Scoring:
         data: PromptSet,
         world: World = ALONE,
     ) -> None:
-        """Take what scores.
-
-        Args:
-            model: of the policy.
-            scorer: reward sources.
-            tokenizer: for texts that reward functions get.
-            data: prompts and their columns, which `PromptBatch.rows` are rows of.
-            world: ranks, of which each scores its share of the answers.
-        """
+        """Take what scores. `PromptBatch.rows` are rows of `data`; each rank scores its share of the answers."""
         self._model, self._scorer, self._tokenizer, self._data, self._world = model, scorer, tokenizer, data, world
 
     def experience(
@@ -99,22 +91,10 @@ class Scoring:
     ) -> tuple[Experience, int]:
         """The answers of a rollout that can be learned from, scored; all of them, without scores, where there are none.
 
-        Args:
-            rollout: the answers of this rank.
-            prompts: their prompts.
-            config: options of the step.
-            policy_version: of the present policy.
-            is_reference: whether the policy has not been updated yet and started as the reference, so that their
-                log-probs have to agree.
-            budget: most tokens of all lanes in one backbone forward.
-            of_all: the answers of all ranks, where there are several.
-
-        Returns:
-            The experience of all ranks, and the budget that fitted into memory.
-
-        Raises:
-            MismatchError: log-probs that have to agree do not.
-            NonFiniteError: a score that is not finite.
+        `policy_version` is the present policy's. `is_reference`: it has not been updated yet and started as the
+        reference, so that their log-probs have to agree. `budget` is the most tokens of all lanes in one backbone
+        forward, `of_all` the answers of all ranks, where there are several. Returns the experience of all ranks, and
+        the budget that fitted. Log-probs that have to agree and do not raise MismatchError.
         """
         world = self._world
         own = _drawn(rollout, prompts)
@@ -222,13 +202,13 @@ class Scoring:
             others = [i for i, twin in same.items() if twin is None]
             if others:
                 chosen = rollout.batch.select(others)
-                found, _ = score(self._model, chosen, ["reward"], budget, temperature=config.temperature)
-                assert found.rewards_N is not None
-                if not found.rewards_N.isfinite().all():
+                scores, _ = score(self._model, chosen, ["reward"], budget, temperature=config.temperature)
+                assert scores.rewards_N is not None
+                if not scores.rewards_N.isfinite().all():
                     raise NonFiniteError(
                         "scores of the reward role are not finite; no update was made from this rollout"
                     )
-                reward_model_N[others] = found.rewards_N
+                reward_model_N[others] = scores.rewards_N
             for i, twin in twins.items():
                 reward_model_N[i] = reward_model_N[twin]
         rows = list(prompts.rows)
@@ -271,8 +251,8 @@ def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
         "values of the critic": scores.values_M,
         "scores of the reward role": scores.rewards_N,
     }
-    for name, found in named.items():
-        if found is not None and not found.isfinite().all():
+    for name, tensor in named.items():
+        if tensor is not None and not tensor.isfinite().all():
             raise NonFiniteError(f"{name} are not finite; no update was made from this rollout")
 
 
@@ -311,8 +291,8 @@ def _make(
     greedy_scores_N = None
     if any(prompts.greedy):
         by_group = {prompts.groups[i]: totals[i] for i, greedy in enumerate(prompts.greedy) if greedy}
-        found = [by_group[prompts.groups[i]] for i in places]
-        greedy_scores_N = torch.tensor(found, dtype=torch.float32, device=device)
+        greedy_scores = [by_group[prompts.groups[i]] for i in places]
+        greedy_scores_N = torch.tensor(greedy_scores, dtype=torch.float32, device=device)
     return Experience(
         batch=batch,
         groups_N=torch.tensor([prompts.groups[i] for i in places], device=device),
@@ -388,17 +368,17 @@ def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, fl
     return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
 
 
-def _score_metrics(found: Experience, config: TrainConfig) -> dict[str, float]:
-    kl_N = sequence_sums(found.kl_M, found.batch)
-    reward, reward_std = float(found.scores_N.mean()), float(found.scores_N.std(correction=0))
-    metrics = {"reward": reward, "reward_std": reward_std} if found.is_scored else {}
-    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(found.kl_M.mean())}
-    if found.is_scored and config.reward_weight is not None:
-        metrics["objective"] = float((config.reward_weight * found.scores_N - config.beta * kl_N).mean())
-    if found.is_scored and found.greedy_scores_N is not None:
-        metrics["reward/greedy"] = float(found.greedy_scores_N.mean())
-    if found.values_M is not None:
-        metrics["value/mean"] = float(found.values_M.mean())
+def _score_metrics(experience: Experience, config: TrainConfig) -> dict[str, float]:
+    kl_N = sequence_sums(experience.kl_M, experience.batch)
+    reward, reward_std = float(experience.scores_N.mean()), float(experience.scores_N.std(correction=0))
+    metrics = {"reward": reward, "reward_std": reward_std} if experience.is_scored else {}
+    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(experience.kl_M.mean())}
+    if experience.is_scored and config.reward_weight is not None:
+        metrics["objective"] = float((config.reward_weight * experience.scores_N - config.beta * kl_N).mean())
+    if experience.is_scored and experience.greedy_scores_N is not None:
+        metrics["reward/greedy"] = float(experience.greedy_scores_N.mean())
+    if experience.values_M is not None:
+        metrics["value/mean"] = float(experience.values_M.mean())
     return metrics
 
 

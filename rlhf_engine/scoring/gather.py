@@ -18,8 +18,8 @@ def gather_scores(world: World, scores: Scores) -> Scores:
     parts = world.gather_tensors({field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)})
     joined: dict[str, torch.Tensor | None] = {}
     for name in parts[0]:
-        found = [part[name] for part in parts]
-        joined[name] = None if found[0] is None else torch.cat([part for part in found if part is not None])
+        shares = [part[name] for part in parts]
+        joined[name] = None if shares[0] is None else torch.cat([part for part in shares if part is not None])
     return Scores(**joined)
 
 

@@ -157,10 +157,7 @@ for _name in _ALONE + _BETWEEN:
 class _End:
     """One end of the pipes between tests and answer: it asks the other end, and serves what that asks in the meantime.
 
-    Args:
-        source: pipe from the other end.
-        sink: pipe to the other end.
-        names: the answer's names, at its end; None at the tests', which serve nothing but what they have handed over.
+    `names` are the answer's, at its end; None at the tests', which serve nothing but what they have handed over.
     """
 
     def __init__(self, source: IO[bytes], sink: IO[bytes], names: dict[str, Any] | None = None) -> None:

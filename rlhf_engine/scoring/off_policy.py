@@ -50,8 +50,8 @@ def correct_engine(
         )
     _require_finite(log_ratio_M, "training to rollout probabilities")
     mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
-    found = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
-    metrics = {f"mismatch/{'rollout_k3' if name == 'k3' else name}": value for name, value in found.items()}
+    figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    metrics = {f"mismatch/{'rollout_k3' if name == 'k3' else name}": value for name, value in figures.items()}
     if config.vllm_importance_sampling_correction:
         weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     else:
@@ -68,8 +68,8 @@ def correct_age(
     correction = config.correction
     mode: Mode = "sequence_truncate" if correction == "sequence_truncate" else "token_truncate"
     clip_max = config.off_policy_clip_max if correction.endswith("truncate") else math.inf
-    found = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
-    metrics = {f"staleness/{name}": value for name, value in found.items()}
+    figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    metrics = {f"staleness/{name}": value for name, value in figures.items()}
     if correction == "behaviour":
         return Corrected(past_logprobs_M, None, metrics)
     if correction == "none":

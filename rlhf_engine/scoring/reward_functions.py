@@ -58,23 +58,23 @@ def load_reward(spec: str | RewardFunction) -> RewardFunction:
     if not place or not attribute:
         raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}{_function_of(spec)}")
     module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
             raise ConfigError(f"reward_funcs: {place!r} has no {attribute!r}; it has {functions}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"reward_funcs: expected a function at {spec!r}, got a {type(found).__name__}")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"reward_funcs: expected a function at {spec!r}, got a {type(target).__name__}")
+    return target
 
 
 def _function_of(spec: str) -> str:
     """A hint at the last function of a file that was given without one."""
     if not spec.endswith(".py") or not Path(spec).is_file():
         return ""
-    found = re.findall(r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return f"; did you mean '{spec}:{found[-1]}'?" if found else ""
+    names = re.findall(r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return f"; did you mean '{spec}:{names[-1]}'?" if names else ""
 
 
 def reward_name(function: RewardFunction) -> str:
@@ -209,14 +209,14 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     name = f"_reward_{path.stem}_{digest}"  # two files called reward.py must not be one module
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"reward_funcs: {str(path)!r} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
     try:
         with _settings_kept(f"importing {str(path)!r}"):
-            found.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
     except _OF_USERS_CODE as error:  # a user's file may raise anything; it is named and passed on
         del sys.modules[name]
         raise _failure(f"importing {str(path)!r}", error) from error
@@ -272,11 +272,11 @@ def _settings_kept(name: str) -> Iterator[None]:
             yield
     finally:
         for setting, (get, put_back) in _SETTINGS.items():
-            found = get()
-            if found != before[setting]:
+            after = get()
+            if after != before[setting]:
                 put_back(before[setting])
                 warnings.warn(
-                    f"{name} changed torch's {setting} from {before[setting]} to {found}; it was put back",
+                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back",
                     stacklevel=4,
                 )
 

@@ -31,7 +31,7 @@ class ScoredAnswers:
     totals: list[float | None]
     """[N], what is to be maximised; None leaves the answer out."""
     sources: dict[str, list[float | None]]
-    """By source: [N], unweighted and without penalties."""
+    """Rewards [N] by source, unweighted and without penalties."""
     logged: dict[str, list[float]]
     """Values that reward functions logged of these answers, by metric."""
 

@@ -19,7 +19,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.rollout import Rollout
 
 CHECKED_EVERY = 8
-"""In exact mode one in so many answers is scored by the policy that drew it; others keep the log-probs of the rollout.
+"""One in so many answers is scored in exact mode by the policy that drew it; others keep the rollout's log-probs.
 """
 
 
@@ -32,27 +32,15 @@ def score(
     temperature: float,
     exact_kl: bool = False,
 ) -> tuple[Scores, int]:
-    """Score as `HydraModel.score` does, within the memory that there is.
+    """Score as `HydraModel.score` does, within the memory that there is; also returns the budget that fitted.
 
-    Args:
-        model: a model with the roles.
-        batch: N sequences of at most as many tokens as the backbones' context.
-        roles: at least one name, of roles of the model.
-        budget: most tokens of all lanes in one backbone forward, ≥ 1. It is halved until a forward fits.
-        temperature: number > 0 that logits are divided by.
-        exact_kl: also compute KL(actor ‖ reference) over the whole vocabulary; needs both roles.
-
-    Returns:
-        The scores, and the budget that fitted.
-
-    Raises:
-        MemoryLimitError: a single sequence does not fit.
-        ValueError: anything that `HydraModel.score` refuses.
+    `budget` is the most tokens of all lanes in one backbone forward. It is halved until a forward fits; where a single
+    sequence does not, MemoryLimitError is raised. `exact_kl` is KL(actor ‖ reference) over the whole vocabulary.
     """
     while True:
         try:
-            found = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
-            return found, budget
+            scores = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
+            return scores, budget
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
                 raise
@@ -71,30 +59,18 @@ def score(
 def score_some(
     model: HydraModel, drawn: Rollout, role: str, budget: int, *, temperature: float, turn: int
 ) -> tuple[Scores, int]:
-    """Score answers in exact mode by the policy that drew them: one in `CHECKED_EVERY`, the rest as in the rollout.
+    """Score answers in exact mode by the policy that drew every token: one in `CHECKED_EVERY`, the rest as drawn.
 
-    Args:
-        model: a model with the role.
-        drawn: N answers.
-        role: name of a role with an LM head, whose weights are those that drew every token.
-        budget: most tokens of all lanes in one backbone forward, ≥ 1.
-        temperature: number > 0 that logits are divided by.
-        turn: any integer; other answers are scored at the next one.
-
-    Returns:
-        Scores with the role's log-probs of all answers, and for the actor the entropies of those that were scored. And
-            the budget that fitted.
-
-    Raises:
-        MemoryLimitError: a single sequence does not fit.
+    Other answers are scored at the next `turn`. For the actor there are entropies of those that were scored. Also
+    returns the budget (tokens of all lanes in one backbone forward) that fitted.
     """
     n = drawn.batch.n_sequences
     checked = list(range(turn % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
-    found, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
-    name = next(name for name, _ in found.items() if name.endswith("logprobs_M"))
+    scores, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
+    name = next(name for name, _ in scores.items() if name.endswith("logprobs_M"))
     logprobs_M = drawn.logprobs_M.clone()
-    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(found, name)
-    return dataclasses.replace(found, **{name: logprobs_M}), budget
+    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(scores, name)
+    return dataclasses.replace(scores, **{name: logprobs_M}), budget
 
 
 class FrozenRoles:
@@ -108,12 +84,8 @@ class FrozenRoles:
     ) -> None:
         """Choose the roles. The reference is left to the present policy's pass where the exact KL needs both at once.
 
-        Args:
-            model: a model with the roles.
-            config: options of the run, of which the temperature and the KL's estimator are read.
-            past: role of the policy that drew the answers; None: no such role scores.
-            reward: whether the reward role scores.
-            budget: most tokens of all lanes in one backbone forward; None: the model's.
+        `past` is the role of the policy that drew the answers, `budget` the most tokens of all lanes in one backbone
+        forward; None: the model's.
         """
         self._model, self._temperature = model, config.temperature
         reference = [] if config.kl_estimator == "exact" else ["reference"]
@@ -121,17 +93,7 @@ class FrozenRoles:
         self.budget = model.token_budget if budget is None else budget
 
     def __call__(self, drawn: Rollout) -> Scores | None:
-        """Score answers. The budget that fitted is kept.
-
-        Args:
-            drawn: N answers.
-
-        Returns:
-            Scores, or None where there is no such role.
-
-        Raises:
-            MemoryLimitError: a single sequence does not fit.
-        """
+        """Score answers, or None where there is no such role. The budget that fitted is kept."""
         past, roles, few = self._past, self._roles, Scores()
         if past is not None and registry.is_exact():
             few, self.budget = score_some(
@@ -139,7 +101,7 @@ class FrozenRoles:
             )
         elif past is not None:
             roles = [past, *roles]
-        found = Scores()
+        scores = Scores()
         if roles:
-            found, self.budget = score(self._model, drawn.batch, roles, self.budget, temperature=self._temperature)
-        return dataclasses.replace(found, **dict(few.items())) if past is not None or roles else None
+            scores, self.budget = score(self._model, drawn.batch, roles, self.budget, temperature=self._temperature)
+        return dataclasses.replace(scores, **dict(few.items())) if past is not None or roles else None

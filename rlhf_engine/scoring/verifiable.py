@@ -50,13 +50,11 @@ class Judged:
     """Reward whose answers are judged in processes apart from the run, each within one limit of time and of memory.
 
     An answer that goes beyond a limit has the reward 0.
-
-    Args:
-        timeout: seconds of an answer.
     """
 
     __name__: ClassVar[str]
     timeout: float = 5.0
+    """Seconds of an answer."""
     _idle: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,16 +124,12 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 @dataclass(kw_only=True)
 class Format(Judged):
-    """Reward of 1 for an answer that has a form from its first character to its last, else 0.
-
-    Args:
-        timeout: seconds of an answer.
-        pattern: regular expression in which a dot matches line feeds, too; "": thoughts in <think>, then one answer in
-            <answer>, neither empty, where the prompt may have opened <think>.
-    """
+    """Reward of 1 for an answer that has a form from its first character to its last, else 0."""
 
     __name__: ClassVar[str] = "format"
     pattern: str = ""
+    """Regular expression in which a dot matches line feeds, too. Empty: thoughts in <think>, then one answer in
+    <answer>, neither empty, where the prompt may have opened <think>."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,18 +148,14 @@ class Format(Judged):
 class Length:
     """Reward of 0 for an answer of `least` to `most` tokens; beside them it falls to −1 over `buffer` tokens.
 
-    With `most` and `buffer` this is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), whose
-    L_max is `most` + `buffer`.
-
-    Args:
-        least: tokens that cost nothing at least.
-        most: tokens that cost nothing at most; None: any number.
-        buffer: tokens from no cost to all of it.
+    With `most` and `buffer` this is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), whose L_max
+    is `most` + `buffer`.
     """
 
     __name__: ClassVar[str] = "length"
     least: int = 0
     most: int | None = None
+    """None: any number."""
     buffer: int = 1
 
     def __post_init__(self) -> None:
@@ -183,14 +173,11 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """Reward of minus the share of an answer's n-grams of words that it has had before: 0 without, towards −1.
-
-    Args:
-        n: words of an n-gram. An answer of fewer words has none, and 0.
-    """
+    """Reward of minus the share of an answer's n-grams of words that it has had before: 0 without, towards −1."""
 
     __name__: ClassVar[str] = "repetition"
     n: int = 3
+    """Words of an n-gram. An answer of fewer words has none, and 0."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -206,15 +193,11 @@ class Repetition:
 
 @dataclass(kw_only=True)
 class JsonSchema(Judged):
-    """Reward of 1 for an answer that is JSON of a schema, else 0; JSON may stand in a fenced block.
-
-    Args:
-        timeout: seconds of an answer.
-        schema: file with the schema; "": the data's column `schema` has each row's, as text or as an object.
-    """
+    """Reward of 1 for an answer that is JSON of a schema, else 0; JSON may stand in a fenced block."""
 
     __name__: ClassVar[str] = "json_schema"
     schema: str = ""
+    """File with the schema. Empty: the data's column `schema` has each row's, as text or as an object."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,16 +222,13 @@ class Code(Judged):
     The last fenced block of an answer is its code. It runs in a process of its own, in an empty folder, with limits.
     The tests run in another: they call what the code defines, and compare what it returns as data. What the answer's
     process can reach all the same is said at the top of `judge.py`. It is no sandbox where Linux has no Landlock.
-
-    Args:
-        timeout: seconds of an answer.
-        memory: MiB of an answer.
-        jobs: answers at a time; 0: one for each core.
     """
 
     __name__: ClassVar[str] = "code"
     memory: int = 512
+    """MiB of an answer."""
     jobs: int = 0
+    """Answers at a time; 0: one for each core."""
 
     def __post_init__(self) -> None:
         if os.name != "posix":
@@ -269,13 +249,9 @@ class Code(Judged):
 class Math(Judged):
     r"""Reward of 1 for an answer that equals the data's, else 0, by math-verify; None where the data's cannot be read.
 
-    The data's column `answer` has a number or LaTeX; of a text such as GSM8K's, what follows `####`. Of a completion
-    the answer counts and not its thoughts: what follows `</think>`, in it what is in `<answer>` or in the last
-    `\boxed`, and without these the end.
-
-    Args:
-        timeout: seconds of an answer.
-        column: column of the data with the answers.
+    The data's `column` has a number or LaTeX; of a text such as GSM8K's, what follows `####`. Of a completion the
+    answer counts and not its thoughts: what follows `</think>`, in it what is in `<answer>` or in the last `\boxed`,
+    and without these the end.
     """
 
     __name__: ClassVar[str] = "math"
@@ -309,17 +285,7 @@ def is_built_in(spec: str) -> bool:
 
 
 def make(spec: str) -> Callable[..., list[float | None]]:
-    """Make a reward function of this module.
-
-    Args:
-        spec: a name, then its options: `length,most=200,buffer=50`.
-
-    Returns:
-        A function of TRL's signature.
-
-    Raises:
-        ConfigError: an unknown name or option, a value that does not fit, or a package that is not installed.
-    """
+    """Make a reward function of TRL's signature of a name and its options, such as `length,most=200,buffer=50`."""
     name, *given = spec.split(",")
     if name not in BUILT_IN:
         raise ConfigError(f"reward_funcs: expected one of {', '.join(sorted(BUILT_IN))}, got {name!r}")

@@ -108,13 +108,13 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
     """Raise ConfigError where ranks have found other weights, data or checkpoints. rows: plain values."""
     if world.size == 1:
         return
-    found = {
+    start = {
         "model_name_or_path": ("weights of model and adapters", weights),
         "dataset_name": ("rows", digest(rows)),
         "resume_from_checkpoint": ("steps done", step),
     }
-    for rank, other in enumerate(world.gather(found)):
-        for option, (what, value) in found.items():
+    for rank, other in enumerate(world.gather(start)):
+        for option, (what, value) in start.items():
             if other[option][1] != value:
                 raise ConfigError(
                     f"{option}: expected the same {what} on every rank, got {value} on rank {world.rank} and "
@@ -159,8 +159,8 @@ class Ranks:
     def add_up(self, shares: Mapping[str, float]) -> dict[str, float]:
         """Sums over the ranks, by name, of what each has measured on its share; a rank may lack names."""
         everyone = self.world.gather(dict(shares))
-        names = dict.fromkeys(name for found in everyone for name in found)
-        return {name: sum(found.get(name, 0.0) for found in everyone) for name in names}
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for name in names}
 
 
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
@@ -178,9 +178,9 @@ def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     world.sum([p.grad for p in chosen if p.grad is not None])
 
 
-def require_same_weights(world: World, found: str, step: int) -> None:
-    """Raise EngineError where ranks no longer hold the same parameters. found: fingerprint of this rank's."""
-    others = world.gather(found)
+def require_same_weights(world: World, own: str, step: int) -> None:
+    """Raise EngineError where ranks no longer hold the same parameters. own: fingerprint of this rank's."""
+    others = world.gather(own)
     apart = [rank for rank, other in enumerate(others) if other != others[0]]
     if apart:
         raise EngineError(f"step {step}: expected the same parameters on every rank, ranks {apart} differ from rank 0")

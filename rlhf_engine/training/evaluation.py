@@ -41,16 +41,10 @@ class Answers:
     """Values that reward functions logged, by metric."""
 
 
-class Evaluation:
-    """Answers of the present policy, outside of its training.
+class Evaluator:
+    """Answers of the present policy, outside of its training; each rank answers a share of the held-out prompts.
 
-    Args:
-        policy: the policy; each of its ranks answers a share of the held-out prompts.
-        inputs: prompts and reward sources.
-        rollouts: what draws answers.
-        sampling: how answers are drawn, by seed.
-        whole_base: within it, each rank calls the model at its own pace.
-        output: the run's folder, for samples.
+    `sampling` makes options by seed. Within `whole_base` each rank calls the model at its own pace.
     """
 
     def __init__(
@@ -77,21 +71,8 @@ class Evaluation:
     ) -> Answers:
         """Draw one answer per prompt from a role and score it, without penalties for a missing end.
 
-        With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own.
-
-        Args:
-            prompts: prompts that can be answered.
-            indices: places of those to answer.
-            role: a role with an LM head.
-            seed: seed of the draws.
-            sample_ids: one id per answer that, with the seed, keys its draws; None: from 0 on.
-
-        Returns:
-            Prompts, answers and scores as text and numbers, and the rollout.
-
-        Raises:
-            ValueError: a role that is unknown or has no LM head.
-            RewardError: a reward function failed.
+        With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own. The seed
+        and `sample_ids` (None: from 0 on) key the draws.
         """
         self._rollouts.sync(self._policy.state.policy_version)
         token_ids = [prompts.ids[i] for i in indices]
@@ -107,14 +88,7 @@ class Evaluation:
         return Answers(prompts=asked, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 
     def kl_to_reference(self, rollout: Rollout) -> float:
-        """Mean over answers of Σ_t exact KL(actor ‖ reference).
-
-        Args:
-            rollout: N answers.
-
-        Returns:
-            Nats per answer.
-        """
+        """Mean over answers of Σ_t exact KL(actor ‖ reference), in nats per answer."""
         return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
 
     def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
@@ -128,9 +102,8 @@ class Evaluation:
     def evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts, of which each rank answers a share.
 
-        Returns:
-            `eval/kl`, exact KL to the reference in nats per answer, `eval/reward`, the mean score where there is one,
-            and means of what reward functions logged.
+        `eval/kl` is the exact KL to the reference in nats per answer, `eval/reward` the mean score where there is one.
+        Beside them are means of what reward functions logged.
         """
         assert self._inputs.eval_set is not None
         world, n = self._policy.world, len(self._inputs.eval_set.rows)
@@ -161,11 +134,7 @@ class Evaluation:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def forget_samples_from(self, step: int) -> None:
-        """Drop the samples that an earlier process has noted of a step and later ones.
-
-        Args:
-            step: number of the first step to drop.
-        """
+        """Drop the samples that an earlier process has noted of a step and later ones."""
         self._samples.drop_from(step)
 
     def note_samples(self) -> None:
@@ -175,8 +144,8 @@ class Evaluation:
             return
         prompts = self._inputs.eval_set or self._inputs.train_set
         indices = list(range(min(config.num_samples, len(prompts.rows))))
-        found = self.answer(prompts, indices, seed=config.seed)
-        samples = Samples(step=step, prompts=found.prompts, completions=found.completions, scores=found.scores)
+        answers = self.answer(prompts, indices, seed=config.seed)
+        samples = Samples(step=step, prompts=answers.prompts, completions=answers.completions, scores=answers.scores)
         with writing(self._output / SAMPLES_LOG):
             self._samples.write(samples)
 

@@ -19,20 +19,10 @@ def divide(
     max_rows: int,
     max_tokens: int | None,
 ) -> list[list[int]]:
-    """Divide units into micro-batches, as `data.pack` does.
+    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of the units.
 
-    Args:
-        model: model in the mode that it will run in; whether prompts are shared is its own decision.
-        batch: all sequences.
-        units: places of the sequences of each unit, which have one prompt.
-        max_rows: most units of a micro-batch, ≥ 1.
-        max_tokens: most tokens of a micro-batch, ≥ 1; None: any number.
-
-    Returns:
-        Places of the units, by micro-batch, in the order given.
-
-    Raises:
-        ValueError: a unit of more than max_tokens, or a bound below 1.
+    The model is in the mode that it will run in: whether prompts are shared is its own decision. A unit of more than
+    `max_tokens` (None: any number) raises ValueError.
     """
     shared = None
     if model.shares(batch):
@@ -41,16 +31,7 @@ def divide(
 
 
 def unit_lengths(model: HydraModel, batch: PackedBatch, units: Sequence[Sequence[int]]) -> list[int]:
-    """Count the tokens of each unit.
-
-    Args:
-        model: model in the mode that it will run in.
-        batch: all sequences.
-        units: places of the sequences of each unit, which have one prompt.
-
-    Returns:
-        Tokens, those of a prompt once where the model shares it.
-    """
+    """Count the tokens of each unit, those of a prompt once where the model shares it in its present mode."""
     shares = model.shares(batch)
     copies = [(len(unit) - 1) * batch.prompt_lens[unit[0]] if shares else 0 for unit in units]
     return [sum(batch.lengths[i] for i in unit) - more for unit, more in zip(units, copies, strict=True)]

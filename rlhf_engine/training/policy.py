@@ -41,17 +41,9 @@ class Policy(Generic[State]):
         *,
         world: World = ALONE,
     ) -> None:
-        """Take a model as it is before any step.
+        """Take a model as it is before any step. `state` has the counters of a run that begins.
 
-        Args:
-            config: options of the run.
-            model: the roles of the policy, on a base that other models may share.
-            learning_rates: role → learning rate of what that role alone trains, before any schedule.
-            state: counters of a run that begins.
-            world: the ranks that learn together.
-
-        Raises:
-            ValueError: a trained parameter that no role has.
+        Each role has a learning rate of what it alone trains, before any schedule.
         """
         self.config, self.model, self.world = config, model, world
         self.optimizer = RoleOptimizer.configured(model, learning_rates, config, world)
@@ -60,18 +52,10 @@ class Policy(Generic[State]):
         model.eval()
 
     def load(self, checkpoint: Path, total_steps: int) -> State:
-        """Load a checkpoint into model and optimizer. The policy's own counters stay as they are.
+        """Load a checkpoint into model and optimizer, and return its counters; the policy's own stay as they are.
 
-        Args:
-            checkpoint: folder of the checkpoint.
-            total_steps: steps of the whole run, by which it goes on.
-
-        Returns:
-            Counters of the checkpoint.
-
-        Raises:
-            ConfigError: a checkpoint of another model, optimizer or kind of run, or a folder without one.
-            CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
+        ConfigError says that it does not fit or differs from its manifest. `total_steps` of the whole run set the
+        schedule.
         """
         state = load_checkpoint(checkpoint, self.model, self.optimizer, type(self.state))
         # a record of an older version, or a damaged one, has no rate to compare with
@@ -91,56 +75,34 @@ class Policy(Generic[State]):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def schedule_rates(self, total_steps: int) -> float:
-        """Set the learning rates of the next step by its place in the schedule.
-
-        Args:
-            total_steps: steps of the whole run.
-
-        Returns:
-            Factor of every role's learning rate, in [0, 1].
-        """
+        """Set the learning rates of the next step by its place in the schedule; their common factor, in [0, 1]."""
         factor = _factor(self.state.step, vars(self.config), total_steps)
         self.optimizer.set_lr_factor(factor)
         return factor
 
     def trained(self) -> list[nn.Parameter]:
-        """Every parameter that is trained, or this rank's share of it.
-
-        Returns:
-            The parameters, role by role, each once.
-        """
+        """Every parameter that is trained, or this rank's share of it, role by role, each once."""
         return [p for group in self.optimizer.groups.values() for p in group.values()]
 
     def apply(self) -> dict[str, float]:
         """Make an optimizer step on the gradients of a minibatch, of which each rank has its share.
 
-        Returns:
-            Norm of each role's gradient before clipping, and 1 or 0 for whether it was clipped, by name.
-
-        Raises:
-            NonFiniteError: a gradient is NaN or infinite; nothing was applied.
+        The metrics are the norm of each role's gradient before clipping, and 1 or 0 for whether it was clipped. A
+        gradient that is not finite raises NonFiniteError, and nothing is applied.
         """
         sum_gradients(self.world, self.optimizer.replicated())
         return self.optimizer.step()
 
     def advance(self, **counters: Any) -> None:
-        """Count a step that is done.
-
-        Args:
-            counters: other counters that the step changed, by name.
-        """
+        """Count a step that is done, and set other counters that it changed."""
         state = self.state
         self.state = dataclasses.replace(state, step=state.step + 1, **counters)  # type: ignore[type-var]  # a dataclass
         self.optimizer.is_whole = True
 
     def require_same(self, step: int) -> None:
-        """Check that ranks hold the same parameters. They go on with the least token budget among them.
+        """Check that ranks hold the same parameters after so many steps; EngineError where they differ.
 
-        Args:
-            step: number of steps done, for the message.
-
-        Raises:
-            EngineError: ranks with different weights.
+        They go on with the least token budget among them.
         """
         require_same_weights(self.world, fingerprint_of_all(self.optimizer.replicated()), step)
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
@@ -148,19 +110,9 @@ class Policy(Generic[State]):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, output: Path, *, state: State | None = None, past: Mapping[int, Snapshot] | None = None) -> Path:
-        """Write a checkpoint.
+        """Write a checkpoint of the policy's counters or `state`, with the `past` policies that the run needs to go on.
 
-        Args:
-            output: folder of the run.
-            state: counters to write; None: the policy's own.
-            past: version → policy as it was, of those that the run needs to go on; None: no such policy.
-
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            CheckpointWriteError: the disk is full or fails.
-            ValueError: PEFT would load another function from a slot's folder.
+        A disk that is full or fails raises CheckpointWriteError.
         """
         keep = self.config.save_total_limit
         state = self.state if state is None else state

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.build import Connect, make_source
-from rlhf_engine.generators.sources import PastState, Source
+from rlhf_engine.generators.sources import AnswerSource, PastState
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
@@ -32,7 +32,7 @@ from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
     require_served,
 )
-from rlhf_engine.training.evaluation import Evaluation
+from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.rl_inputs import load_inputs, new_state
 from rlhf_engine.training.rl_policy import RlPolicy
 from rlhf_engine.training.run import Run
@@ -54,18 +54,10 @@ class RlTrainer(Run[TrainerState]):
         connect: Connect | None = None,
         base: HydraModel | None = None,
     ) -> None:
-        """Find everything that can be wrong with the request.
+        """Find everything that can be wrong with the request: ConfigError, RewardError, RolloutServerError.
 
-        Args:
-            config: options of the run.
-            world: the ranks of the run, of which this process is one.
-            connect: starts generators in other processes, for an `async_mode` that has them; None without one.
-            base: a model whose frozen backbones serve this run as well, such as that of another run; None: load them.
-
-        Raises:
-            ConfigError: a request that cannot be served.
-            RewardError: a reward function that fails on two rows.
-            RolloutServerError: a configured server that does not answer.
+        `connect` starts generators in other processes, for an `async_mode` that has them. `base` is a model whose
+        frozen backbones serve this run as well, such as that of another run; None: load them.
         """
         require_served(config, world)
         self.world, self._connect = world, connect
@@ -101,7 +93,6 @@ class RlTrainer(Run[TrainerState]):
         self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
 
     def _prepare(self, model: HydraModel) -> None:
-        """Build what works on the model."""
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
@@ -121,7 +112,7 @@ class RlTrainer(Run[TrainerState]):
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
-        self.evaluation = Evaluation(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
+        self.evaluation = Evaluator(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
         """Answers of the policy as it is now, their scores and KL."""
 
     # ---- around the loop -------------------------------------------------------------------------------------------
@@ -145,22 +136,18 @@ class RlTrainer(Run[TrainerState]):
             self.evaluation.note_samples()
 
     def look(self) -> dict[str, float]:
-        """Evaluate before the first step, and after every `eval_steps` steps, which note samples too.
-
-        Returns:
-            Metrics of the evaluation; empty where none is due.
-        """
+        """Evaluate before the first step, and after every `eval_steps` steps, which note samples too."""
         step, every = self.state.step, self.config.eval_steps
         if not every or step % every:
             return {}
-        found = self.evaluation.evaluate()
+        metrics = self.evaluation.evaluate()
         if step == 0:  # no checkpoint to keep, and `begin` has noted samples
-            return found
-        self._note_best(found.get("eval/reward"))
+            return metrics
+        self._note_best(metrics.get("eval/reward"))
         if self.config.num_samples and not self._is_last():
             with self.whole_base():
                 self.world.on_main("samples", self.evaluation.note_samples)
-        return found
+        return metrics
 
     def saves_now(self) -> bool:
         """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
@@ -173,11 +160,7 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation.write_samples()
 
     def describe(self) -> dict[str, Any]:
-        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later.
-
-        Returns:
-            Plain values by name.
-        """
+        """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later."""
         backbone = self.model.backbone()
         return {"base_hash": backbone.base_hash() if backbone.frozen else None}
 
@@ -188,16 +171,9 @@ class RlTrainer(Run[TrainerState]):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank.
+        """Write a checkpoint of the current step, where this is the main rank, and return its folder.
 
-        Args:
-            past: state of the source of answers, of the answers to come; None: as it is now.
-
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            CheckpointWriteError: the disk is full or fails.
+        `past` is the state of the source of answers; None: as it is now. A failing disk raises CheckpointWriteError.
         """
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
@@ -216,35 +192,21 @@ class RlTrainer(Run[TrainerState]):
         """Make a function that writes a checkpoint with the source of answers as it is now.
 
         A draw that fails may have taken answers out of the source.
-
-        Returns:
-            The function.
         """
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
     def next_prompts(self) -> PromptBatch:
-        """Choose the prompts of the next step.
-
-        Returns:
-            Those that this rank draws answers to, one per answer.
-        """
+        """Choose the prompts of the next step that this rank draws answers to, one per answer."""
         return self._prompts.own(self._prompts.prompts(self.state.step))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """Make one rollout and its update. Nothing of a failed step is applied to what is on disk.
+        """Make one rollout and its update; metrics by name. Nothing of a failed step is applied to what is on disk.
 
-        Returns:
-            Metrics of the step, by name.
-
-        Raises:
-            NonFiniteError: a reward, log-prob, loss or gradient is NaN or infinite.
-            MismatchError: rollout and training differ by more than the bound, at equal weights.
-            RewardError: a reward function failed.
-            MemoryLimitError: a single answer does not fit into memory.
-            EngineError: a generator, a server or another rank failed, or weights went wrong.
+        Every failure is an EngineError: NonFiniteError, MismatchError (rollout and training differ at equal weights),
+        RewardError, MemoryLimitError (a single answer does not fit), or a failed generator, server or rank.
         """
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device)
@@ -333,7 +295,7 @@ class RlTrainer(Run[TrainerState]):
             stopped=stopped,
         )
 
-    def _make_source(self, resume: Path | None) -> Source:
+    def _make_source(self, resume: Path | None) -> AnswerSource:
         state = self.state
         held = {} if resume is None else load_policies(resume)
         past = PastState(

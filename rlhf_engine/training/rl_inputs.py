@@ -17,7 +17,7 @@ from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.policy.adamw import require_optim
 from rlhf_engine.policy.build import check_sources
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.build import Server, find_server
+from rlhf_engine.rollout.build import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
 from rlhf_engine.runs.trackers import require as require_trackers
@@ -42,7 +42,7 @@ class RlInputs:
     """Held-out prompts."""
     reports: dict[str, Report]
     """Report on the rows of each source, by the option that names it."""
-    server: Server | None
+    server: RolloutServer | None
     """Server that draws answers; None where this process does."""
 
     def all_prompts(self) -> list[list[int]]:
@@ -51,14 +51,7 @@ class RlInputs:
 
 
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
-    """Check the request and read its data.
-
-    rank: of this process in the run.
-
-    Raises:
-        ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
-        RewardError: a reward function that fails on two rows.
-    """
+    """Check the request and read its data, as this rank of the run."""
     output = Path(config.output_dir)
     require_unlocked(output)
     resume = resolve_resume(config.resume_from_checkpoint, output)
@@ -86,7 +79,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
 
     def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        found = tokenize_prompts(
+        prompts = tokenize_prompts(
             load_rows(path, tally, config, kinds=("prompt_only",), limit=limit),
             tokenizer,
             tally,
@@ -97,7 +90,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
         reports[argument] = tally.report()
-        return found
+        return prompts
 
     train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
     if config.eval_share is not None:
@@ -176,33 +169,33 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
     )
 
 
-def resumed_state(found: TrainerState, state: TrainerState, resume: Path) -> TrainerState:
-    """Counters of a run that goes on. found: of its checkpoint. state: of a run that would begin with these options.
+def resumed_state(held: TrainerState, state: TrainerState, resume: Path) -> TrainerState:
+    """Counters of a run that goes on. held: of its checkpoint. state: of a run that would begin with these options.
 
     Raises ConfigError for other prompts; warns of another β or other rewards.
     """
-    if found.prompts is not None and found.prompts != state.prompts:
+    if held.prompts is not None and held.prompts != state.prompts:
         raise ConfigError(f"dataset_name: expected the prompts of the run of {resume}, got others")
-    beta = found.beta if state.beta is not None and found.beta is not None else state.beta
-    if state.beta is not None and found.begun_with_beta not in (None, state.beta):
+    beta = held.beta if state.beta is not None and held.beta is not None else state.beta
+    if state.beta is not None and held.begun_with_beta not in (None, state.beta):
         warnings.warn(
-            f"beta: the run began with {found.begun_with_beta} and adapts it to kl_target; it goes on with "
+            f"beta: the run began with {held.begun_with_beta} and adapts it to kl_target; it goes on with "
             f"{beta}, not with {state.beta}",
             stacklevel=3,
         )
-    best = (found.best_step, found.best_reward)
-    if found.best_step is not None and found.judged_by not in (None, state.judged_by):
+    best = (held.best_step, held.best_reward)
+    if held.best_step is not None and held.judged_by not in (None, state.judged_by):
         warnings.warn(
             f"rewards or held-out prompts are others than in {resume}: its best evaluation, of step "
-            f"{found.best_step}, is not compared with later ones",
+            f"{held.best_step}, is not compared with later ones",
             stacklevel=3,
         )
         best = (None, None)
     return replace(
-        found,
+        held,
         algorithm=state.algorithm,
         beta=beta,
-        begun_with_beta=found.begun_with_beta if found.beta is not None else state.begun_with_beta,
+        begun_with_beta=held.begun_with_beta if held.beta is not None else state.begun_with_beta,
         best_step=best[0],
         best_reward=best[1],
         judged_by=state.judged_by,

@@ -30,19 +30,10 @@ class RlPolicy(Policy[TrainerState]):
     def __init__(
         self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
     ) -> None:
-        """Take a model as it is before any step, or go on where a checkpoint is.
+        """Take a model as it is before any step, or go on from the checkpoint `resume`.
 
-        Args:
-            config: options of the run.
-            model: the roles of the policy, on a base that other models may share.
-            state: counters of a run that begins with these options.
-            resume: a checkpoint to go on from; None: begin.
-            world: the ranks that learn together.
-
-        Raises:
-            ConfigError: a checkpoint of another model, optimizer or prompts, or a folder without one.
-            CorruptCheckpointError: a checkpoint that differs from its manifest. It is a ConfigError.
-            ValueError: a trained parameter that no role has.
+        `state` has the counters of a run that begins. A checkpoint that does not fit, or that differs from its
+        manifest, raises ConfigError.
         """
         rates = {"actor": config.learning_rate}
         if config.has_critic:
@@ -73,20 +64,10 @@ class RlPolicy(Policy[TrainerState]):
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """Make one step: all epochs over the answers of an experience, and the counters.
+        """Make one step: all epochs over the answers of an experience, and the counters; metrics by name.
 
-        Args:
-            experience: answers of all ranks that can be learned from.
-            n_answers: number of answers drawn in the step, those included that nothing is learned from.
-
-        Returns:
-            Metrics of the update, by name.
-
-        Raises:
-            EngineError: an update that changed nothing, or left ranks with different weights.
-            NonFiniteError: a loss or a gradient is NaN or infinite; nothing of that minibatch was applied.
-            MismatchError: log-probs of the first forward differ from those of scoring by more than the bound.
-            MemoryLimitError: the update of a single answer does not fit into memory.
+        `n_answers` were drawn in the step, those included that nothing is learned from. Every failure is an
+        EngineError; a loss or gradient that is not finite raises before anything of its minibatch is applied.
         """
         state, options = self.state, self.options
         train_actor = state.step >= options.critic_warmup_steps
@@ -96,26 +77,26 @@ class RlPolicy(Policy[TrainerState]):
         before = self._fingerprints()
         self.model.train()
         schedule = self._schedule()
-        found = nothing_learned(schedule)
+        measured = nothing_learned(schedule)
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
             ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
-            found = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
+            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
         self.model.eval()
-        self._check_moved(before, found)
+        self._check_moved(before, measured)
         if options.has_critic:
             self.model.trained_heads.add("value")
         if self.world.size > 1:
             self.require_same(state.step + 1)
         self.advance(
             samples=state.samples + n_answers,
-            policy_version=state.policy_version + int(train_actor and found["optimizer_steps"] > 0),
-            micro_batch_size=_if_lowered(int(found["micro_batch_size"]), options.per_device_train_batch_size),
+            policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
+            micro_batch_size=_if_lowered(int(measured["micro_batch_size"]), options.per_device_train_batch_size),
             token_budget=_if_lowered(self.model.token_budget, self._token_budget),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        return {**metrics, **found, **adapted, "learning_rate": options.learning_rate * factor}
+        return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -142,10 +123,10 @@ class RlPolicy(Policy[TrainerState]):
         """Fingerprints of the trained weights of every role that no update has been seen to change yet."""
         return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
 
-    def _check_moved(self, before: dict[str, list[int]], found: dict[str, float]) -> None:
+    def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
         for role, tensors in before.items():
-            if self.optimizer.learning_rates[role] == 0 or found.get(f"grad_norm/{role}", 0.0) == 0.0:
+            if self.optimizer.learning_rates[role] == 0 or measured.get(f"grad_norm/{role}", 0.0) == 0.0:
                 continue
             if [fingerprint(w) for w in self.optimizer.weights(role)] == tensors:
                 raise EngineError(
@@ -155,17 +136,9 @@ class RlPolicy(Policy[TrainerState]):
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """Make the algorithm of a run with its options.
+    """Make the algorithm of a run with its options, at the temperature that answers are drawn at.
 
-    Args:
-        config: options of the run.
-        train_actor: False while only a critic warms up.
-
-    Returns:
-        The algorithm, at the temperature that answers are drawn at.
-
-    Raises:
-        ValueError: an algorithm that is not known.
+    `train_actor` is False while only a critic warms up.
     """
     return find_algorithm(config.algorithm)(
         config,
@@ -175,5 +148,5 @@ def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorith
     )
 
 
-def _if_lowered(found: int, configured: int) -> int | None:
-    return found if found < configured else None
+def _if_lowered(used: int, configured: int) -> int | None:
+    return used if used < configured else None

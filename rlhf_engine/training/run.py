@@ -54,13 +54,7 @@ OnStep = Callable[[int, dict[str, Any]], None]
 class Run(ABC, Generic[State]):
     """A training run in an output folder. A subclass's constructor finds everything that can be wrong with the request.
 
-    Attributes that a subclass sets:
-        config: options of the command.
-        output: the output folder.
-        policy: what is trained.
-        total_steps: number of steps after which the run is done.
-        reports: what became of the rows of each source, by the option that names it.
-        world: the ranks of the run, of which this process is one.
+    A subclass sets the first six attributes.
     """
 
     config: TrainingOptions
@@ -68,6 +62,7 @@ class Run(ABC, Generic[State]):
     policy: Policy[State]
     total_steps: int
     reports: dict[str, Report]
+    """Rows read, left out and cut, by the option that names their source."""
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Makes the block of `whole_base`."""
@@ -172,20 +167,12 @@ class Run(ABC, Generic[State]):
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> Any:
-        """Make all remaining steps and write the result.
+        """Make all remaining steps, write the result, and return what `end` returns, on the main rank.
 
         Writes run.json, metrics.jsonl, page.html, curves.png, checkpoints and the result into the output folder. An
-        error leaves all metrics so far and a checkpoint of the last whole step in place.
-
-        Args:
-            on_step: called after each step with its number and metrics; None: the main rank shows the progress.
-            stop: called after each step, on each rank; true ends the run. None: nothing stops it.
-
-        Returns:
-            What `end` returns, on the main rank.
-
-        Raises:
-            RunStopped: `stop` returned true on some rank. A checkpoint of the last step was written.
+        error leaves all metrics so far and a checkpoint of the last whole step in place. `on_step` gets each step's
+        number and metrics; None: the main rank shows the progress. `stop` is called after each step on each rank: where
+        one says true, a checkpoint is written and RunStopped raised.
         """
         world = self.world
         with contextlib.ExitStack() as stack:
@@ -217,10 +204,10 @@ class Run(ABC, Generic[State]):
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
                     metrics = self.step()
-                    found = self.look()
+                    evaluation = self.look()
                     # bound now: it runs before the loop goes on
                     record = functools.partial(
-                        self._note, writer, trackers, {**metrics, **found}, on_step, looked=bool(found)
+                        self._note, writer, trackers, {**metrics, **evaluation}, on_step, looked=bool(evaluation)
                     )
                     with self._whole_state() if self.saves_now() else contextlib.nullcontext():
                         world.run_on_all_ranks("metrics and checkpoints", record)
@@ -361,29 +348,18 @@ class SupervisedRun(Run[State]):
 
     Several ranks share out the rows of a step, and sum gradients and metrics.
 
-    Attributes that a subclass sets in `load`, beside `reports` and `total_steps`:
-        rows: what is trained on.
-        start: counters of a run that begins.
-        resume: the checkpoint to go on from; None: begin.
+    A subclass sets `rows`, `start`, `resume`, `reports` and `total_steps` in `load`.
     """
 
     config: SupervisedOptions
     rows: Sequence[Any]
     start: State
+    """Counters of a run that begins."""
     resume: Path | None
+    """Checkpoint to go on from; None: begin."""
 
     def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
-        """Find everything that can be wrong with the request.
-
-        Args:
-            config: options of the run.
-            world: the ranks of the run, of which this process is one.
-
-        Raises:
-            ConfigError: an output folder, a checkpoint, a source or an option that cannot serve.
-            ValueError: a model folder that cannot be loaded, or a slot that PEFT could not load.
-            RankError: such an error on another rank.
-        """
+        """Find everything that can be wrong with the request; RankError is such an error on another rank."""
         require_same_options(config, world)
         self.world = world
         self.config = config
@@ -420,15 +396,9 @@ class SupervisedRun(Run[State]):
     def loss(
         self, rows: Sequence[Any], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute the part of a step's loss that some rows have, and the same part of its metrics.
+        """Compute the part of a step's loss that the rows at some places have, and that of its metrics; all are 0-d.
 
-        Args:
-            rows: all rows of the step.
-            places: places of the rows of this part.
-            dropout_seed: seed of the step's dropout masks.
-
-        Returns:
-            Loss, 0-d with a gradient, and metrics by name, 0-d each.
+        `dropout_seed` seeds the dropout masks of the whole step.
         """
 
     @abstractmethod

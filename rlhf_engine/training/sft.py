@@ -127,7 +127,7 @@ def tokenize_rows(
         rows = [
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
         ]
-    found = tokenize(
+    tokenized = tokenize(
         rows,
         tokenizer,
         tally,
@@ -138,7 +138,7 @@ def tokenize_rows(
     )
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None, margin=margin)
-        for t, margin in with_margins(found, tally)
+        for t, margin in with_margins(tokenized, tally)
     ]
 
 
@@ -170,21 +170,10 @@ def sft_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the module's loss of some examples of an optimizer step (Hydra-SFT, arXiv 2309.00754 §3.1).
 
-    Args:
-        model: a model with role `sft`, and `reward` where γ > 0 and the examples are pairs.
-        examples: at least one; all are pairs or none is.
-        gamma: γ, weight of the reward loss, ≥ 0.
-        tokens: tokens of the chosen answers of the whole optimizer step, which the language-model loss is divided by.
-        pairs: pairs of the whole optimizer step, which the reward loss is divided by.
-        dropout_seed: seed of the step's dropout masks.
-        places: places of the examples in that step, so that no micro-batch changes the masks; None: 0 to n−1.
-
-    Returns:
-        Loss, 0-d with a gradient, and metrics without one: `lm_loss`; of pairs `reward_loss`, `reward_accuracy` and
-        `reward_margin`.
-
-    Raises:
-        ValueError: a role that the model lacks, a sequence longer than the context, or an empty prompt.
+    Examples are all pairs or none is. `gamma` is γ, the weight of the reward loss. The language-model loss is divided
+    by `tokens`, those of the chosen answers of the whole optimizer step, and the reward loss by its `pairs`. `places`
+    of the examples in that step (None: 0 to n−1) keep dropout masks the same in any micro-batch. The metrics have no
+    gradient: `lm_loss`, and of pairs `reward_loss`, `reward_accuracy` and `reward_margin`.
     """
     with_pairs = gamma > 0 and examples[0].rejected is not None
     batch = packed_batch(examples, model.device, pairs=with_pairs, places=places)
@@ -214,7 +203,7 @@ class SftState:
     rows: str
     """A digest of the rows."""
     rows_per_step: int | None = None
-    """By which the place in the data is found again; None in checkpoints written before it was recorded."""
+    """Rows of a step, by which the place in the data is found again; None in older checkpoints."""
 
 
 class SftTrainer(SupervisedRun[SftState]):
@@ -227,11 +216,7 @@ class SftTrainer(SupervisedRun[SftState]):
     title = "sft"
 
     def load(self) -> HydraModel:
-        """Load the data, and the model as it is before any step.
-
-        Returns:
-            The model, with the slot `sft` or a trained base.
-        """
+        """Load the data, and the model as it is before any step, with the slot `sft` or a trained base."""
         config = self.config
         require_unlocked(self.output)
         self.resume = resume = self._check_output()
@@ -292,33 +277,18 @@ class SftTrainer(SupervisedRun[SftState]):
         return model
 
     def go_on(self, held: SftState) -> SftState:
-        """Take up the counters of a checkpoint. See `SupervisedRun.go_on`.
-
-        Args:
-            held: counters of the checkpoint.
-
-        Returns:
-            The same, with the rows per step, which old checkpoints lack.
-        """
+        """Take up the counters of a checkpoint, with the rows per step, which old checkpoints lack."""
         return replace(held, rows_per_step=self.rows_per_step)
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """Make all remaining steps and write the model. See `Run.run`.
+        """Make all remaining steps and write the model, see `Run.run`; the metrics of the last step.
 
-        Args:
-            on_step: called after each step with its number and metrics; None: nothing is called.
-            stop: called after each step; true ends the run. None: nothing stops it.
-
-        Returns:
-            Metrics of the last step; of a run that is finished, those that its folder holds.
-
-        Raises:
-            RunStopped: `stop` returned true. A checkpoint of the last step was written.
+        Of a run that is finished they are those that its folder holds.
         """
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
-        found: dict[str, Any] = super().run(on_step, stop=stop)
-        return found
+        metrics: dict[str, Any] = super().run(on_step, stop=stop)
+        return metrics
 
     def begin(self) -> None:
         """Make the output folder ready."""
@@ -332,11 +302,7 @@ class SftTrainer(SupervisedRun[SftState]):
         return self._is_regular()
 
     def end(self) -> dict[str, Any]:
-        """Write the model, and the result into the record.
-
-        Returns:
-            Metrics of the last step.
-        """
+        """Write the model, and the result into the record; the metrics of the last step."""
         metrics = read_metrics(self.output / METRICS_FILE)[-1]
         self.plot()
         self.model.eval()
@@ -381,11 +347,7 @@ class SftTrainer(SupervisedRun[SftState]):
         return packed_batch(rows, self.model.device, pairs=self.pairs)
 
     def write_model(self) -> None:
-        """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`).
-
-        Raises:
-            ValueError: PEFT would load another function from the slot's folder.
-        """
+        """Write a new base with its heads (`full`) or the slot `sft` in PEFT format (`lora`)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.output.with_name(f".{self.output.name}.tmp")
         delete(temporary)
@@ -422,8 +384,8 @@ class SftTrainer(SupervisedRun[SftState]):
 
 def _digest(examples: Sequence[Example]) -> str:
     """Names the rows, in their order."""
-    found = hashlib.blake2b(digest_size=8)
+    blake = hashlib.blake2b(digest_size=8)
     for example in examples:
         named = (example.prompt, example.chosen, example.rejected, *filter(None, [example.margin]))
-        found.update(repr(named).encode())
-    return found.hexdigest()
+        blake.update(repr(named).encode())
+    return blake.hexdigest()

@@ -158,11 +158,11 @@ def answers_by_minibatch(
 
     Those of one prompt are neighbours, so that they share the prompt's forward and backward in a micro-batch.
     """
-    k, found = answers_per_unit, []
+    k, answers = answers_per_unit, []
     for units in minibatches(batch.n_sequences // k, count, generator):
         order = side_by_side([batch.prompts_N[unit * k] for unit in units])
-        found.append([units[place] * k + i for place in order for i in range(k)])
-    return found
+        answers.append([units[place] * k + i for place in order for i in range(k)])
+    return answers
 
 
 class _Minibatch:
@@ -193,11 +193,7 @@ class _Minibatch:
         return ranks.together(lambda: (self._follow(plan, parts), schedule))
 
     def add_up_in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
-        """Add the gradients of some answers, with smaller micro-batches until they fit.
-
-        Returns:
-            What was measured, and the schedule that fitted.
-        """
+        """Add the gradients of some answers, with smaller micro-batches until they fit; the schedule that fitted."""
         least = self.algorithm.answers_per_unit
         while True:
             parts = self._micro_batches(indices, schedule)
@@ -278,14 +274,14 @@ class _Minibatch:
             measured, results = Measured(), []
             for group in [terms] if together else [[term] for term in terms]:
                 outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
-                found = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
-                loss = torch.stack([term.weight * out.loss for term, out in zip(group, found, strict=True)]).sum()
+                outs = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
+                loss = torch.stack([term.weight * out.loss for term, out in zip(group, outs, strict=True)]).sum()
                 (times * loss).backward()
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 for output in outputs:
                     if isinstance(output, _Watched):
                         measured.add(Measured(sums=output.squares))
-                results.extend(found)
+                results.extend(outs)
             for role in self.algorithm.discarded_roles:
                 for p in self.model.trainable_parameters(role).values():
                     p.grad = None

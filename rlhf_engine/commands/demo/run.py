@@ -259,8 +259,8 @@ def write_data(task: DemoTask, size: DemoSize, output: Path) -> Path:
         "train": [{"prompt": p} for p in task.train_prompts(size.n_train_prompts)],
         "heldout": [{"prompt": p} for p in task.heldout_prompts(size.n_heldout_prompts)],
     }
-    for name, found in rows.items():
-        write_rows(output / f"{name}.jsonl", found)
+    for name, records in rows.items():
+        write_rows(output / f"{name}.jsonl", records)
     return output / "pairs.jsonl"
 
 

@@ -125,10 +125,10 @@ _COMPLAINT = re.compile(rf"the ({'|'.join(PROBLEMS)}) is ({'|'.join(FIXES)})\b")
 
 def complaint(prompt: str) -> tuple[str, str]:
     """(topic, problem) of a prompt."""
-    found = _COMPLAINT.search(prompt)
-    if found is None:
+    match = _COMPLAINT.search(prompt)
+    if match is None:
         raise ValueError(f"prompt: expected a complaint such as 'the shower is cold', got {prompt!r}")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def _parse(sentence: str) -> tuple[str, dict[str, str]]:
@@ -136,9 +136,9 @@ def _parse(sentence: str) -> tuple[str, dict[str, str]]:
     if sentence in _SIMPLE:
         return _SIMPLE[sentence], {}
     for kind, pattern in (("apology", _APOLOGY), ("fix", _FIX)):
-        found = pattern.fullmatch(sentence)
-        if found is not None:
-            return kind, {name.rstrip("0123456789"): v for name, v in found.groupdict().items() if v is not None}
+        match = pattern.fullmatch(sentence)
+        if match is not None:
+            return kind, {name.rstrip("0123456789"): v for name, v in match.groupdict().items() if v is not None}
     return "unknown", {}
 
 

@@ -41,17 +41,10 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 @contextlib.contextmanager
 def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Connect]:
-    """Make what `RlTrainer` takes as `connect`.
+    """Make what `RlTrainer` takes as `connect`; ConfigError where Ray is missing or has no room for the generators.
 
     Ray is started, or a cluster is joined and left at the end. One that this process has joined already is used as it
     is. Several processes join one cluster, where each has generators of its own.
-
-    Args:
-        config: options of the run.
-        world: ranks of the run.
-
-    Raises:
-        ConfigError: Ray is not installed, cannot be reached, or has no room for the generators.
     """
     ray = _import_ray()
     if world.size > 1 and config.ray_address is None:
@@ -169,5 +162,5 @@ def _other_gpus(device: torch.device) -> str | None:
 def _for_generators(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Folders by their whole path, because processes may start elsewhere; the GPU is the one that Ray gives."""
     paths = {name: getattr(config, name) for name in _PATHS}
-    found = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
-    return replace(config, **found, device=device.type, shard_base=False)  # type: ignore[arg-type]
+    resolved = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
+    return replace(config, **resolved, device=device.type, shard_base=False)  # type: ignore[arg-type]

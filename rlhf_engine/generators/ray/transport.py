@@ -36,7 +36,7 @@ class Room(NamedTuple):
     cpus: int
     gpus: float
     threads: int | None
-    """Of the CPU; None: as many as torch takes."""
+    """Threads of the CPU; None: as many as torch takes."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,16 +50,16 @@ class _Worker:
     owed: set[int] = field(default_factory=set)
     """Versions that it was sent and has not acknowledged."""
     seen: float = field(default_factory=time.monotonic)
-    """When it was last known to be at work, or began to be."""
+    """Time at which it was last known to be at work, or began to be."""
     ask_at: float = 0.0
-    """When to ask next whether it is at work; never while it has not answered."""
+    """Time to ask next whether it is at work; never while it has not answered."""
 
 
 class _Sent(NamedTuple):
     digest: str
     n_bytes: int
     ref: Any
-    """Of the bytes in Ray's store."""
+    """Reference to the bytes in Ray's store."""
 
 
 class RayTransport:
@@ -123,24 +123,24 @@ class RayTransport:
     def submit(self, worker: str, item: WorkItem) -> None:
         """Send a generator its work item, after the policies that were published before."""
         with self._lock:
-            found = self._workers.get(worker)
-            if found is None:
+            generator = self._workers.get(worker)
+            if generator is None:
                 return  # lost: the scheduler is about to hear of it
-            found.item, found.seen = item, time.monotonic()
+            generator.item, generator.seen = item, time.monotonic()
             digest = self._held[item.version].digest
 
             def drawn(values: dict[str, Any]) -> Event | None:
                 if values["digest"] != digest:
-                    return self._lose(found, EngineError(f"{worker} has drawn {item.name} by another policy"))
+                    return self._lose(generator, EngineError(f"{worker} has drawn {item.name} by another policy"))
                 try:
                     rollout = serialize.unpack_rollout(values["rollout"], self._device)
                 except EngineError as error:
-                    return self._lose(found, error)
-                found.item = None
+                    return self._lose(generator, error)
+                generator.item = None
                 registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
                 return Drawn(worker=worker, item=item, rollout=rollout)
 
-            self._ask(found, "draw", serialize.pack_item(item), sorted(self._held), then=drawn)
+            self._ask(generator, "draw", serialize.pack_item(item), sorted(self._held), then=drawn)
 
     def next_event(self, timeout: float) -> Event | None:
         """Wait for the next event; None after `timeout` seconds without one."""
@@ -159,8 +159,8 @@ class RayTransport:
     def silent_for(self, worker: str) -> float:
         """Seconds since the last token that it reported."""
         with self._lock:
-            found = self._workers.get(worker)
-            return 0.0 if found is None else time.monotonic() - found.seen
+            generator = self._workers.get(worker)
+            return 0.0 if generator is None else time.monotonic() - generator.seen
 
     def expects_more(self) -> bool:
         """Whether one that was started has not joined yet."""
@@ -170,9 +170,9 @@ class RayTransport:
     def give_up(self, worker: str, cause: BaseException) -> None:
         """End the process of a generator, which is then lost."""
         with self._lock:
-            found = self._workers.get(worker)
-        if found is not None:
-            self._notes.put(lambda: self._lose(found, cause))
+            generator = self._workers.get(worker)
+        if generator is not None:
+            self._notes.put(lambda: self._lose(generator, cause))
 
     def close(self) -> None:
         """End their processes; Ray itself stays."""

@@ -333,19 +333,19 @@ class HydraTrainer(GRPOTrainer):
 
     def _load_progress(self, folder: Path) -> None:
         """Take up the place within a rollout, and what is left of that rollout."""
-        found = Progress.load(folder, self.accelerator.process_index)
-        self._step = found.step
-        self._metrics["train"].update(found.metrics)
-        if not found.rollout:
+        progress = Progress.load(folder, self.accelerator.process_index)
+        self._step = progress.step
+        self._metrics["train"].update(progress.metrics)
+        if not progress.rollout:
             return
         for name, value in self._sizes().items():
-            if found.sizes[name] != value:
+            if progress.sizes[name] != value:
                 raise ConfigError(
-                    f"{name}: expected {found.sizes[name]}, because {str(folder)!r} is of the middle of a rollout, got "
-                    f"{value}"
+                    f"{name}: expected {progress.sizes[name]}, because {str(folder)!r} is of the middle of a rollout, "
+                    f"got {value}"
                 )
         device = self.accelerator.device
-        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in found.rollout]
+        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in progress.rollout]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
@@ -627,8 +627,8 @@ class HydraTrainer(GRPOTrainer):
     def _note_all(self, mode: str, metrics: dict[str, float]) -> None:
         """Metrics: means over the processes that have them."""
         every = gather_object([metrics])
-        for name in dict.fromkeys(name for found in every for name in found):
-            values = [found[name] for found in every if name in found]
+        for name in dict.fromkeys(name for theirs in every for name in theirs):
+            values = [theirs[name] for theirs in every if name in theirs]
             self._metrics[mode][name].append(sum(values) / len(values))
 
     def next_evaluated(self) -> int:
@@ -652,8 +652,8 @@ class HydraTrainer(GRPOTrainer):
             Metrics by name.
         """
         self._evaluated = (-1, 0)
-        found: dict[str, float] = super().evaluate(*arguments, **options)
-        return found
+        metrics: dict[str, float] = super().evaluate(*arguments, **options)
+        return metrics
 
     # ---- learning --------------------------------------------------------------------------------------------------
 
@@ -676,7 +676,7 @@ class HydraTrainer(GRPOTrainer):
         """The loss of a micro-batch, whose metrics are logged. counts: 0 for one that is not to be learned from."""
         terms = self.algorithm.terms(micro)
         results = self.forward(model, micro.batch, tuple(term.output for term in terms))
-        loss = torch.stack([term.weight * found.loss for term, found in zip(terms, results, strict=True)]).sum()
+        loss = torch.stack([term.weight * result.loss for term, result in zip(terms, results, strict=True)]).sum()
         loss = loss * counts
         self.require_finite("the loss is not finite", loss.detach())
         sums = self.algorithm.measure(micro, results).sums
@@ -771,16 +771,16 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
         seed=2 * trainer.args.seed + (not training),
     )
     times = 1 + len(trainer.hidden)
-    found = generate(
+    rollout = generate(
         trainer.hydra,
         trainer._prompt_ids * times,
         sampling,
         greedy=[flag for flag in (False, *trainer.hidden) for _ in range(n)],
         sample_ids=[(first + i) * times + j for j in range(times) for i in range(n)],
     )
-    trainer._supports = found.batch.supports
-    answers = [list(found.batch.completion_tokens(i)) for i in range(n * times)]
+    trainer._supports = rollout.batch.supports
+    answers = [list(rollout.batch.completion_tokens(i)) for i in range(n * times)]
     warn_of_unknown(trainer._tokenizer, answers)
     trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
-    logprobs = [x.tolist() for x in found.logprobs_M.split([len(answer) for answer in answers])]
+    logprobs = [x.tolist() for x in rollout.logprobs_M.split([len(answer) for answer in answers])]
     return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}

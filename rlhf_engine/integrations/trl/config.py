@@ -177,19 +177,19 @@ class HydraConfig(GRPOConfig):
     def _sizes(self) -> dict[str, tuple[bool, str]]:
         """Answers per prompt and updates per rollout, by what the algorithm can learn from."""
         facts, options = self.facts, self.algorithm_options()
-        found: dict[str, tuple[bool, str]] = {}
+        checks: dict[str, tuple[bool, str]] = {}
         if facts.with_greedy:
-            found["num_generations"] = (self.num_generations == 1, "1")
+            checks["num_generations"] = (self.num_generations == 1, "1")
         elif not facts.has_critic and not self.hidden_answers:
-            found["num_generations"] = ((self.num_generations or 0) >= 2, "at least 2")
+            checks["num_generations"] = ((self.num_generations or 0) >= 2, "at least 2")
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
-                found |= self.unread("epsilon", "epsilon_high")
+                checks |= self.unread("epsilon", "epsilon_high")
             why = f"one update per rollout: {self.loss_type} has no ratio that would correct the others"
             once = self.steps_per_generation == self.gradient_accumulation_steps
-            found["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
-            found["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
-        return found
+            checks["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
+            checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
+        return checks
 
     def unread(self, *names: str) -> dict[str, tuple[bool, str]]:
         """Checks of options that are not read. They have to stay at their defaults.
@@ -201,7 +201,7 @@ class HydraConfig(GRPOConfig):
             option → (whether it is at its default, what is expected and why).
         """
         options = {option.name: option for option in dataclasses.fields(self)}  # not every TRL has each
-        found = {}
+        checks = {}
         for name in names:
             if name in options:
                 default, factory = options[name].default, options[name].default_factory
@@ -209,8 +209,8 @@ class HydraConfig(GRPOConfig):
                     default = factory()
                 fine = getattr(self, name) in (default, *ALSO_DEFAULT.get(name, ()))
                 why = REFUSED.get(name) or f"{self.algorithm} does not read it"
-                found[name] = (fine, f"{default!r}, because {why}")
-        return found
+                checks[name] = (fine, f"{default!r}, because {why}")
+        return checks
 
 
 @dataclass

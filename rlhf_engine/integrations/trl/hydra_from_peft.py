@@ -77,8 +77,8 @@ def hydra_on(
 
 def forward_through(model: nn.Module, hydra_arguments: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
     """`HydraModel.forward` of the model that lives in `model`, which may be wrapped: results of the requests."""
-    found: tuple[Any, ...] = model(**{_ARGUMENT: (hydra_arguments, options)})
-    return found
+    results: tuple[Any, ...] = model(**{_ARGUMENT: (hydra_arguments, options)})
+    return results
 
 
 def _through_forward(base: Any, hydra: HydraModel) -> None:
@@ -100,12 +100,12 @@ def _plain_copy(model: PeftModel) -> Any:
     """The base without PEFT's layers, on the same tensors: modules are copied, what they hold is not."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     base: Any = model.base_model
-    found = copy.deepcopy(base, tensors).unload()
-    found.__dict__.pop("forward", None)  # a patched one would lead back to the original
-    for module in found.modules():
+    plain = copy.deepcopy(base, tensors).unload()
+    plain.__dict__.pop("forward", None)  # a patched one would lead back to the original
+    for module in plain.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    return found
+    return plain
 
 
 def _slot_config(model: PeftModel, name: str) -> SlotConfig:

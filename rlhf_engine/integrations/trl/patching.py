@@ -144,7 +144,7 @@ class Patch:
         if final_logit_softcapping is not None:  # a cap is even, and TRL takes 0 for 1
             final_logit_softcapping = abs(final_logit_softcapping) or 1.0
         wanted = tuple(ours for theirs, ours in _OUTPUTS.items() if theirs == "log_probs" or theirs in outputs)
-        found = linear_logprob(
+        sweep = linear_logprob(
             hidden,
             weight,
             targets,
@@ -156,7 +156,7 @@ class Patch:
             detach=tuple(name for name in wanted if name not in ("logprob", "entropy", "is_top1")),
             backend=self._backend,
         )
-        results = {name: getattr(found, name) for name in _OUTPUTS.values()}
+        results = {name: getattr(sweep, name) for name in _OUTPUTS.values()}
         if results["is_top1"] is not None:
             results["is_top1"] = results["is_top1"].bool()
         return tuple(results.values())

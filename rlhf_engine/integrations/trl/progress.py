@@ -49,9 +49,9 @@ class Progress:
                 f"resume_from_checkpoint: expected {path.name} in {str(folder)!r}, as in a checkpoint of this trainer "
                 "by at least as many processes and without save_only_model; it is not there"
             )
-        found = json.loads(path.read_text())
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(found.pop("parts"))]
+        fields = json.loads(path.read_text())
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(fields.pop("parts"))]
         for key, x in (load_file(folder / f"rollout_{rank}.safetensors") if parts else {}).items():
             place, _, name = key.partition("|")
             parts[int(place)][name] = x
-        return cls(**found, rollout=parts)
+        return cls(**fields, rollout=parts)

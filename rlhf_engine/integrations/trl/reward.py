@@ -118,7 +118,7 @@ class PerlRewardTrainer(RewardTrainer):
             **options,
         )
         self.fusion: Fusion | None = None
-        """Of the layers of a PeftModel; None where everything is trained."""
+        """Fused layers of a PeftModel; None where everything is trained."""
         unwrapped = self.accelerator.unwrap_model(self.model)
         if isinstance(unwrapped, PeftModel):
             self.fusion = fuse_lora(unwrapped)
@@ -172,13 +172,13 @@ class PerlRewardTrainer(RewardTrainer):
             tokens = end_answer(processing_class, _tokens(row, processing_class), ends)
             return {"completion_ids": tokens, "label": bool(row["label"])}
 
-        found = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}), **processes)
+        rows = dataset.map(tokenize, remove_columns=sorted(columns - {"label"}), **processes)
         if args.max_length is not None:
-            short = found.filter(lambda row: len(row["completion_ids"]) <= args.max_length, **processes)
-            if hasattr(found, "__len__") and len(found) and not len(short):
+            short = rows.filter(lambda row: len(row["completion_ids"]) <= args.max_length, **processes)
+            if hasattr(rows, "__len__") and len(rows) and not len(short):
                 raise ConfigError(f"max_length: expected one that some row has room in, got {args.max_length}")
-            found = short
-        return found
+            rows = short
+        return rows
 
     def _set_signature_columns_if_needed(self) -> None:
         if self.thumbs:

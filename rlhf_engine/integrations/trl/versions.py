@@ -32,8 +32,8 @@ def require_trl() -> None:
 
 def require_parameters(where: str, function: Callable[..., Any], names: Sequence[str]) -> None:
     """Raise ConfigError unless a function of TRL begins with these parameters. where: its name, for the message."""
-    found = [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
-    if found[: len(names)] != list(names):
+    given = [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
+    if given[: len(names)] != list(names):
         import trl
 
-        raise ConfigError(f"trl {trl.__version__}: expected {where}({', '.join(names)}, …), got ({', '.join(found)})")
+        raise ConfigError(f"trl {trl.__version__}: expected {where}({', '.join(names)}, …), got ({', '.join(given)})")

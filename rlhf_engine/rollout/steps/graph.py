@@ -125,14 +125,14 @@ class _Graph:
         rows = len(live)
         self._state.load(self._idle)
         self._state.load(live.state)
-        found = []
+        drawn = []
         for _ in range(n):
             self._replay()
-            found.append(NextTokens(self._drawn.tokens[:rows].clone(), self._drawn.logprobs[:rows].clone()))
-        live.state.tokens_N = found[-1].tokens
+            drawn.append(NextTokens(self._drawn.tokens[:rows].clone(), self._drawn.logprobs[:rows].clone()))
+        live.state.tokens_N = drawn[-1].tokens
         live.state.lengths_N += n
         live.longest += n
-        return found
+        return drawn
 
 
 def bucket(rows: int) -> int:

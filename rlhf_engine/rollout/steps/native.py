@@ -28,7 +28,7 @@ from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
 from rlhf_engine.rollout.rows import RowState
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, Step, TransformersStep
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, RolloutStep, TransformersStep
 
 _LINEARS = {
     "q": "self_attn.q_proj",
@@ -57,7 +57,7 @@ _ROWS = 512
 """Most prompt tokens of one call of the kernel."""
 
 
-class NativeStep(Step):
+class NativeStep(RolloutStep):
     """Prompts and rows through the kernel; long prompts through the model's own forward."""
 
     name = "native"
@@ -338,11 +338,10 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
     if not error_N.max() <= _TRIAL_TOLERANCE[backbone.dtype]:
         return f"its steps differ by {float(error_N.max()):.2g} of what its layers add"
     if backbone.has_lm_head:
-        expected, found = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
-        behind = expected.max(-1).values - expected.gather(1, found.argmax(-1, keepdim=True))[:, 0]
-        if (
-            behind > 2 * (found - expected).abs().max(-1).values
-        ).any():  # rounding may swap tokens that are nearly tied
+        expected, our_logits = (head_logits(h, backbone.lm_head).float() for h in (plain, ours))
+        behind = expected.max(-1).values - expected.gather(1, our_logits.argmax(-1, keepdim=True))[:, 0]
+        # rounding may swap tokens that are nearly tied
+        if (behind > 2 * (our_logits - expected).abs().max(-1).values).any():
             return "its steps choose other tokens"
     return None
 
@@ -351,7 +350,7 @@ def _trial_tokens(backbone: Backbone) -> torch.Tensor:
     return (31 * torch.arange(_TRIAL_STEPS + 1, device=backbone.device) + 7) % backbone.vocabulary
 
 
-def _trial_steps(step: Step, cache: KVCache, backbone: Backbone, late: int) -> torch.Tensor:
+def _trial_steps(step: RolloutStep, cache: KVCache, backbone: Backbone, late: int) -> torch.Tensor:
     """Hidden states [steps + 1, H] of a few tokens after a prompt, and of one at the end of the context."""
     tokens = _trial_tokens(backbone)
     prompt = tuple(token % backbone.vocabulary for token in _TRIAL_PROMPT)

@@ -33,7 +33,7 @@ class Prompt:
     blocks: list[int]
 
 
-class Step(ABC):
+class RolloutStep(ABC):
     """Runs rows through a backbone."""
 
     name: str
@@ -53,17 +53,17 @@ class Step(ABC):
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         """n tokens more for every live row, one after another, without waiting for the device in between."""
-        found = []
+        drawn = []
         for i in range(n):
             hidden = self.decode(live.state, live.slot_table, live.longest)
             live.state.lengths_N += 1
             live.longest += 1
-            found.append(sampler(hidden, live.state, live.groups(i)))
-            live.state.tokens_N = found[-1].tokens
-        return found
+            drawn.append(sampler(hidden, live.state, live.groups(i)))
+            live.state.tokens_N = drawn[-1].tokens
+        return drawn
 
 
-class TransformersStep(Step):
+class TransformersStep(RolloutStep):
     """Steps through the model's own forward: prompts packed, then one token per row."""
 
     name = "transformers"

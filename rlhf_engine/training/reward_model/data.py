@@ -83,7 +83,7 @@ def load_examples(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
             "got 'auto'"
         )
-    found = tokenize_rows(
+    tokenized = tokenize_rows(
         rows,
         tokenizer,
         tally,
@@ -100,7 +100,7 @@ def load_examples(
             group=t.row.group,
             margin=margin,
         )
-        for t, margin in with_margins(found, tally)
+        for t, margin in with_margins(tokenized, tally)
     ]
 
 
@@ -110,15 +110,15 @@ def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenize
     What is bad is counted in `tally`. Raises ConfigError for too many bad rows.
     """
     has_column = any(row.row.columns.get("margin") is not None for row in rows)
-    found = []
+    usable = []
     for row in rows:
         value = row.row.columns.get("margin") if has_column and len(row.answers) == 2 else 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             tally.bad(row.row.place, RowError("a finite number in column 'margin'", shown(value)))
         else:
-            found.append((row, float(value)))
+            usable.append((row, float(value)))
     tally.check()
-    return found
+    return usable
 
 
 def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -126,11 +126,11 @@ def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[s
 
     argument: option that names the source. examples: rows with `answers`. Raises ConfigError where nothing stays.
     """
-    found = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
-    if not found:
+    different = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
+    if not different:
         raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
-    n = len(examples) - len(found)
-    return found, [f"{argument}: {n} pairs left out, whose two answers are the same"] if n else []
+    n = len(examples) - len(different)
+    return different, [f"{argument}: {n} pairs left out, whose two answers are the same"] if n else []
 
 
 def _has_both(row: Row) -> bool:
@@ -145,10 +145,10 @@ def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:
 
 def digest(*parts: Sequence[RewardExample]) -> str:
     """Names the rows of some sets, in their order."""
-    found = hashlib.blake2b(digest_size=8)
+    blake = hashlib.blake2b(digest_size=8)
     for examples in parts:
         for example in examples:
             named = (example.prompt, example.answers, example.label, *filter(None, [example.margin]))
-            found.update(repr(named).encode())
-        found.update(b"|")
-    return found.hexdigest()
+            blake.update(repr(named).encode())
+        blake.update(b"|")
+    return blake.hexdigest()

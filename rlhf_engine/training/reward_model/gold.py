@@ -32,14 +32,7 @@ class GoldLabels:
     """Pairs that were left out."""
 
     def text(self, argument: str) -> str:
-        """Describe the counts in one line.
-
-        Args:
-            argument: option that names the pairs.
-
-        Returns:
-            The line.
-        """
+        """Describe the counts in one line; `argument` is the option that names the pairs."""
         n = len(self.examples)
         share = f" ({self.turned / n:.1%})" if n else ""
         return (
@@ -48,17 +41,7 @@ class GoldLabels:
 
 
 def load_gold(config: RewardConfig) -> HydraModel:
-    """Load the gold reward model.
-
-    Args:
-        config: options of the run, with a gold model or adapter.
-
-    Returns:
-        A model with the role `reward`.
-
-    Raises:
-        ConfigError: a folder without a reward head, or with other tokens than the base's.
-    """
+    """Load the gold reward model, with the role `reward`."""
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)
     roles, slots = {"reward": RoleSpec(slot=OFF, head="reward")}, {}
     if config.gold_adapter is not None:
@@ -76,26 +59,14 @@ def load_gold(config: RewardConfig) -> HydraModel:
             raise ConfigError(str(error).replace("reward_model_path", option)) from error
     head = reward_model.require_reward_head(source, option)
     model = HydraModel.from_pretrained(base, roles=roles, slots=slots, dtype=dtype, device=device)
-    found = model.heads["reward"]
-    assert isinstance(found, ScalarHead)
-    reward_model.load_reward_head(found, head, option)
+    scalar_head = model.heads["reward"]
+    assert isinstance(scalar_head, ScalarHead)
+    reward_model.load_reward_head(scalar_head, head, option)
     return model
 
 
 def label_pairs(model: HydraModel, examples: Sequence[RewardExample]) -> GoldLabels:
-    """Put the better answer of each pair first.
-
-    Args:
-        model: the gold model, with the role `reward`.
-        examples: pairs.
-
-    Returns:
-        The pairs, in their order.
-
-    Raises:
-        ConfigError: rows that are no pairs.
-        NonFiniteError: a reward that is not finite.
-    """
+    """Put the better answer of each pair first, by the gold model; the pairs keep their order."""
     if any(example.label is not None for example in examples):
         raise ConfigError("gold_model_path, gold_adapter: expected pairs (chosen and rejected), got single answers")
     if any(example.margin for example in examples):

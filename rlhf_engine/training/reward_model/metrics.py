@@ -163,11 +163,11 @@ def intervals(score_N: torch.Tensor, label_N: torch.Tensor | None, groups: Seque
     p_N = torch.ones_like(score_N) if label_N is None else label_N.double()
     signed_N = (2 * p_N - 1) * score_N
     right_G = torch.bincount(group_N, weights=(signed_N > 0).double() + 0.5 * (signed_N == 0).double())
-    found = {"accuracy": ratio_by_prompt(right_G.tolist(), torch.bincount(group_N).tolist())}
+    by_name = {"accuracy": ratio_by_prompt(right_G.tolist(), torch.bincount(group_N).tolist())}
     if 0 < float(p_N.sum()) < len(p_N):
         auc = _weighted_auc(score_N, p_N)
-        found["auc"] = interval_by_prompt(lambda weights_RG: auc(weights_RG[:, group_N]), len(places))
-    return {f"{name}_{edge}": getattr(of, edge) for name, of in found.items() for edge in ("low", "high")}
+        by_name["auc"] = interval_by_prompt(lambda weights_RG: auc(weights_RG[:, group_N]), len(places))
+    return {f"{name}_{edge}": getattr(of, edge) for name, of in by_name.items() for edge in ("low", "high")}
 
 
 def _half_ties(signed_N: torch.Tensor) -> float:

@@ -112,11 +112,11 @@ def reward_loss(
     else:
         labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
         output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
-    (found,) = model(batch, (output,), dropout_seed=dropout_seed)
-    return found.loss, {
-        "reward_loss": found.loss.detach(),
-        "reward_accuracy": (found.n_correct + 0.5 * found.n_tied) / denom,
-        "reward_margin": found.sum_margin / denom,
+    (result,) = model(batch, (output,), dropout_seed=dropout_seed)
+    return result.loss, {
+        "reward_loss": result.loss.detach(),
+        "reward_accuracy": (result.n_correct + 0.5 * result.n_tied) / denom,
+        "reward_margin": result.sum_margin / denom,
     }
 
 

@@ -71,7 +71,7 @@ class RewardState:
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
     rows_per_step: int | None = None
-    """By which the place in the data is found again; None likewise."""
+    """Rows of a step, by which the place in the data is found again; None likewise."""
 
 
 _GROUPS_TO_REPORT = 200
@@ -178,10 +178,10 @@ class RewardTrainer(SupervisedRun[RewardState]):
         step, every = self.state.step, self.config.eval_steps
         if not self.eval_set or not (step == 0 or self._is_last() or (every and step % every == 0)):
             return {}
-        found = self.evaluate()
+        metrics = self.evaluate()
         if step:
-            self._note_best(found[f"eval/{self.best_metric}"])
-        return found
+            self._note_best(metrics[f"eval/{self.best_metric}"])
+        return metrics
 
     def saves_now(self) -> bool:
         """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
@@ -230,15 +230,15 @@ class RewardTrainer(SupervisedRun[RewardState]):
             parts = [torch.empty(0, len(examples[0].answers))]
             for i in share(len(starts), world.rank, world.size):
                 some = examples[starts[i] : starts[i] + size]
-                found = self.model.score(self.packed(some), ("reward",)).rewards_N
-                assert found is not None
-                parts.append(found.cpu().view(-1, len(some)).T)
+                rewards_N = self.model.score(self.packed(some), ("reward",)).rewards_N
+                assert rewards_N is not None
+                parts.append(rewards_N.cpu().view(-1, len(some)).T)
             return torch.cat(parts)
 
         with self.whole_base():
             own = world.run_on_all_ranks("rewards of held-out rows", work)
-        found_by_rank = [found["rewards"] for found in world.gather_tensors({"rewards": own})]
-        rewards = torch.cat([found for found in found_by_rank if found is not None])
+        by_rank = [of_rank["rewards"] for of_rank in world.gather_tensors({"rewards": own})]
+        rewards = torch.cat([of_rank for of_rank in by_rank if of_rank is not None])
         bad = ~rewards.isfinite().all(1)
         if bad.any():
             raise NonFiniteError(
@@ -265,15 +265,15 @@ class RewardTrainer(SupervisedRun[RewardState]):
         groups = [e.group for e in rows]
         if self.objective == "pointwise":
             labels = torch.tensor([bool(e.label) for e in rows])
-            found = reward_metrics.pointwise_metrics(rewards_NA[:, 0], labels, pos_weight=self.pos_weight)
-            return found | reward_metrics.intervals(rewards_NA[:, 0], labels, groups)
-        found = reward_metrics.pairwise_metrics(
+            metrics = reward_metrics.pointwise_metrics(rewards_NA[:, 0], labels, pos_weight=self.pos_weight)
+            return metrics | reward_metrics.intervals(rewards_NA[:, 0], labels, groups)
+        metrics = reward_metrics.pairwise_metrics(
             rewards_NA[:, 0],
             rewards_NA[:, 1],
             center=self.config.center_rewards_coefficient or 0.0,
             margin_P=torch.tensor([e.margin for e in rows], dtype=torch.float64),
         )
-        return found | reward_metrics.intervals(rewards_NA[:, 0] - rewards_NA[:, 1], None, groups)
+        return metrics | reward_metrics.intervals(rewards_NA[:, 0] - rewards_NA[:, 1], None, groups)
 
     def finished(self) -> bool:
         """Whether every step is done, and the final model and the record's result are written."""
@@ -292,10 +292,10 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     def _check_same_run(self, checkpoint: Path, start: RewardState) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
-        found = read_counters(checkpoint, RewardState)
-        require_same(checkpoint, found, seed=start.seed, metric_for_best_model=self.best_metric)
-        require_same_rows_per_step(checkpoint, found.rows_per_step, self.rows_per_step)
-        if found.rows is not None and found.rows != start.rows:
+        counters = read_counters(checkpoint, RewardState)
+        require_same(checkpoint, counters, seed=start.seed, metric_for_best_model=self.best_metric)
+        require_same_rows_per_step(checkpoint, counters.rows_per_step, self.rows_per_step)
+        if counters.rows is not None and counters.rows != start.rows:
             raise ConfigError(
                 f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
             )
@@ -319,23 +319,22 @@ class RewardTrainer(SupervisedRun[RewardState]):
 
     def _labelled(self, model: HydraModel | None, argument: str, path: str, objective: str) -> list[RewardExample]:
         """Rows of a data file, as the data or the gold model label them."""
-        found = self._load_examples(argument, path, objective)
+        examples = self._load_examples(argument, path, objective)
         if model is None:
-            different, same = drop_same(argument, found)
+            different, same = drop_same(argument, examples)
             self.same += same
             return different
-        labels = label_pairs(model, found)
+        labels = label_pairs(model, examples)
         if not labels.examples:
             raise ConfigError(f"{argument}: expected pairs that gold prefers one answer of, got {labels.ties} ties")
         self.gold[argument] = labels
         return labels.examples
 
     def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
-        """Tokenized rows of a data file."""
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         context = read_context_length(config.model_name_or_path)
-        found = load_examples(
+        examples = load_examples(
             path,
             tally,
             self.tokenizer,
@@ -348,7 +347,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             limit=config.dataset_limit if argument == "dataset_name" else None,
         )
         self.reports[argument] = tally.report()
-        return found
+        return examples
 
     def _check_objective(self) -> float:
         """The weight of label 1; ConfigError for options of the other objective and for one class only."""
@@ -382,27 +381,27 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return asked or ("accuracy" if pairs else "auc")
 
     def _notes(self) -> list[str]:
-        found = [labels.text(argument) for argument, labels in self.gold.items()]
-        found += self.same
+        notes = [labels.text(argument) for argument, labels in self.gold.items()]
+        notes += self.same
         if not self.eval_set:
-            return [*found, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
+            return [*notes, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
         if self.test_set:
-            found.append(
+            notes.append(
                 f"of the held-out rows, {len(self.eval_set)} choose the best step (eval/…), and {len(self.test_set)} "
                 "report without choosing (test/…)"
             )
         if self.objective == "pointwise" and 0 in count_labels(self.eval_set):
             positives, negatives = count_labels(self.eval_set)
-            found.append(
+            notes.append(
                 f"the held-out rows are of one class only ({positives} true, {negatives} false): AUC, balanced "
                 "accuracy and margin are undefined"
             )
             if self.best_metric in ("auc", "balanced_accuracy", "margin"):
-                found.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
+                notes.append(f"{self.best_metric} is to choose the final model, which will be the last step's instead")
         both = {e.group for e in self.rows} & {e.group for e in self.eval_set}
         if both:
-            found.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
-        return found
+            notes.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
+        return notes
 
     def _note_best(self, value: float | None) -> bool:
         """Whether this evaluation is better than all before; of equal ones the first stays."""
