@@ -27,8 +27,9 @@ GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
 
-# A process per core, each with one thread; tests that measure time run before, with the machine to themselves.
-TEST := HF_HUB_OFFLINE=1 CI=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+# A process per core, each with one thread; tests that measure time run before, with the machine to themselves. What
+# one run has compiled of the tests, half of the time that it takes to collect them, the next one finds.
+TEST := HF_HUB_OFFLINE=1 CI=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

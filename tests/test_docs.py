@@ -252,20 +252,20 @@ def test_commands_lead_from_one_to_the_next(started, monkeypatch):
             made |= {output, f"{output}/{folder.FINAL_FOLDER}"}
 
 
-@each_doc
-def test_mentioned_flags_commands_and_targets_exist(doc):
-    text = prose(doc)
-    flags = {"config", "print_config", "help_all", "help", "full", "lora"}
-    flags |= {"measure"}  # of doctor, which has no dataclass of options
-    flags |= {"base", "data", "tiny", "set"}  # of examples/recipes/run.py
-    flags |= {"time"} if doc.parent.name == "decisions" else set()  # notes keep what `plan` had
-    for options in CONFIGS.values():
-        flags |= option_names(options)
-    assert set(re.findall(r"(?<![\w-])--([a-z0-9_]+)", text)) <= flags
-    assert set(re.findall(r"`rlhf-engine ([a-z]+)", text)) <= set(_COMMANDS)
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    everything = doc.read_text(encoding="utf-8")
-    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", everything, re.MULTILINE)) <= targets
+def test_mentioned_flags_commands_and_targets_exist():
+    for doc in DOCS:
+        text = prose(doc)
+        flags = {"config", "print_config", "help_all", "help", "full", "lora"}
+        flags |= {"measure"}  # of doctor, which has no dataclass of options
+        flags |= {"base", "data", "tiny", "set"}  # of examples/recipes/run.py
+        flags |= {"time"} if doc.parent.name == "decisions" else set()  # notes keep what `plan` had
+        for options in CONFIGS.values():
+            flags |= option_names(options)
+        assert set(re.findall(r"(?<![\w-])--([a-z0-9_]+)", text)) <= flags, doc
+        assert set(re.findall(r"`rlhf-engine ([a-z]+)", text)) <= set(_COMMANDS), doc
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        everything = doc.read_text(encoding="utf-8")
+        assert set(re.findall(r"(?:`|^)make ([a-z-]+)", everything, re.MULTILINE)) <= targets, doc
 
 
 def test_files_of_a_run_are_called_what_they_are_called():
@@ -387,21 +387,21 @@ def test_a_message_that_nothing_says_is_found():
 # ---- form ------------------------------------------------------------------------------------------------------------
 
 
-@each_doc
-def test_links_lead_somewhere(doc):
-    for target in re.findall(r"\]\(([^)\s]+)\)", doc.read_text(encoding="utf-8")):
-        if not target.startswith("https://"):
-            assert (doc.parent / target.partition("#")[0]).exists(), target
+def test_links_lead_somewhere():
+    for doc in DOCS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", doc.read_text(encoding="utf-8")):
+            if not target.startswith("https://"):
+                assert (doc.parent / target.partition("#")[0]).exists(), (doc, target)
 
 
-@each_doc
-def test_nothing_is_left_over(doc):
-    text = doc.read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- *(.*?) *-->", text)) <= TO_BE_FILLED
-    assert text.count("<!--") == text.count("-->") == len(re.findall(r"<!-- */?[a-z-]+(?:: \S+)? *-->", text))
-    assert not re.findall(r"\b(?:TODO|FIXME|XXX|TBD|WIP)\b", text)
-    # a path that starts at the root or at somebody's home exists on one machine only
-    assert not ABSOLUTE.findall(re.sub(r"<!--.*?-->", "", text))
+def test_nothing_is_left_over():
+    for doc in DOCS:
+        text = doc.read_text(encoding="utf-8")
+        assert set(re.findall(r"<!-- *(.*?) *-->", text)) <= TO_BE_FILLED, doc
+        assert text.count("<!--") == text.count("-->") == len(re.findall(r"<!-- */?[a-z-]+(?:: \S+)? *-->", text))
+        assert not re.findall(r"\b(?:TODO|FIXME|XXX|TBD|WIP)\b", text), doc
+        # a path that starts at the root or at somebody's home exists on one machine only
+        assert not ABSOLUTE.findall(re.sub(r"<!--.*?-->", "", text)), doc
 
 
 def test_absolute_paths_are_found_and_others_are_not():
@@ -419,21 +419,22 @@ def test_absolute_paths_are_found_and_others_are_not():
         assert not ABSOLUTE.search(text), text
 
 
-@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
-def test_notes_are_dated_short_and_say_whether_they_hold(note):
-    date = re.fullmatch(r"(\d{4}-\d\d-\d\d)-[a-z0-9-]+", note.stem)
-    assert date is not None, "expected a name like 2026-11-20-what-was-chosen.md"
-    text = note.read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    status = text.splitlines()[2]
-    assert re.fullmatch(r"Status: (holds|(superseded by|holds in part; see) \[[^\]]+\]\(\S+\))\.", status), status
-    text = text.replace(f"{status}\n\n", "", 1)
-    assert text.splitlines()[2].startswith(date[1])
-    assert "**Choice.**" in text
-    if date[1] < "2026-11-25":  # older ones were capped by lines
-        assert len(text.splitlines()) <= 70
-    else:
-        assert len(re.findall(r"[^\W_]+(?:[-'./_][^\W_]+)*", text)) <= 640  # 600 words, and what stands in links
+def test_notes_are_dated_short_and_say_whether_they_hold():
+    for note in NOTES:
+        date = re.fullmatch(r"(\d{4}-\d\d-\d\d)-[a-z0-9-]+", note.stem)
+        assert date is not None, f"expected a name like 2026-11-20-what-was-chosen.md, got {note.name}"
+        text = note.read_text(encoding="utf-8")
+        assert text.startswith("# "), note
+        status = text.splitlines()[2]
+        holds = r"Status: (holds|(superseded by|holds in part; see) \[[^\]]+\]\(\S+\))\."
+        assert re.fullmatch(holds, status), (note, status)
+        text = text.replace(f"{status}\n\n", "", 1)
+        assert text.splitlines()[2].startswith(date[1]), note
+        assert "**Choice.**" in text, note
+        if date[1] < "2026-11-25":  # older ones were capped by lines
+            assert len(text.splitlines()) <= 70, note
+        else:  # 600 words, and what stands in links
+            assert len(re.findall(r"[^\W_]+(?:[-'./_][^\W_]+)*", text)) <= 640, note
 
 
 def plain_sentences(text: str) -> list[str]:

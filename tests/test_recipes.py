@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
 
 from rlhf_engine.commands.completion import CONFIGS
+from rlhf_engine.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-QUICK = ("perl-ticketing",)
-"""Recipes whose `--tiny` runs in the default suite."""
 SECONDS = 60
+
+
+@pytest.fixture
+def runner(monkeypatch) -> ModuleType:
+    """The script, whose stages are run by this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("recipes_run", RECIPES / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(argv: list[str], stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
+        assert argv[:3] == [sys.executable, "-m", "rlhf_engine"]
+        return subprocess.CompletedProcess(argv, main(argv[3:]))
+
+    module.subprocess = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    return module
 
 
 def command(*argv: object) -> subprocess.CompletedProcess[str]:
@@ -45,46 +62,60 @@ def test_options_are_those_of_the_commands(name):
         cls(**options)  # checks names, types, bounds and what contradicts
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in NAMES])
+def assert_whole(name: str, folder: Path) -> None:
+    """Every stage of a recipe is done, with figures of its models and a page."""
+    stages = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["stages"]
+    assert all((folder / f"{stage}.done").is_file() for stage in stages)
+    results = json.loads((folder / "evaluation" / "results.json").read_text())
+    assert all(figures["reward"] is not None for figures in results["models"].values())
+    assert len(results["models"]) >= 2
+    assert (folder / "evaluation" / "report.html").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_tiny_runs_from_data_to_evaluation(name, tmp_path):
     began = time.monotonic()
     done = command(name, "--tiny", "--output_dir", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     seconds = time.monotonic() - began
-    stages = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["stages"]
-    assert all((tmp_path / f"{stage}.done").is_file() for stage in stages)
-    results = json.loads((tmp_path / "evaluation" / "results.json").read_text())
-    assert all(figures["reward"] is not None for figures in results["models"].values())
-    assert len(results["models"]) >= 2
-    assert (tmp_path / "evaluation" / "report.html").is_file()
+    assert_whole(name, tmp_path)
     again = command(name, "--tiny", "--output_dir", tmp_path)  # nothing is done twice
     assert again.returncode == 0
     assert "==" not in again.stdout
     assert seconds < SECONDS * 3  # under a minute on a machine to itself
-    if name == "perl-ticketing":
-        options_may_be_given(name, tmp_path)
 
 
-def options_may_be_given(name, whole):
+def test_stages_run_once_and_options_may_be_given(runner, tmp_path, capfd):
     """The last stage alone, on another run's models and with other options; a stage that is done keeps its own."""
+    name, whole = "perl-ticketing", tmp_path / "whole"
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return runner.main([name, "--tiny", *map(str, argv)]), *capfd.readouterr()
+
+    code, out, err = run("--output_dir", whole)
+    assert (code, out.count(f"== {name}")) == (0, 3), err
+    assert_whole(name, whole)
+    code, out, _ = run("--output_dir", whole)  # nothing is done twice
+    assert (code, out.count("==")) == (0, 0)
     other, change = whole / "other", ["--set", "evaluate.max_prompts=1"]
-    done = command(name, "--tiny", "--output_dir", other, "--from", "evaluate", "--start", whole, *change)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("== perl-ticketing") == 1
+    code, out, err = run("--output_dir", other, "--from", "evaluate", "--start", whole, *change)
+    assert (code, out.count(f"== {name}")) == (0, 1), err
     results = json.loads((other / "evaluation" / "results.json").read_text())
     assert results["prompts"] == 1
     assert results["record"]["config"]["reward_adapter"] == str(whole / "reward" / "final")
-    done = command(name, "--tiny", "--output_dir", whole, *change)
-    assert done.returncode == 2
-    assert "stage evaluate: expected max_prompts 4, with which it was done, got 1; give another" in done.stderr
+    code, _, err = run("--output_dir", whole, *change)
+    assert code == 2
+    assert "stage evaluate: expected max_prompts 4, with which it was done, got 1; give another" in err
     for given, message in [
         (["--from", "evaluate"], f"from: expected the stages before evaluate done in '{other / 'new'}', got no reward"),
         (["--start", whole], "start: expected it with --from, got no --from"),
         (["--set", "sft.seed=1"], "set: expected OPTION=VALUE or STAGE.OPTION=VALUE with a stage of reward, rei"),
         (["--set", "seed"], "with a stage of reward, reinforce, evaluate, got 'seed'"),
     ]:
-        done = command(name, "--tiny", "--output_dir", other / "new", *given)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        code, _, err = run("--output_dir", other / "new", *given)
+        assert (code, message in err) == (2, True), err
 
 
 def test_a_recipe_without_its_data_says_what_to_fetch(tmp_path):

@@ -26,7 +26,7 @@ import gc
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,8 +252,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def main() -> None:
-    """Measure, print, write."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, print, write. words: of the command line; None: this process's."""
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/whole_step"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         find_config(arguments.shape)
     except ConfigError as error:

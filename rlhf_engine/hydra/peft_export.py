@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
 _EXACT = (torch.float32, torch.float64)
 """dtypes of weights that a LoRA may be added to without being rounded away."""
-_loaded_back: WeakKeyDictionary[AdapterSlot, list[str]] = WeakKeyDictionary()
-"""Slots that PEFT has loaded back as they are, each with its linears that are written as parameters."""
+_loaded_back: dict[tuple[Any, ...], list[str]] = {}
+"""Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are."""
 
 
 def save_slot(
@@ -70,27 +69,30 @@ def save_slot(
     """
     slot = backbone.slot(name)
     if score is None:
-        require_exportable(backbone, name)
-        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=_loaded_back[slot])
+        by_parameter = require_exportable(backbone, name)
+        write_adapter(slot, folder, backbone=backbone, base_name=base_name, as_parameters=by_parameter)
     else:
         _write_and_load_back(backbone, slot, folder, base_name=base_name, score=score)
     record = {"base_hash": backbone.base_hash(), "decoder_hash": backbone.decoder_hash(), "slot": name}
     (Path(folder) / ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def require_exportable(backbone: Backbone, name: str) -> None:
-    """Raise ValueError for a slot that `save_slot` would refuse, before anything is trained.
+def require_exportable(backbone: Backbone, name: str) -> list[str]:
+    """Linears of a slot that are written as parameters. Raises ValueError for a slot that `save_slot` would refuse.
 
-    Names, shapes, options and the base decide what PEFT loads, and a slot keeps them. So each slot is tried once.
+    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried, before any training.
     """
-    slot = backbone.slot(name)
-    if slot not in _loaded_back:
+    slot, model = backbone.slot(name), backbone.model
+    base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
+    kind = (*base, slot.config, *((path, pair.A.shape, pair.B.shape) for path, pair in slot.items()))
+    if kind not in _loaded_back:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _loaded_back[slot] = _write_and_load_back(backbone, slot, folder)
+                _loaded_back[kind] = _write_and_load_back(backbone, slot, folder)
         except (OSError, SafetensorError) as error:  # a full disk
             place = os.environ.get("TMPDIR", "the system's")
             raise ConfigError(f"TMPDIR: expected a folder that can be written, got {place}: {error}") from error
+    return _loaded_back[kind]
 
 
 def _write_and_load_back(

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -11,9 +10,14 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rlhf_bench.timing import interleaved
+
+from rlhf_engine.runs.metrics import git_commit
+from tests.conftest import OneOfEach
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu" / "lanes.py"
@@ -103,7 +107,7 @@ sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"
 open({str(child)!r}, "w").write(str(sleeper.pid))
 time.sleep(600)
 """
-    assert run([lane("sleeps", code, limit_s=3.0), lane("next", "pass")], tmp_path) == 1
+    assert run([lane("sleeps", code, limit_s=2.0), lane("next", "pass")], tmp_path) == 1
     got = record(tmp_path, "sleeps")
     assert (got["state"], got["rc"], got["output"]) == ("timeout", None, "started\n")
     assert got["seconds"] < 60
@@ -115,7 +119,7 @@ def test_a_budget_leaves_out_what_cannot_end_and_cuts_what_does_not(tmp_path, ca
     sleeps = lane("sleeps", "import time; time.sleep(600)", needs_s=1.0)
     long = lane("long", "pass", needs_s=100.0)
     began = time.monotonic()
-    budget = gpu_lanes.CLOSING_S + 4
+    budget = gpu_lanes.CLOSING_S + 3
     lanes = [long, lane("first", "pass", needs_s=1.0), sleeps, lane("late", "pass", needs_s=1.0)]
     assert gpu_lanes.run_lanes(lanes, tmp_path, commit="c", sources="5", budget_s=budget) == 1
     assert time.monotonic() - began < budget
@@ -196,7 +200,11 @@ def test_rows_of_an_interrupted_lane_are_not_appended_to(tmp_path):
 
 def test_lanes_run_in_the_checkout_without_an_interpreter(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    code = "import os, rlhf_kernels; print(os.getcwd(), os.environ.get('TRITON_INTERPRET'), rlhf_kernels.__file__)"
+    code = """
+import os
+from importlib.util import find_spec
+print(os.getcwd(), os.environ.get("TRITON_INTERPRET"), find_spec("rlhf_kernels").origin)
+"""
     assert run([lane("where", code)], tmp_path) == 0
     assert record(tmp_path, "where")["output"].split() == [
         str(ROOT),
@@ -238,55 +246,36 @@ def test_a_rehearsal_has_every_lane_on_the_cpu_or_says_why_not(tmp_path):
     assert {lane.rehearsed for lane in rehearsed} == {"on a CPU"}
 
 
-def test_a_rehearsed_lane_runs_interpreted_and_its_figures_say_so(tmp_path):
-    code = """
-from pathlib import Path
-import os, torch
-from rlhf_bench.timing import interleaved
-from rlhf_engine.runs.metrics import git_commit
-calls = []
-ms = interleaved({"a": lambda: calls.append(1)}, 20, torch.device("cpu"))
-print(os.environ["TRITON_INTERPRET"], git_commit(Path("README.md"))["rehearsed"], len(calls), len(ms["a"]))
-"""
-    assert run([lane("timed", code, rehearsed="on a CPU")], tmp_path) == 0
+def test_a_rehearsed_lane_runs_interpreted_and_its_figures_say_so(tmp_path, monkeypatch):
+    code = "import os; print(*map(os.environ.get, ('TRITON_INTERPRET', 'RLHF_ENGINE_REHEARSAL')))"
+    assert run([lane("timed", code, rehearsed="on a CPU"), lane("plain", code)], tmp_path) == 0
     got = record(tmp_path, "timed")
-    assert got["rehearsed"] == "on a CPU"
-    assert got["output"].split() == ["1", "True", "2", "1"]  # one round after the one that is not counted
-    assert run([lane("plain", "import os; print(os.environ.get('RLHF_ENGINE_REHEARSAL'))")], tmp_path) == 0
+    assert (got["rehearsed"], got["output"]) == ("on a CPU", "1 1\n")
     got = record(tmp_path, "plain")
-    assert (got["output"], "rehearsed" in got) == ("None\n", False)
+    assert (got["output"], "rehearsed" in got) == ("None None\n", False)
+    monkeypatch.setenv("RLHF_ENGINE_REHEARSAL", "1")
+    calls = []
+    times = interleaved({"a": lambda: calls.append(1)}, 20, torch.device("cpu"))
+    assert git_commit(ROOT / "README.md")["rehearsed"]
+    assert (len(calls), len(times["a"])) == (2, 1)  # one round after the one that is not counted
 
 
-def test_one_of_each_test_function_and_of_its_parameters_one_that_can_run(tmp_path):
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_configure\n")
-    (tmp_path / "test_some.py").write_text("""
-import pytest
-skipped = pytest.param(0, marks=pytest.mark.skip(reason="not here"))
-@pytest.mark.parametrize("x", [skipped, 1, 2])
-def test_one(x): pass
-def test_two(): pass
-@pytest.mark.parametrize("x", [skipped])
-def test_three(x): pass
-""")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        tmp_path,
-        "--one-of-each",
-        "-v",
-        tmp_path,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    words = re.findall(r"(test_some\.py::\S+) (\w+)", done.stdout)
-    assert words == [
-        ("test_some.py::test_one[1]", "PASSED"),
-        ("test_some.py::test_two", "PASSED"),
-        ("test_some.py::test_three[0]", "SKIPPED"),
-    ], done.stdout + done.stderr
+def test_one_of_each_test_function_and_of_its_parameters_one_that_can_run():
+    class Item(SimpleNamespace):
+        marks = ()
+
+        def get_closest_marker(self, name):
+            return next(self.iter_markers(name), None)
+
+        def iter_markers(self, name):
+            return (mark for mark in self.marks if mark.name == name)
+
+    skips = (pytest.mark.skip(reason="not here").mark,)
+    names = {"one[0]": skips, "one[1]": (), "one[2]": (), "two": (), "three[0]": skips}
+    items = [Item(nodeid=f"test_some.py::test_{name}", marks=marks) for name, marks in names.items()]
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    OneOfEach().pytest_collection_modifyitems(config, items)
+    assert [item.nodeid.rpartition("test_")[2] for item in items] == ["one[1]", "two", "three[0]"]
 
 
 @pytest.mark.long
@@ -333,23 +322,14 @@ def test_sources_change_the_key_and_a_missing_repository_is_unknown(tmp_path):
     assert gpu_lanes.commit_of(tmp_path) == "unknown"
 
 
-def run_script(*arguments):
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-
-
 def test_without_a_gpu_one_clear_line(tmp_path):
-    result = run_script("--out", str(tmp_path / "out"))
-    assert result.returncode == 2
-    assert result.stderr == f"gpu_lanes: no GPU: torch {torch.__version__} sees no CUDA device\n"
-    assert result.stdout == ""
+    """Of the script, which imports what it needs."""
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    said = f"gpu_lanes: no GPU: torch {torch.__version__} sees no CUDA device\n"
+    assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
     assert not (tmp_path / "out").exists()
-
-
-def test_list_and_unknown_names():
-    listed = run_script("--list")
-    assert listed.returncode == 0
-    assert "correct-gpu" in listed.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -357,23 +337,24 @@ def test_list_and_unknown_names():
     [
         (("--lane", "correct-gpu", "nothing"), "--lane: unknown nothing; --list names them all"),
         (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
-        pytest.param(
-            ("--budget", "3"),
-            "--budget: expected at least 25 seconds, what the shortest lane needs, got 3",
-            marks=pytest.mark.long,
-        ),
+        (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
         (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
     ],
 )
-def test_bad_requests_are_one_line(tmp_path, arguments, said):
-    done = run_script(*arguments, "--out", str(tmp_path / "out"))
-    assert (done.returncode, done.stderr) == (2, f"gpu_lanes: {said}\n")
+def test_bad_requests_are_one_line(tmp_path, capsys, arguments, said):
+    assert gpu_lanes.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"gpu_lanes: {said}\n"
     assert not (tmp_path / "out").exists()
 
 
-def test_every_lane_is_in_one_plan_and_times_come_before_sanitizers():
-    plans = {name: run_script("--plan", name, "--list").stdout.split() for name in gpu_lanes.PLANS}
+def test_every_lane_is_in_one_plan_and_times_come_before_sanitizers(capsys):
+    def listed(*arguments):
+        assert gpu_lanes.main([*arguments, "--list"]) == 0
+        return capsys.readouterr().out.split()
+
+    plans = {name: listed("--plan", name) for name in gpu_lanes.PLANS}
     assert {names[0] for names in plans.values()} == {"environment"}
     together = [name for names in plans.values() for name in names[1:]]
-    assert sorted([*together, "environment"]) == sorted(run_script("--list").stdout.split())
+    assert sorted([*together, "environment"]) == sorted(listed())
+    assert {"correct-gpu", "memcheck"} <= set(together)
     assert plans["second"][-2:] == ["memcheck", "racecheck"]

@@ -131,6 +131,7 @@ def test_doctor(capsys):
     assert refused(capsys, "doctor", "--json", "x").endswith(f"{expected}['--json', 'x']")
 
 
+@pytest.mark.long  # tests/kernels/test_cores.py does so per push, without a command
 def test_a_quota_below_the_cores_lowers_the_threads_and_is_said(tmp_path):
     """A command, and a run that starts without one, on a made-up host of 64 cores that allows a core and a half."""
     root = host_with_quota(tmp_path)

@@ -110,7 +110,8 @@ def supervised(name: str, model: Path, folder: Path, device: str, **options: Any
 
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_supervised_training_has_the_numbers_of_the_cpu(name, model, tmp_path):
-    for mode, dtype in (("lora", "bfloat16"), ("full", "float32"), ("lora", "float32"), ("full", "bfloat16")):
+    pairs = (("lora", "float32"), ("full", "bfloat16"))  # with those of the others, any two options together
+    for mode, dtype in pairs if name == "pairs" else (("lora", "bfloat16"), ("full", "float32")):
         found, expected = (
             supervised(name, model, tmp_path / mode / dtype, device, mode=mode, dtype=dtype)
             for device in (str(DEVICE), "cpu")

@@ -35,7 +35,6 @@ from rlhf_engine.training.update import StepPlan, update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.training.test_data import train_config, write_model, write_reward
-from tests.training.test_every_architecture import SHORTLY
 from tests.training.test_rl import without_timings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,10 +78,12 @@ NEVER_WHOLE = ("ppo-four-backbones", "remax", "past")
 """Cases that are also run with a base that is never whole, which the model's own decoding step serves."""
 for _name in NEVER_WHOLE:
     CASES[_name]["decode_step"] = "transformers"
-IN_THE_LONG_LANE = ("reinforce", "rloo-vanilla", "grpo", "grpo-top_p", "best_of_n", "ppo-four-backbones")
-"""Cases whose ways of sharing a step others take, too."""
-SHARDED_SHORTLY = ("ppo", "ppo-shared-slot", "ppo-some-lanes-together", "grpo-few", "remax", "past")
+SHORTLY = ("ppo", "ppo-few", "ppo-some-lanes-together", "remax", "grpo-few", "online_dpo", "past")
+"""Cases of every push: ranks without rows or rewards, uneven lanes, greedy answers, groups, pairs and past policies."""
+SHARDED_SHORTLY = ("ppo", "remax", "past")
 """Cases that are compared with a base in shares per push."""
+FAILS = "import os; late = len(calls) > 2 and os.environ.get('RANK') == '1'\n{}\nreturn [1.0] * len(prompts)"
+"""A reward function that breaks in one process, in its second step."""
 STEPS = 2
 WAIT = 240.0
 """Seconds that a process waits for the other."""
@@ -182,7 +183,7 @@ def chosen(request: pytest.FixtureRequest, test: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def both(request, model, tmp_path_factory) -> Path:
-    """The folder of what two processes have left of all jobs, the last of which one process does not survive."""
+    """The folder of what two processes have left of all jobs, in the last of which one has too little memory."""
     folder = tmp_path_factory.mktemp("both")
     always = chosen(request, "test_a_base_that_is_never_whole_changes_no_bit")
     sharded = chosen(request, "test_a_sharded_base_changes_no_bit") | always
@@ -221,18 +222,19 @@ def both(request, model, tmp_path_factory) -> Path:
         {"name": "other-options", "do": "fail", "config": other, "rank_1": {"learning_rate": 0.5}},
         {"name": "other-data", "do": "fail", "config": other, "rank_1": {"dataset_name": str(changed)}},
     ]
-    fails = "import os; late = len(calls) > 2 and os.environ.get('RANK') == '1'\n{}\nreturn [1.0] * len(prompts)"
-    breaks = {name: "assert not late, 'no luck'" for name in ("raises", "raises_always")}
-    for name, body in {**breaks, "dies": "if late: os._exit(3)"}.items():
-        options = {"reward_funcs": [write_reward(folder, fails.format(body), name)]}
+    for name in ("raises", "raises_always"):
+        options = {"reward_funcs": [write_reward(folder, FAILS.format("assert not late, 'no luck'"), name)]}
         if name == "raises_always":
             options["shard_base"] = "always"
         jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, **options)})
-    assert finish(start(folder, jobs), folder) == [0, 3]
+    # ranks that have lost one another do nothing more together
+    memory = made(folder, "no-memory", model, shard_base=True, num_samples=0)
+    jobs.append({"name": "no-memory", "do": "fail", "out_of_memory": 1, "config": memory})
+    assert finish(start(folder, jobs), folder) == [0, 0]
     return folder
 
 
-@pytest.mark.parametrize("name", short(CASES, CASES.keys() - IN_THE_LONG_LANE))
+@pytest.mark.parametrize("name", short(CASES, SHORTLY))
 def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
     config = TrainConfig(**made(tmp_path, name, model, **CASES[name]))
     expected, rows = recorded_steps(config, ALONE, STEPS)
@@ -363,7 +365,11 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
             ["RankError", "RewardError"],
             ["another rank could not go on, rank 1: RewardError: reward function 'raises_always' raised", "no luck"],
         ),
-        ("dies", ["RankError"], ["rank 0 of 2 has lost another one"]),
+        (
+            "no-memory",
+            ["RankError", "MemoryLimitError"],
+            ["rank 0 of 2 has lost another one", "lower per_device_train_batch_size"],
+        ),
     ],
 )
 def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
@@ -384,25 +390,26 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
         assert found["kl"] > 0  # after a step
 
 
-@pytest.mark.parametrize("name", short(ARCHITECTURES, SHORTLY))
+@pytest.mark.parametrize("name", short(ARCHITECTURES, ("gpt2", "mixtral")))
 def test_a_sharded_architecture_says_the_same(name, both):
     for rank in range(2):
         assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
 
 
-@pytest.mark.parametrize(
-    ("shares", "learning", "advice"),
-    [(True, True, "lower per_device_train_batch_size"), ("always", False, "bound it with max_rows or kv_cache_memory")],
-)
-def test_a_process_without_memory_for_its_share_ends_the_other(shares, learning, advice, model, tmp_path):
-    config = made(tmp_path, "run", model, shard_base=shares, num_samples=0)
-    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": learning, "config": config}
+def test_a_process_without_memory_for_its_answers_ends_the_other(model, tmp_path):
+    config = made(tmp_path, "run", model, shard_base="always", num_samples=0)
+    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": False, "config": config}
     assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
-    kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
-    assert kinds == ("RankError", "MemoryLimitError")
-    assert "rank 0 of 2 has lost another one" in messages[0]
-    assert advice in messages[1]
-    assert max(seconds) < WAIT / 2
+    messages = ["rank 0 of 2 has lost another one", "bound it with max_rows or kv_cache_memory"]
+    assert_ended(tmp_path, "memory", ["RankError", "MemoryLimitError"], messages)
+
+
+@pytest.mark.long
+def test_a_process_that_dies_ends_the_other(model, tmp_path):
+    reward = write_reward(tmp_path, FAILS.format("if late: os._exit(3)"), "dies")
+    job = {"name": "dies", "do": "fail", "config": made(tmp_path, "dies", model, reward_funcs=[reward])}
+    assert finish(start(tmp_path, [job]), tmp_path) == [0, 3]
+    assert_ended(tmp_path, "dies", ["RankError"], ["rank 0 of 2 has lost another one"])
 
 
 # ---- without processes -----------------------------------------------------------------------------------------------

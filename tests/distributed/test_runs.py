@@ -86,7 +86,6 @@ SHORTLY = (
     "reward-pairs",
     "reward-thumbs-full",
     "rl-full",
-    "rl-full-uneven",
 )
 """Cases of every push: each kind of trainer by adapters or whole, each option, a rank without rows."""
 
@@ -180,7 +179,7 @@ def test_two_processes_leave_what_one_leaves(case, both, model, tmp_path):
     assert record["config"]["shard_base"] == ("full" in case or "sharded" in case)
 
 
-@pytest.mark.parametrize("case", short(RESUMED, ("rl-full", "sft-lora", "reward-pairs")))
+@pytest.mark.parametrize("case", short(RESUMED, ("sft-full", "sft-lora", "reward-pairs")))
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(case, both):
     whole, resumed = both / case / "run", both / f"resumed-{case}" / "run"
     found, expected = tensors(resumed), tensors(whole)

@@ -64,34 +64,37 @@ def off_logits(backbone: Backbone) -> torch.Tensor:
         return head_logits(hidden, backbone.lm_head)
 
 
+def without_slots(saved, dtype) -> torch.Tensor:
+    plain = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype, attn_implementation="sdpa")
+    return off_logits(Backbone(plain.eval()))
+
+
 FRESH = """
 import sys, torch
-from transformers import AutoModelForCausalLM
-from rlhf_engine.hydra.backbone import Backbone
-from tests.hydra.test_off import off_logits
-plain = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]), attn_implementation="sdpa")
-torch.save(off_logits(Backbone(plain.eval())), sys.argv[3])
+from tests.hydra.test_off import without_slots
+torch.save(without_slots(sys.argv[1], getattr(torch, sys.argv[2])), sys.argv[3])
 """
 
 
-@pytest.mark.parametrize(
-    ("product", "dtype"),
-    [
-        pytest.param(*OWN.values, torch.bfloat16, marks=OWN.marks),
-        pytest.param(*OWN.values, torch.float32, marks=[*OWN.marks, pytest.mark.long]),
-        pytest.param("reference", torch.float32, marks=pytest.mark.long),
-        pytest.param("reference", torch.bfloat16, marks=pytest.mark.long),
-    ],
-)
-def test_off_is_the_same_checkpoint_in_a_fresh_process_without_slots(table, saved, dtype, product, tmp_path):
-    """Bit for bit, before, between and after steps of training; every step packs, scores and goes back."""
-    out = tmp_path / "fresh.pt"
+def without_slots_in_a_fresh_process(table, saved, dtype, folder) -> torch.Tensor:
+    out = folder / "fresh.pt"
     subprocess.run(
         [sys.executable, "-c", FRESH, str(saved), str(dtype).removeprefix("torch."), str(out)],
         env={**os.environ, "RLHF_ENGINE_KERNEL_TABLE": str(table), "RLHF_ENGINE_ISA": native.isa() or ""},
         check=True,
     )
-    fresh = torch.load(out, weights_only=True)
+    return torch.load(out, weights_only=True)
+
+
+@pytest.mark.parametrize("process", ["this", pytest.param("fresh", marks=pytest.mark.long)])
+@products
+@dtypes
+def test_off_is_the_same_checkpoint_without_slots(process, table, saved, dtype, product, tmp_path):
+    """Bit for bit, before, between and after steps of training; every step packs, scores and goes back."""
+    if process == "fresh":
+        fresh = without_slots_in_a_fresh_process(table, saved, dtype, tmp_path)
+    else:
+        fresh = without_slots(saved, dtype)
     model = hydra(saved, dtype)
     base_hash = model.backbone().base_hash()
     for _ in range(3):

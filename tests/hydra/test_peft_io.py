@@ -488,6 +488,14 @@ def test_a_loaded_model_saves_again(tmp_path):
         assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+def test_peft_is_imported_where_it_is_used():
+    """By functions alone, but for what is made of it: integrations, and templates of a user's own loop."""
+    for path in sorted((ROOT / "rlhf_engine").rglob("*.py")):
+        if not {"integrations", "templates"} & set(path.parts):
+            assert not re.search(r"^(?:import|from) peft\b", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
+@pytest.mark.long
 def test_an_engine_needs_no_peft():
     """All of it is imported, and a model learns, where PEFT is not installed."""
     code = """

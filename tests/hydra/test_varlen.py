@@ -207,8 +207,9 @@ def test_torch_s_varlen_gives_the_model_s_numbers(site, monkeypatch, function, m
     assert any(call["left"] is not None for call in stand_ins.CALLS) == (model == "mistral")
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, 1.5), (7, None), (7, 1.5), (1, None)])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("window", "softcap", "kv_heads"), [(None, 1.5, 4), (7, None, 2), (7, 1.5, 4), (7, 1.5, 2), (1, None, 4)]
+)
 def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads):
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
     generator = torch.Generator().manual_seed(0)
@@ -340,8 +341,12 @@ FAMILIES = {"lengths": [130, 9, 1, 40, 64, 3], "parents": [-1, 0, 0, -1, 3, 0]}
 """A prompt longer than a block, with three answers, and one of 40 tokens with one."""
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -2.0, 3.0, -torch.inf])])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (133, 1.5), (1, None)])
+SINKS = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, None), (7, None, SINKS), (133, 1.5, SINKS), (1, None, None)]
+)
 def test_flex_attention_with_shared_prompts_is_the_definition(monkeypatch, window, softcap, sinks):
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
     generator = torch.Generator().manual_seed(0)

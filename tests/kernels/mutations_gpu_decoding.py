@@ -363,7 +363,7 @@ LORA_DECODE = [
         _LORA,
         "(n_steps + n_workers - 1) / n_workers;",
         "(n_steps * (1 + call.n_rows % 2) + n_workers - 1) / n_workers;",
-        (_LORA_TESTS + "the_other_rows_do_not_change_a_row_s_bits",),
+        (_LORA_TESTS + "neither_the_other_rows_nor_their_order_change_a_row_s_bits",),
     ),
     Mutation(
         "a tie away from zero",

@@ -227,7 +227,8 @@ def test_a_quota_limits_what_nobody_has_chosen(tmp_path):
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
-def test_a_team_is_no_larger_than_the_quota(tmp_path):
+@pytest.mark.parametrize(("threads", "started"), [(64, 1), pytest.param(7, 6, marks=pytest.mark.long)])
+def test_a_team_is_no_larger_than_the_quota(threads, started, tmp_path):
     """torch keeps its 64 here, but sizes are too small for it to start them: it is the op that starts threads."""
     code = HOST + (
         "from rlhf_kernels import linear_logprob\n"
@@ -236,22 +237,24 @@ def test_a_team_is_no_larger_than_the_quota(tmp_path):
         "linear_logprob(hidden, weight, target, backend='cpu')\n"
         "print(json.dumps([len(os.listdir('/proc/self/task')) - before, torch.get_num_threads()]))"
     )
-    assert on_host(code, host_with_quota(tmp_path), 64) == [1, 64]
-    assert on_host(code, host_with_quota(tmp_path), 7) == [6, 7]
+    assert on_host(code, host_with_quota(tmp_path), threads) == [started, threads]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")
-@pytest.mark.parametrize("first", ["import torch", pytest.param("pass", marks=pytest.mark.long)])
-def test_the_mask_is_a_limit_before_and_after_torch_is_loaded(first):
+@pytest.mark.parametrize(
+    ("first", "torch_is_known"),
+    [
+        ("import torch\nknown = torch.get_num_threads() in cores._torch_defaults()", True),
+        pytest.param("known = None", None, marks=pytest.mark.long),
+    ],
+    ids=["after", "before"],
+)
+def test_the_mask_is_a_limit_before_and_after_torch_is_loaded(first, torch_is_known):
+    """And what torch takes unasked, without a mask, is known."""
+    later = "from rlhf_kernels.runtime import cores, native\n"
     code = (
-        f"import json, os\n{first}\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from rlhf_kernels.runtime import cores, native\n"
-        "print(json.dumps([cores.find().affinity, native.threads()]))"
+        f"import json, os\n{later if torch_is_known else ''}{first}\n"
+        f"os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})\n{later}"
+        "print(json.dumps([cores.find().affinity, native.threads(), known]))"
     )
-    assert on_host(code) == [1, 1]
-
-
-def test_what_torch_takes_unasked_is_known():
-    code = "import json, torch\nfrom rlhf_kernels.runtime import cores\n"
-    assert on_host(code + "print(json.dumps(torch.get_num_threads() in cores._torch_defaults()))") is True
+    assert on_host(code) == [1, 1, torch_is_known]

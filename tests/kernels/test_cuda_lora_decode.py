@@ -56,11 +56,11 @@ class Case:
         return y
 
 
-@pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (2, 128, 32), (8, 129, 33), (9, 1030, 300), (17, 64, 40)])
 @pytest.mark.parametrize("ranks", [(1,), (8, 16), (3, 30, 5), (128, 64)], ids=str)
-def test_tier1(device, n, k, m, ranks):
-    case = Case(device, n, k, m, ranks)
-    assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), "y")
+def test_tier1(device, ranks):
+    for n, k, m in ((1, 1, 1), (2, 128, 32), (8, 129, 33), (3, 1030, 300), (17, 64, 40)):
+        case = Case(device, n, k, m, ranks)
+        assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), f"y {n} {k} {m}")
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -82,23 +82,15 @@ def test_y_is_rounded_once(device, dtype, adapter):
         assert_ok(tier2(got[kept], exact[kept]), "y")
 
 
-@pytest.mark.parametrize("n", [1, 2, 15, 17, 33])
-def test_the_other_rows_do_not_change_a_row_s_bits(device, n):
-    case = Case(device, 40, 300, 90, (16, 5, 40))
+def test_neither_the_other_rows_nor_their_order_change_a_row_s_bits(device):
+    case = Case(device, 40, 130, 40, (16, 5, 40))
     whole = case.run()
-    assert torch.equal(case.run(slice(n)), whole[:n])
-    assert torch.equal(case.run(slice(n, None)), whole[n:])
-
-
-def test_the_order_of_rows_does_not_change_their_bits(device):
-    case = Case(device, 40, 300, 90, (16, 5, 40))
+    assert torch.equal(case.run(), whole)
+    for n in (1, 2, 15, 17, 33):
+        assert torch.equal(case.run(slice(n)), whole[:n]), n
+        assert torch.equal(case.run(slice(n, None)), whole[n:]), n
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).to(device)
-    assert torch.equal(case.run(order), case.run()[order])
-
-
-def test_bits_are_the_same_in_every_run(device):
-    case = Case(device, 20, 300, 90, (16, 5))
-    assert all(torch.equal(case.run(), case.run()) for _ in range(3))
+    assert torch.equal(case.run(order), whole[order])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,8 +184,9 @@ def linear(case, device, segments):
 MIXED = Segments(starts=(0, 3, 5, 9), ends=(3, 5, 9, 10), slots=(1, -1, 0, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(11,), (11, 1), (1, 11)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((11,), torch.float32), ((11, 1), torch.bfloat16), ((1, 11), torch.float16)]
+)
 def test_decode_linear(device, dtype, shape):
     case = Case(device, dtype=dtype, scale=0.3)
     given = linear(case, device, MIXED)

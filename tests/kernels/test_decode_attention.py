@@ -1,5 +1,6 @@
 """Paged decode attention: against SDPA row by row, hostile cache content, tables, strides, on every backend here."""
 
+import itertools
 import math
 
 import pytest
@@ -75,12 +76,11 @@ def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=N
 
 
 @pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_equals_attention_row_by_row(heads, window, softcap):
-    args = case(heads)
-    options = {"scale": 0.3, "window": window, "softcap": softcap}
-    torch.testing.assert_close(decode_attention(*args, **options), by_row(*args, **options))
+def test_equals_attention_row_by_row(heads):
+    for window, softcap in itertools.product((None, 1, 3, 100), (None, 1.5)):
+        args = case(heads)
+        options = {"scale": 0.3, "window": window, "softcap": softcap}
+        torch.testing.assert_close(decode_attention(*args, **options), by_row(*args, **options))
 
 
 def sinks_of(q, values=(0.7, -3.0, 2.5, 60.0, -60.0)):
@@ -90,15 +90,14 @@ def sinks_of(q, values=(0.7, -3.0, 2.5, 60.0, -60.0)):
 
 
 @pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_sinks_join_the_denominator(heads, window, softcap):
-    args = case(heads, lengths=(5, 1, 12, 9, 0, 33))
-    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks_of(args[0])}
-    out = decode_attention(*args, **options)
-    torch.testing.assert_close(out, by_row(*args, **options))
-    assert (out[4] == 0).all()
-    assert not torch.equal(out, decode_attention(*args, **options | {"sinks": None}))
+def test_sinks_join_the_denominator(heads):
+    for window, softcap in itertools.product((None, 1, 3), (None, 1.5)):
+        args = case(heads, lengths=(5, 1, 12, 9, 0, 33))
+        options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks_of(args[0])}
+        out = decode_attention(*args, **options)
+        torch.testing.assert_close(out, by_row(*args, **options))
+        assert (out[4] == 0).all()
+        assert not torch.equal(out, decode_attention(*args, **options | {"sinks": None}))
 
 
 @pytest.mark.parametrize("heads", [SMALL, LARGE, (10, 2, 64)])
@@ -389,17 +388,16 @@ def test_auto_takes_the_native_code_where_it_serves():
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 1), (5, 1, 20), (8, 2, 64), (3, 3, 80), (10, 2, 128)])
-@pytest.mark.parametrize("block", [1, 7, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_length(heads, block, dtype):
+def test_every_length(heads):
     """Tiles of positions that are full, partial, and cut by blocks; heads that are and are not whole vectors."""
-    args = case(heads, lengths=(*range(0, 35), 63, 64, 65), block=block, dtype=dtype)
-    for window in (None, 17):
-        got = decode_attention(*args, scale=0.3, window=window)
-        exact = (x.double() for x in args[:3])
-        want = decode_attention(*exact, *args[3:], scale=0.3, window=window, backend="reference").float()
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-3, "atol": 1e-4}
-        torch.testing.assert_close(got.float(), want, **tolerance)
+    for block, dtype in itertools.product((1, 7, 16), (torch.float32, torch.bfloat16)):
+        args = case(heads, lengths=(*range(0, 35), 63, 64, 65), block=block, dtype=dtype)
+        for window in (None, 17):
+            got = decode_attention(*args, scale=0.3, window=window)
+            exact = (x.double() for x in args[:3])
+            want = decode_attention(*exact, *args[3:], scale=0.3, window=window, backend="reference").float()
+            tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-3, "atol": 1e-4}
+            torch.testing.assert_close(got.float(), want, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -161,7 +161,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("named", ["none.json", "table.json"])
+@pytest.mark.parametrize("named", ["table.json", pytest.param("none.json", marks=pytest.mark.long)])
 def test_the_environment_names_a_table(named, tmp_path):
     written(tmp_path, entry())
     code = "from rlhf_kernels.runtime import registry; print(registry.report('cpu')['gae']['auto'])"

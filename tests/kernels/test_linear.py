@@ -347,7 +347,7 @@ def test_a_bad_budget():
     [
         pytest.param("", "budget 268435456", marks=pytest.mark.long),
         ("3", "budget 3145728"),
-        ("256M", "got '256M'"),
+        pytest.param("256M", "got '256M'", marks=pytest.mark.long),
     ],
 )
 def test_the_budget_of_the_environment_is_read_at_import(text, expected):

@@ -176,6 +176,7 @@ except registry.BackendUnavailableError as error:
 NOT_BUILT = "backend='cpu' cannot serve gae: the native extension was not built; reinstall with"
 
 
+@pytest.mark.long  # a wheel without it is tried per push
 def test_without_the_extension_the_reference_serves(tmp_path):
     assert _run_copy(tmp_path, REFERENCE_SERVES).startswith(NOT_BUILT)
 
@@ -238,8 +239,15 @@ _FALSE = shutil.which("false") or "/bin/false"
 NO_COMPILER = {"CC": _FALSE, "CXX": _FALSE}
 
 
-@pytest.mark.parametrize("environment", [NO_COMPILER, {"RLHF_ENGINE_NATIVE": "0"}], ids=["no_compiler", "skipped"])
-@pytest.mark.parametrize("command", ["build_wheel", "build_editable"])
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    [
+        pytest.param("build_wheel", NO_COMPILER, id="wheel"),
+        pytest.param("build_editable", {"RLHF_ENGINE_NATIVE": "0"}, id="editable-skipped"),
+        pytest.param("build_editable", NO_COMPILER, id="editable", marks=pytest.mark.long),
+        pytest.param("build_wheel", {"RLHF_ENGINE_NATIVE": "0"}, id="wheel-skipped", marks=pytest.mark.long),
+    ],
+)
 def test_installs_without_a_compiler(checkout, tmp_path, command, environment):
     pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
     wheel, log = _build(checkout, command, **environment)
@@ -329,9 +337,9 @@ ORDER = (
 
 
 @needs_native
+@pytest.mark.long  # the next test does the same in this process
 def test_sets_rise_and_the_best_is_used():
     sets = native.isas()
-    assert sets == ORDER[: len(sets)]
     code = "from rlhf_kernels.runtime import native; print(native.isa(), *native.isas())"
     assert native_build.run([sys.executable, "-c", code], RLHF_ENGINE_ISA="").split() == [sets[-1], *sets]
 
@@ -339,6 +347,7 @@ def test_sets_rise_and_the_best_is_used():
 @needs_native
 def test_the_environment_holds_a_process_to_a_set(monkeypatch):
     before = native.isa()
+    assert native.isas() == ORDER[: len(native.isas())]
     with native.use_isa(before):  # which puts back what was in use
         for name in native.isas():
             monkeypatch.setenv("RLHF_ENGINE_ISA", name)

@@ -94,9 +94,16 @@ def test_supports_are_the_words_that_the_filters_keep(filters, step):
     assert not rollout.filtered
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        ("native", torch.bfloat16),
+        ("transformers", torch.float32),
+        pytest.param("native", torch.float32, marks=pytest.mark.long),
+        pytest.param("transformers", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_in_exact_mode_scoring_has_the_bits_of_the_rollout(filters, step, dtype):
     """Of many rows at once; and each row has the same tokens, bits and supports alone."""
     needs("native")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -27,26 +28,23 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from rlhf_engine.runs.folder import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+def hold(folder: Path, held: Connection) -> None:
+    with locked(folder):
+        held.send(True)
+        time.sleep(600)
 
 
 @pytest.fixture
 def other(tmp_path):
     """A process that runs in tmp_path / "run"."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"held\n"
+    context = multiprocessing.get_context("fork")  # it imports nothing and computes nothing
+    held, sent = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(tmp_path / "run", sent))
+    process.start()
+    assert held.poll(60)
     yield process
     process.kill()
-    process.communicate()
+    process.join()
 
 
 TRAINERS = [(RlTrainer, train_config), (SftTrainer, sft_config), (RewardTrainer, reward_config)]
@@ -60,7 +58,7 @@ def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other):
                 trainer(config(model, tmp_path / "run", **options))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
     other.kill()
-    other.wait()
+    other.join()
     require_unlocked(tmp_path / "run")  # a killed process leaves it free
     with locked(tmp_path / "run"):
         pass

@@ -169,13 +169,13 @@ def test_code(answer, reward):
 
 def test_code_that_does_not_end_ends_with_what_it_started(tmp_path):
     mark = tmp_path / "mark"
-    sleeps = f"import time; time.sleep(4); open({str(mark)!r}, 'w')"
+    sleeps = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
     late = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {sleeps!r}])\n"
     began = time.perf_counter()
     answers = [RIGHT + "while True: pass", RIGHT + late + "import time; time.sleep(60)", RIGHT + "input()", RIGHT]
-    assert make("code,timeout=2,jobs=4")(completions=answers, tests=[TESTS] * 4) == [0.0, 0.0, 0.0, 1.0]
+    assert make("code,timeout=1.5,jobs=4")(completions=answers, tests=[TESTS] * 4) == [0.0, 0.0, 0.0, 1.0]
     assert time.perf_counter() - began < 20
-    time.sleep(4)
+    time.sleep(2)
     assert not mark.exists()
 
 
@@ -224,7 +224,7 @@ def test_math(judge, gold, answer, reward):
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
     pytest.importorskip("math_verify")
-    judge = make("math,timeout=2,column=solution")
+    judge = make("math,timeout=1,column=solution")
     tower = r"$\boxed{" + "^{".join(["9"] * 12) + "}" * 11 + "}$"
     began = time.perf_counter()
     assert judge(completions=[tower, "7"], solution=["7", "7"])[1] == 1.0
@@ -308,7 +308,7 @@ def test_hostile_answers_are_not_paid_and_end_in_time():
     """A right answer beside them is, and no answer makes the run end or wait."""
     pytest.importorskip("math_verify")
     tables = [  # reward, seconds of an answer, a right answer, columns of hostile answers and of the right one
-        ("code,jobs=2", 2.5, RIGHT, HOSTILE_CODE, {"tests": [TESTS] * (len(HOSTILE_CODE) + 1)}),
+        ("code,jobs=4", 2.0, RIGHT, HOSTILE_CODE, {"tests": [TESTS] * (len(HOSTILE_CODE) + 1)}),
         ("math", 0.5, "42", HOSTILE_MATH, {"answer": ["42"] * (len(HOSTILE_MATH) + 1)}),
         ("format", 0.5, "<think>a</think><answer>4</answer>", HOSTILE_FORMAT, {}),
         ("format,pattern=(a+)+b", 0.2, "aab", HOSTILE_PATTERN, {}),

@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_engine.commands.main import run_and_exit
+from rlhf_engine.commands.main import main, run_and_exit
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, NonFiniteError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
@@ -445,14 +445,20 @@ def steps_logged(output: Path) -> int:
     return len(read_metrics(path)) if path.is_file() else 0
 
 
-# all have one handler, which is tested above: one of them is sent to a process, in `make test-long` every one
+def test_a_signal_ends_the_command_with_a_checkpoint(model, tmp_path, capsys):
+    """In this process; the next test sends every signal to one of its own."""
+    body = "import signal\nif len(calls) == 2:\n    signal.raise_signal(signal.SIGINT)\nreturn [1.0] * len(prompts)"
+    options = {"max_steps": 60, "save_steps": 0, "reward_funcs": [write_reward(tmp_path, body)]}
+    (tmp_path / "run.yaml").write_text(train_config(model, tmp_path / "run", **options).to_yaml())
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 128 + signal.SIGINT
+    assert "--resume_from_checkpoint auto goes on" in capsys.readouterr().err
+    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    assert steps_logged(tmp_path / "run") == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "how",
-    [
-        signal.SIGINT,
-        *(pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)),
-    ],
-    ids=["ctrl_c", "usr1", "term", "hup"],
+    "how", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP], ids=["ctrl_c", "usr1", "term", "hup"]
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, package_table, how):
     options = {"max_steps": 60, "save_steps": 0, "resume_from_checkpoint": "auto"}

@@ -88,8 +88,11 @@ def metrics(trainer: RlTrainer) -> list[dict[str, Any]]:
             },
             marks=pytest.mark.long,
         ),
-        {"method": "dynamic_lora_ppo", "critic_init": "reward"},
-        {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
+        pytest.param({"method": "dynamic_lora_ppo", "critic_init": "reward"}, marks=pytest.mark.long),
+        pytest.param(
+            {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
+            marks=pytest.mark.long,
+        ),
         {"method": "full_ppo", "critic_init": "reward", "learning_rate": 1e-3, "kl_estimator": "exact"},
     ],
     ids=["hydra", "j_hydra", "dynamic_lora", "lora", "full"],

@@ -89,7 +89,7 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
             if done.wait(0.01):
                 return
         server.healthy = False
-        done.wait(0.5)
+        done.wait(0.1)
         server.adapters.clear()
         server.answers_left = None
         server.healthy = True
@@ -110,7 +110,7 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path):
-    trainer = RlTrainer(config(model, tmp_path / "run", server, save_steps=1, vllm_server_timeout=1.0))
+    trainer = RlTrainer(config(model, tmp_path / "run", server, save_steps=1, vllm_server_timeout=0.5))
     trainer.step()
     trainer.save()
     server.healthy = False

@@ -10,7 +10,6 @@ numpy, whose BLAS does not do so on every CPU. `ordered_product` replaces it in 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what cannot run here: everything without device and interpreter, `gpu` tests without a device.
 
     `gpu` tests, whose shapes are large, form a group: processes that share a GPU run one of them at a time.
-    In the interpreter, which is slow, every pair of a test's parameters is met per push; all of them in the long lane.
+    In the interpreter, which is slow, every value of a test's parameters is met per push; together in the long lane.
     """
     met: defaultdict[str, set[Any]] = defaultdict(set)
     cuda = torch.cuda.is_available() and not INTERPRETED
@@ -47,12 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif not cuda and item.get_closest_marker("gpu"):
             item.add_marker(no_device)
         elif not cuda and hasattr(item, "callspec"):
-            chosen = [(name, repr(value)) for name, value in sorted(item.callspec.params.items())]
-            pairs = {*itertools.combinations(chosen, 2), *chosen}
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
             of_test = met[item.nodeid.split("[")[0]]
-            if pairs <= of_test:
+            if values <= of_test:
                 item.add_marker(pytest.mark.long)
-            of_test |= pairs
+            of_test |= values
 
 
 @pytest.fixture(scope="session")

@@ -88,10 +88,10 @@ def test_bits_depend_on_nothing_beside_a_family(device, dtype):
 @pytest.mark.parametrize(
     ("heads", "name", "size"),
     [
-        ((2, 2, 8), "plain", 1.0),
         ((4, 2, 40), "all", 1.0),
         ((7, 1, 64), "window", 1e-3),
-        ((1, 1, 128), "softcap", 1.0),
+        pytest.param((2, 2, 8), "plain", 1.0, marks=pytest.mark.long),
+        pytest.param((1, 1, 128), "softcap", 1.0, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -108,7 +108,9 @@ def test_tier1(device, heads, name, size):
             testing.assert_ok(testing.tier1(*parts), what)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "all"), (torch.float16, "window")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "all"), pytest.param(torch.float16, "window", marks=pytest.mark.long)]
+)
 def test_half_precision(device, dtype, name):
     heads = (4, 2, 40)
     options = options_on(device, name, heads)

@@ -68,7 +68,12 @@ def make(kind, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("llama", torch.bfloat16), ("gemma2", torch.float32), ("gpt2", torch.bfloat16)]
+    ("kind", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma2", torch.float32),
+        pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.long),
+    ],
 )
 def test_a_rollout_has_the_log_probs_of_the_training_forward(device, kind, dtype):
     """Prompts of several lengths, one of them shared by two answers; rows of the actor beside rows without a slot."""

@@ -392,7 +392,13 @@ def test_in_a_graph(device):
         lora_linear(x, weight, None, A, B, SCALES, fresh, backend="triton")
 
 
-@pytest.mark.parametrize(("dtype", "adapter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "adapter"),
+    [
+        (torch.bfloat16, torch.float32),
+        pytest.param(torch.float32, torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, dtype, adapter):
     """In any company: rows of other slots with larger ranks, off rows, other places; in decoding, too."""
     torch.manual_seed(0)

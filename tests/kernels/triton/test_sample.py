@@ -211,7 +211,7 @@ def test_first_of_equal_maxima_across_tiles_and_shares(device, programs):
     n, v = 12, 700
     hidden, weight = torch.randn(n, 8, device=device), torch.randn(1, 8, device=device).expand(v, 8).contiguous()
     zero, greedy = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.bool, device=device)
-    for i, column in enumerate([0, 3, 63, 64, 65, 127, 128, 511, 512, 640, 697, 699]):
+    for i, column in enumerate([0, 63, 64, 128, 512, 699]):
         bias = torch.full((v,), -1.0, device=device)
         bias[column:] = 1.0
         row = {"seed": zero, "position": zero, "greedy": greedy, "bias": bias}
@@ -239,7 +239,7 @@ def test_greedy_is_the_argmax_before_the_temperature(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", ["none", "all"])
 def test_the_rest_of_the_batch_does_not_change_the_bits(device, dtype, options):
-    n, h, v = 82, 40, 500
+    n, h, v = 82, 24, 300
     hidden, weight, seed, position = make(device, n, h, v, dtype=dtype)
     knobs = {} if options == "none" else every_option(device, n, h, v)
 
@@ -250,21 +250,20 @@ def test_the_rest_of_the_batch_does_not_change_the_bits(device, dtype, options):
         )
 
     whole = run(slice(None))
-    for rows in ([81], [0, 77], list(range(60, 75)), list(range(17)), list(range(33)), list(range(65, 82))):
+    for rows in ([81], list(range(60, 75)), list(range(17)), list(range(49, 82))):
         assert all(torch.equal(a, b[rows]) for a, b in zip(run(rows), whole, strict=True)), len(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize(("options", "dtype"), [("none", torch.float32), ("all", torch.bfloat16)])
 def test_exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with(device, dtype, options):
     """By linear_logprob, the pair and the loss's ratio, whatever the number of rows."""
-    n, h, v = 82, 40, 500
+    n, h, v = 50, 24, 300
     hidden, weight, seed, position = make(device, n, h, v, dtype=dtype)
     knobs = {} if options == "none" else every_option(device, n, h, v)
     drawn = sample(hidden, weight, seed=seed, position=position, outputs=ALL, backend="triton", **knobs)
     knobs.pop("greedy", None)
     with registry.use_exact():
-        for rows in (slice(None), [3], list(range(20, 37)), list(range(10, 80))):
+        for rows in (slice(None), [3], list(range(20, 37))):
             own = {k: x[rows] if k == "temperature" else x for k, x in knobs.items()} | {"backend": "triton"}
             token = drawn.token[rows]
             scored = linear_logprob(hidden[rows], weight, token, outputs=("logprob", "entropy"), **own)

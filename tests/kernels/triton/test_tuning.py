@@ -253,6 +253,7 @@ def command(*options):
     return [sys.executable, str(ROOT / "bench" / "gpu" / "tune.py"), *options]
 
 
+@pytest.mark.long
 def test_a_killed_sweep_goes_on(tmp_path):
     options = ("--device", "cpu", "--rehearse", "--op", "gae", "ppo_loss", "--out")
     path = tmp_path / "killed.json"
