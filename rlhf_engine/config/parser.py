@@ -262,7 +262,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 
 
 def _meant(name: str, hint: Any, value: Any) -> str:
-    """What serves instead of a value that has gone, or the choice that is nearest to one that never was."""
+    """The end of the message: what a value of before became, or the nearest choice."""
     if f"{name}={value}" in _GONE:
         return f"; {_GONE[f'{name}={value}']}"
     choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]

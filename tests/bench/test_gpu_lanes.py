@@ -356,7 +356,7 @@ def test_list_and_unknown_names():
     ("arguments", "said"),
     [
         (("--lane", "correct-gpu", "nothing"), "--lane: unknown nothing; --list names them all"),
-        (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
+        (("--plan", "fourth"), "--plan: expected one of first, second, third, got 'fourth'"),
         pytest.param(
             ("--budget", "3"),
             "--budget: expected at least 25 seconds, what the shortest lane needs, got 3",
