@@ -357,7 +357,7 @@ def test_the_status_is_that_of_the_registry():
         "rotary": {"cpu", "triton"},
         "sample": {"cpu", "triton"},
         "swiglu": {"cpu", "triton"},
-        "whiten": {"cpu", "cuda", "triton"},
+        "whiten": {"cpu", "triton"},
     }
 
 
