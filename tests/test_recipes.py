@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_engine.commands.completion import CONFIGS
+from tests.test_docs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
