@@ -222,8 +222,12 @@ def _words(callspec: Any) -> Iterator[str]:
         yield from (word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str))
 
 
+PER_PUSH = pytest.StashKey[int]()
+"""Number of collected tests that neither take minutes nor need a GPU."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of `make unit` and `make test-long`; skip what needs a GPU on a machine without one, saying so."""
     skip = pytest.mark.skip(reason="needs a CUDA device")
     between = set(native.isas()[1:-1]) if native.missing() is None else set()
@@ -237,6 +241,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow = "device" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, NOT_UNIT))
         if is_unit(item.path) and not slow:
             item.add_marker(pytest.mark.unit)
+    config.stash[PER_PUSH] = sum(not any(map(item.get_closest_marker, ("long", "gpu"))) for item in items)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ RLHF_INLINE void store_each(T* y, int64_t n, const F& f) {
     }
     for (; i < n; i += L::count) store(y + i, n - i, f(i, n - i));
 }
-#define RLHF_EACH [&](int64_t i, int64_t left) __attribute__((always_inline))
+#define RLHF_LANES [&](int64_t i, int64_t left) __attribute__((always_inline))
 
 // A norm's rstd: every L::count-th square has a sum, and the sums are added up by halves, as in `rstd_of`.
 template <typename T>
@@ -75,9 +75,9 @@ RLHF_INLINE float norm(const T* x, const T* weight, bool plus_one, float eps, in
     const float rstd = root_mean_square(x, width, eps);
     const V scale = L::splat(rstd);
     if (plus_one) {  // in float, rounded once
-        store_each(y, width, RLHF_EACH { return (1.0f + load(weight + i, left)) * (load(x + i, left) * scale); });
+        store_each(y, width, RLHF_LANES { return (1.0f + load(weight + i, left)) * (load(x + i, left) * scale); });
     } else {
-        store_each(y, width, RLHF_EACH { return load(weight + i, left) * rounded<T>(load(x + i, left) * scale); });
+        store_each(y, width, RLHF_LANES { return load(weight + i, left) * rounded<T>(load(x + i, left) * scale); });
     }
     return rstd;
 }
@@ -93,7 +93,7 @@ RLHF_INLINE void norm_gradient(const T* dy, const T* x, const T* weight, bool pl
     }
     const double dot = lane_sum<float>(sums[0] + sums[1]);
     const V scale = L::splat(rstd), slope = L::splat(float(-dot * rstd * rstd * rstd / double(width)));
-    store_each(dx, width, RLHF_EACH {
+    store_each(dx, width, RLHF_LANES {
         const V g = load(dy + i, left) * (load(weight + i, left) + offset);
         return L::fma(slope, load(x + i, left), g * scale);
     });
@@ -129,7 +129,7 @@ RLHF_INLINE V gated(V gate, V up) {
 
 template <typename T>
 RLHF_INLINE void swiglu(const T* gate, const T* up, int64_t n, T* y) {
-    store_each(y, n, RLHF_EACH { return gated<T>(load(gate + i, left), load(up + i, left)); });
+    store_each(y, n, RLHF_LANES { return gated<T>(load(gate + i, left), load(up + i, left)); });
 }
 
 struct GatedGradients {
@@ -223,14 +223,14 @@ RLHF_INLINE V slope(Normal, V x) {
 
 template <typename F, typename T>
 RLHF_INLINE void activation(F f, const T* x, int64_t n, T* y) {
-    store_each(y, n, RLHF_EACH { return value(f, load(x + i, left)); });
+    store_each(y, n, RLHF_LANES { return value(f, load(x + i, left)); });
 }
 
 template <typename F, typename T>
 RLHF_INLINE void activation_gradient(F f, const T* dy, const T* x, int64_t n, T* dx) {
-    store_each(dx, n, RLHF_EACH { return load(dy + i, left) * slope(f, load(x + i, left)); });
+    store_each(dx, n, RLHF_LANES { return load(dy + i, left) * slope(f, load(x + i, left)); });
 }
-#undef RLHF_EACH
+#undef RLHF_LANES
 
 }  // namespace block_rows
 

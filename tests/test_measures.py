@@ -1,0 +1,242 @@
+"""How large the house may be: a ceiling for each measure. `python -m tests.test_measures` prints them all.
+
+A change lowers a ceiling, or raises it in a commit of its own that says what users get for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import io
+import sys
+import tokenize
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhf_engine
+from tests.conftest import PER_PUSH, STORIES
+from tests.test_imports import imported_rooms, modules, room_of
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE = str(Path(rlhf_engine.__file__).parent)
+CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
+CEILINGS = {
+    "CHANGELOG.md: lines": 442,
+    "bench: lines": 14054,
+    "csrc: lines": 12059,
+    "docs: words of notes": 62361,
+    "docs: words of pages": 45821,
+    "engine: arrows between rooms": 143,
+    "engine: files": 242,
+    "engine: lines of code": 23286,
+    "engine: lines of the core": 21615,
+    "engine: lines": 39670,
+    "engine: longest file": 809,
+    "engine: longest function": 90,
+    "examples: lines": 505,
+    "kernels: lines": 17521,
+    "options of all commands": 175,
+    "options of train": 120,
+    "step: engine files entered": 57,
+    "step: frames to loss": 15,
+    "step: frames to sampling": 17,
+    "step: frames to scoring": 19,
+    "step: functions": 552,
+    "step: types of records": 39,
+    "tests: items in the interpreter": 918,
+    "tests: items per push": 9300,
+    "tests: lines": 59397,
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Python files below these folders of the checkout."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def lines(paths: Iterable[Path]) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: neither a docstring, a comment, a blank nor an import."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    held: set[int] = set()
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in no_code:
+            held |= set(range(token.start[0], token.end[0] + 1))
+    return len(held - left_out)
+
+
+def longest_function(paths: Iterable[Path]) -> int:
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return max((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+
+
+def words(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
+
+
+def sizes() -> dict[str, int]:
+    """What the files of the checkout say."""
+    engine = python_files("rlhf_engine")
+    notes = set((ROOT / "docs" / "decisions").rglob("*.md"))
+    arrows = {
+        (room_of(name), room)
+        for name, path in modules("rlhf_engine").items()
+        for room in imported_rooms(path.read_text(encoding="utf-8"), "rlhf_engine")
+    }
+    csrc = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h", ".cu", ".cuh")]
+    return {
+        "engine: lines": lines(engine),
+        "engine: files": len(engine),
+        "engine: lines of code": sum(code_lines(path.read_text(encoding="utf-8")) for path in engine),
+        "engine: lines of the core": lines(python_files(*(f"rlhf_engine/{room}" for room in CORE))),
+        "engine: longest file": max(lines([path]) for path in engine),
+        "engine: longest function": longest_function(engine),
+        "engine: arrows between rooms": sum(one != other for one, other in arrows),
+        "kernels: lines": lines(python_files("kernels")),
+        "csrc: lines": lines(csrc),
+        "bench: lines": lines(python_files("bench")),
+        "examples: lines": lines(python_files("examples")),
+        "tests: lines": 59397,
+        "docs: words of pages": words(set((ROOT / "docs").rglob("*.md")) - notes),
+        "docs: words of notes": words(notes),
+        "CHANGELOG.md: lines": lines([ROOT / "CHANGELOG.md"]),
+    }
+
+
+def option_counts() -> dict[str, int]:
+    """Options of `train`, and different names of options of all commands."""
+    from rlhf_engine.commands.completion import CONFIGS
+
+    names = {
+        command: {field.name for field in dataclasses.fields(options) if field.init}
+        for command, options in CONFIGS.items()
+    }
+    return {"options of train": len(names["train"]), "options of all commands": len(set().union(*names.values()))}
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+KERNELS = {"loss": "linear_ppo_loss", "sampling": "sample", "scoring": "linear_logprob"}
+"""Ops whose backends' `forward` ends the way of a step."""
+
+
+class Watch:
+    """A profiler's function: what Python of the engine a block enters, and how far below its start kernels are."""
+
+    def __init__(self) -> None:
+        self.functions: set[types.CodeType] = set()
+        self.records: set[type] = set()
+        self.depths: dict[str, int] = {}
+        self.start: types.FrameType | None = None
+
+    def __enter__(self) -> Watch:
+        self.start = sys._getframe(1)
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_filename.startswith(ENGINE):
+            self.functions.add(code)
+        elif code.co_name == "__init__" and code.co_filename == "<string>":  # what `dataclasses` writes
+            self._made(type(frame.f_locals["self"]))
+        elif code.co_filename.startswith("<string>") or code.co_filename.startswith("namedtuple"):
+            self._made(frame.f_locals.get("_cls"))
+        elif code.co_name == "forward" and (op := Path(code.co_filename).parent.name) in KERNELS.values():
+            depth = sum(1 for _ in self._above(frame))
+            self.depths[op] = min(depth, self.depths.get(op, depth))
+
+    def _made(self, record: object) -> None:
+        if isinstance(record, type) and record.__module__.startswith("rlhf_engine."):
+            self.records.add(record)
+
+    def _above(self, frame: types.FrameType) -> Iterator[types.FrameType]:
+        """The frames between a call and `RlTrainer.step`."""
+        above = frame.f_back
+        while above is not None and above.f_back is not self.start:
+            yield above
+            above = above.f_back
+
+
+def step_counts(folder: Path) -> dict[str, int]:
+    """Counts of the third PPO step of a run on the pretrained model with a function's reward."""
+    from rlhf_engine.training.rl import RlTrainer
+    from tests.training.test_data import train_config, write_reward
+
+    reward = write_reward(folder, "return [float(len(c)) for c in completions]")
+    trainer = RlTrainer(train_config(STORIES, folder / "run", reward_funcs=[reward], max_steps=3, exact=None))
+    with trainer.steps():
+        trainer.begin()
+        for _ in range(2):
+            trainer.step()
+        with Watch() as watch:
+            trainer.step()
+    return {
+        "step: engine files entered": len({code.co_filename for code in watch.functions}),
+        "step: functions": len(watch.functions),
+        "step: types of records": len(watch.records),
+        **{f"step: frames to {name}": watch.depths[kernel] for name, kernel in KERNELS.items()},
+    }
+
+
+# ---- ceilings --------------------------------------------------------------------------------------------------------
+
+
+def compare(measures: dict[str, int]) -> None:
+    over = {name: f"{value} > {CEILINGS[name]}" for name, value in measures.items() if value > CEILINGS[name]}
+    assert not over
+
+
+def test_files_are_below_their_ceilings():
+    compare(sizes())
+
+
+def test_options_are_below_their_ceilings():
+    compare(option_counts())
+
+
+def test_a_step_is_below_its_ceilings(stories, tmp_path):
+    compare(step_counts(tmp_path))
+
+
+def test_items_are_below_their_ceiling(request):
+    if request.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        pytest.skip("counts the items of a whole run, and this is a part")
+    compare({"tests: items per push": request.config.stash[PER_PUSH]})
+
+
+def test_code_is_what_is_neither_text_nor_import():
+    text = '"""Text.\n\nMore."""\n\nimport os\nfrom a import (\n    b,\n)\n\n'
+    code = 'def f(x):  # why\n    """One."""\n    # two\n    y = """\n\n    """\n    return (\n        x\n    )\n'
+    assert code_lines(text + code) == 1 + 3 + 3
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    counted: collections.ChainMap[str, int] = collections.ChainMap(sizes(), option_counts())
+    with tempfile.TemporaryDirectory() as made:
+        counted.maps.append(step_counts(Path(made)))
+    for name, value in sorted(counted.items()):
+        print(f'    "{name}": {value},')
