@@ -121,7 +121,7 @@ def sizes() -> dict[str, int]:
 
 def option_counts() -> dict[str, int]:
     """Options of `train`, and different names of options of all commands."""
-    from rlhf_engine.commands.completion import CONFIGS
+    from tests.test_docs import CONFIGS
 
     names = {
         command: {field.name for field in dataclasses.fields(options) if field.init}

@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from rlhf_engine.commands.completion import CONFIGS
 from rlhf_engine.commands.main import main
+from tests.test_docs import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"

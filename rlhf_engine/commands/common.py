@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,10 +24,10 @@ C = TypeVar("C", bound="TrainingOptions")
 
 def prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
-    with as_request_errors():  # the environment may name an instruction set or a table that is not there
-        from rlhf_kernels.runtime import cores, registry, tuning
-
-        tuning.check_named()
+    if "RLHF_ENGINE_TUNED_TABLE" in os.environ:
+        raise ConfigError("RLHF_ENGINE_TUNED_TABLE: expected it unset; tuned tables are gone, tiles are fixed")
+    with as_request_errors():  # the environment may name an instruction set that is not there
+        from rlhf_kernels.runtime import cores, registry
     from transformers.utils import logging
 
     from rlhf_engine.devices import keep_freed_memory
@@ -75,7 +76,7 @@ def launched_world(config: C) -> Iterator[tuple[C, World]]:
 
 def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     """Check the device and the kernels of a command that draws answers, and settle exact mode; the device's type."""
-    from rlhf_kernels.runtime import registry, tuning
+    from rlhf_kernels.runtime import registry
 
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.rollout import exactness
@@ -83,7 +84,6 @@ def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     device_type = resolve_device(config.device).type
     check_kernels(config.kernels, device_type, DTYPES[config.dtype])
     registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
-    tuning.begin_run()
     return device_type
 
 

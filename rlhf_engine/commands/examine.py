@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rlhf_kernels.linear import packed
-from rlhf_kernels.runtime import cores, kernel_table, native, registry, tuning
+from rlhf_kernels.runtime import cores, kernel_table, native, registry
 
 from rlhf_engine import __version__
 from rlhf_engine.hydra import varlen
@@ -40,7 +40,6 @@ def examine() -> dict[str, Any]:
             "source": registry.table().source,
             "machine": registry.table().machines.get(native.isa() or ""),
         },
-        "tuned_table": _tuned_table(device),
         "packed_weights_mib": packed.budget() // 2**20,
         "ops": {
             str(dtype).removeprefix("torch."): registry.report(device, dtype)
@@ -65,7 +64,6 @@ def print_examination(found: dict[str, Any]) -> None:
     table = found["kernel_table"]
     measured = f"measured on {table['machine']}" if table["machine"] else "nothing measured for this instruction set"
     console.print(f"kernel table: {table['source']}, {measured}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"tuned table: {found['tuned_table']}", markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"packed copies of frozen weights: up to {found['packed_weights_mib']} MiB ({packed.ENVIRONMENT_VARIABLE})",
         highlight=False,
@@ -103,17 +101,6 @@ def measure_kernels(path: Path) -> None:
     console.print(
         f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}", markup=False, highlight=False, soft_wrap=True
     )
-
-
-def _tuned_table(device: str) -> str:
-    if device != "cuda":
-        return "none, there is no CUDA device"
-    name = tuning.device_name(torch.device("cuda", torch.cuda.current_device()))
-    table = tuning.table_of(name)
-    if table is None:
-        return f"none for {name}"
-    changed = sum(bool(entry.row.settings) for entry in table.entries)
-    return f"{changed} of {len(table.entries)} choices differ from the default on {name}, commit {table.commit}"
 
 
 def _version(name: str) -> str | None:

@@ -35,7 +35,7 @@ class PlanConfig(Options):
     processes: int = option(
         1,
         "processes that share a step, a GPU each; with more than one, how each of them should hold the base: whole, "
-        "by shard_base, or by shard_base always; and when a vLLM server draws faster",
+        "by shard_base, or by shard_base beside a vLLM server, where none has all of it",
         ge=1,
     )
     num_generations: int = option(

@@ -193,11 +193,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 raise ConfigError(
                     f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
                 )
-        if self.shard_base == "always" and self.decode_step in ("native", "graph"):
-            raise ConfigError(
-                "decode_step: expected 'auto' or 'transformers' with shard_base always, where no process holds the "
-                f"weights that others read where they lie, got {self.decode_step!r}"
-            )
         if self.shard_base and self.async_mode == "overlap" and self.rollout_backend == "local":
             raise ConfigError(
                 "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "

@@ -32,11 +32,6 @@ def before_run(trainer: Run[Any]) -> Iterator[str]:
     yield memory.line() + each
     if memory.warning():
         yield memory.warning()
-    if isinstance(trainer, RlTrainer) and trainer.config.shard_base == "always" and _draws_here(trainer):
-        yield (
-            "note: answers are drawn by the model's own forward, for which blocks are gathered as they run (shard_base "
-            "always): native decoding steps and CUDA graphs read a base where all of it lies"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +105,7 @@ class Memory:
         advice = {
             "gradients": "train adapters, or lower --lora_r",
             "optimizer state": "train adapters, lower --lora_r, or choose another --optim",
-            "gathered weights": "gather few at a time by --shard_base always",
+            "gathered weights": "let a vLLM server draw, beside which no process has all of the base",
             "KV cache": "bound it by --kv_cache_memory, or lower --generation_batch_size or --max_completion_length",
         }
         return (
@@ -151,7 +146,7 @@ def _gathered_bytes(trainer: RlTrainer) -> int:
     whole = _bytes(p for backbone in backbones for _, p in backbone.base_parameters())
     blocks = [_bytes(block.parameters()) for backbone in backbones for block in backbone.blocks]
     few = min(whole, whole - sum(blocks) + GATHERED_BLOCKS * max(blocks))
-    return few if trainer.config.shard_base == "always" else whole
+    return few if trainer.config.rollout_backend == "vllm" else whole
 
 
 def _draws_here(trainer: RlTrainer) -> bool:

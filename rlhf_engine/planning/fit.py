@@ -9,7 +9,7 @@ Of P bytes of frozen backbones, each of n processes holds
                       generation, inference      update
 whole                 P                          P
 shard_base            P / n + P                  P / n + G
-shard_base always     P / n + G                  P / n + G
+shard_base, vllm      P / n + G                  P / n + G
 
 with G the embeddings, heads and few blocks that are gathered at a time.
 
@@ -27,7 +27,7 @@ PHASES = ("generation", "inference", "update")
 FULL_SFT = "full_sft"
 """`sft --full` without a reward head, beside the methods of RL."""
 
-WHOLE, IN_SHARES, NEVER_WHOLE = WAYS = ("whole", "shard_base", "shard_base always")
+WHOLE, IN_SHARES, NEVER_WHOLE = WAYS = ("whole", "shard_base", "shard_base vllm")
 """Ways of holding a frozen base in several processes: options of a run, from the fastest to the smallest."""
 GATHERED_BLOCKS = 3
 """Blocks beside a share, at most: the one that runs, the buffer that it came in, and the next one's."""
@@ -139,14 +139,9 @@ class Fit(ABC):
         return 0
 
     @property
-    def drawing_bytes(self) -> tuple[int, int]:
-        """Bytes of the backbone that draws: all, and those of its blocks; zeros where no process has a share."""
-        return 0, 0
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that a process receives for a token of decoding, where the base is never whole."""
-        return self.drawing_bytes[1] * (self.step.processes - 1) // self.step.processes
+    def drawing_bytes(self) -> int:
+        """Bytes of the backbone that draws; 0 where no process has a share."""
+        return 0
 
     @property
     @abstractmethod

@@ -143,9 +143,9 @@ class Planner(Fit):
         return GATHERED_BLOCKS * blocks + sum(shape.weight_bytes - shape.blocks_bytes for shape in shapes)
 
     @property
-    def drawing_bytes(self) -> tuple[int, int]:
-        """Bytes of the backbone that draws: all, and those of its blocks."""
-        return self._shape(True).weight_bytes, self._shape(True).blocks_bytes
+    def drawing_bytes(self) -> int:
+        """Bytes of the backbone that draws."""
+        return self._shape(True).weight_bytes
 
     @property
     def temporary_bytes(self) -> int:

@@ -122,7 +122,11 @@ def methods_of(config: PlanConfig) -> list[str]:
     return [m for m in METHODS if m not in left_out] if config.method == "all" else [config.method]
 
 
-_FOR_USERS = {WHOLE: "without --shard_base", IN_SHARES: "with --shard_base", NEVER_WHOLE: "with --shard_base always"}
+_FOR_USERS = {
+    WHOLE: "without --shard_base",
+    IN_SHARES: "with --shard_base",
+    NEVER_WHOLE: "with --shard_base beside --rollout_backend vllm",
+}
 
 
 def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list[str]:
@@ -153,13 +157,9 @@ def advise(fit: Fit, ways: Mapping[str, Prediction], config: PlanConfig) -> list
     else:
         lines.append(f"{method}: run it {_FOR_USERS[chosen]}: the base never fits whole beside what else is needed.")
     if chosen in (None, NEVER_WHOLE):
-        base, gpus = fit.drawing_bytes[0], server_gpus(fit.drawing_bytes[0], budget)
+        gpus = server_gpus(fit.drawing_bytes, budget)
         more = f"{gpus} more such GPU{'s' if gpus > 1 else ''} (--tensor-parallel-size {gpus})"
-        lines.append(
-            f"{method}: for every token each process then receives {gigabytes(fit.received_bytes)} GB. A vLLM server "
-            f"on {more} reads {gigabytes(base // gpus)} GB of its own memory instead, and is the fast way: "
-            "--rollout_backend vllm beside --shard_base always."
-        )
+        lines.append(f"{method}: a vLLM server draws the answers, on {more}.")
     return lines
 
 

@@ -73,11 +73,6 @@ def require_same_options(config: TrainingOptions, world: World) -> None:
 
 def require_shared_state(config: TrainingOptions, world: World) -> None:
     """Raise ConfigError for options that a whole base, trained in shares, does not have."""
-    if config.shard_base == "always":
-        raise ConfigError(
-            f"shard_base: expected true or false where {world.size} processes train a whole base in shares, which "
-            "drawing, evaluation and saving gather, got 'always'"
-        )
     if config.optim != "adamw":
         raise ConfigError(
             f"optim: expected 'adamw' where {world.size} processes train a whole base in shares, got {config.optim!r}"

@@ -158,7 +158,7 @@ class Run(ABC, Generic[State]):
     def whole_base(self) -> Iterator[None]:
         """A block in which each rank calls the model at its own pace; all ranks enter it together.
 
-        All of the base is on every rank then, or blocks are gathered as they run (`shard_base` always).
+        All of the base is on every rank then, or, where a server draws, blocks are gathered as they run.
         """
         with contextlib.ExitStack() as stack:
             self.world.in_step(lambda: stack.enter_context(self._whole_base()))

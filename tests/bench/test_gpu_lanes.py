@@ -336,7 +336,7 @@ def test_without_a_gpu_one_clear_line(tmp_path):
     ("arguments", "said"),
     [
         (("--lane", "correct-gpu", "nothing"), "--lane: unknown nothing; --list names them all"),
-        (("--plan", "fourth"), "--plan: expected one of first, second, third, tuning, got 'fourth'"),
+        (("--plan", "fourth"), "--plan: expected one of first, second, third, got 'fourth'"),
         (("--budget", "3"), "--budget: expected at least 25 seconds, what the shortest lane needs, got 3"),
         (("--budget", "nan"), "--budget: expected at least 25 seconds, what the shortest lane needs, got nan"),
     ],

@@ -42,7 +42,6 @@ DRAWN: dict[str, dict[str, Any]] = {
 CASES = {
     **DRAWN,
     **{f"sharded-{name}": {**options, "shard_base": True} for name, options in DRAWN.items() if name != "overlap"},
-    **{f"always-{name}": {**DRAWN[name], "shard_base": "always"} for name in ("off", "replay", "vllm-overlap")},
 }
 KILLED = ("overlap", "sharded-ray", "vllm-overlap")
 LATE = """

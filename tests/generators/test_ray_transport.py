@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kernels.runtime import registry, tuning
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
@@ -101,7 +101,7 @@ class Stub:
     def __init__(self, number: int) -> None:
         self.number, self.held, self.kept = number, {}, []
 
-    def build(self, config, frozen, threads, kernels, tuned):
+    def build(self, config, frozen, threads, kernels):
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
@@ -261,7 +261,7 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_a_base_that_differs_is_not_tried_again(monkeypatch):
     class Other(Stub):
-        def build(self, config, frozen, threads, kernels, tuned):
+        def build(self, config, frozen, threads, kernels):
             serialize.require_same_parts({"backbone base": "other"}, {"backbone base": "learner"})
 
     ray, transport = transport_of(monkeypatch, Other, generators=1, restarts=3)
@@ -275,9 +275,9 @@ def test_a_base_that_differs_is_not_tried_again(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_does_not_come_up_is_given_up(monkeypatch):
     class Slow(Stub):
-        def build(self, config, frozen, threads, kernels, tuned):
+        def build(self, config, frozen, threads, kernels):
             time.sleep(0 if self.number else 1.5)
-            return super().build(config, frozen, threads, kernels, tuned)
+            return super().build(config, frozen, threads, kernels)
 
     monkeypatch.setattr(ray_transport, "_START", 0.3)
     _, transport = transport_of(monkeypatch, Slow, generators=1, restarts=1, timeout=0.3)
@@ -357,25 +357,12 @@ def config(tmp_path_factory):
 def generator(config) -> Generator:
     found = Generator()
     threads = torch.get_num_threads()
-    found.build(config.to_dict(), serialize.fixed_parts(build_generator_model(config)), threads, [], [])
+    found.build(config.to_dict(), serialize.fixed_parts(build_generator_model(config)), threads, [])
     return found
 
 
 def adapter(config, version: int) -> serialize.Parcel:
     return serialize.pack_policy(take(build_generator_model(config).backbone().slot("behaviour"), version))
-
-
-def test_a_generator_has_the_learner_s_tuned_settings(config):
-    row = {"op": "gae", "site": "scan", "dtype": "float32", "sizes": [], "settings": {"BLOCK_T": 512}}
-    digests = serialize.fixed_parts(build_generator_model(config))
-    try:
-        Generator().build(config.to_dict(), digests, None, [], [row])
-        assert [found.to_dict() for found in tuning.choices()] == [row]
-        exact = {**config.to_dict(), "exact": True}
-        Generator().build(exact, digests, None, [], [row])
-        assert tuning.choices() == []
-    finally:
-        tuning.begin_run()
 
 
 def test_a_generator_draws_by_what_it_was_sent(config, generator):
@@ -404,12 +391,12 @@ def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
-        Generator().build(other.to_dict(), serialize.fixed_parts(build_generator_model(config)), None, [], [])
+        Generator().build(other.to_dict(), serialize.fixed_parts(build_generator_model(config)), None, [])
 
 
 def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
     found, frozen = Generator(), serialize.fixed_parts(build_generator_model(config))
-    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")], [])
+    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
     found.hold(*adapter(config, 0))
     drawn = found.draw(serialize.pack_item(make_items(0, 0, 1)[0]), [0])

@@ -243,8 +243,8 @@ DECODE_ATTENTION = [
         "splits by the batch",
         TRITON,
         _ATTENTION,
-        '    size = split_size(n_positions, chosen.pop("SPLIT"))\n',
-        '    size = split_size(n_positions, chosen.pop("SPLIT")) * (1 + n % 2)\n',
+        "    size = split_size(n_positions)\n",
+        "    size = split_size(n_positions) * (1 + n % 2)\n",
         (_ATTENTION_TESTS + "neither_batch_nor_table_change_a_row_s_bits",),
     ),
     Mutation(

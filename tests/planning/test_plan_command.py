@@ -115,12 +115,12 @@ def test_how_several_processes_hold_the_base_is_said(capsys, tmp_path):
     assert len(row["advice"]) == 2
     # each process draws two of four answers; the largest batch is of both
     assert row["max_batch"] == 2 * row["ways"]["whole"]["max_batch"]
-    least = row["ways"]["shard_base always"]
+    least = row["ways"]["shard_base vllm"]
     row = json.loads(run(capsys, *argv, "--gpu", f"{max(least['peak_bytes'].values()) / 1e6:.6f}MB")[1])
-    assert row["way"] == "shard_base always"
+    assert row["way"] == "shard_base vllm"
     assert row["peak_bytes"] == least["peak_bytes"]
-    assert "run it with --shard_base always: the base never fits whole" in row["advice"][1]
-    assert "A vLLM server on 1 more such GPU (--tensor-parallel-size 1)" in row["advice"][2]
+    assert "run it with --shard_base beside --rollout_backend vllm: the base never fits whole" in row["advice"][1]
+    assert "a vLLM server draws the answers, on 1 more such GPU (--tensor-parallel-size 1)" in row["advice"][2]
     _, out, _ = run(capsys, *argv[:-1], "--gpu", "0.1MB")
     assert "hydra_ppo: 0.1MB hold it in no way" in out
     assert "in each of 2 processes" in " ".join(out.partition("━")[0].split())

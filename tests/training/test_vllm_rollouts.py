@@ -79,9 +79,9 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     alone = RlTrainer(config(model, tmp_path / "alone", server, **options))
     alone.run()
     expected = trained(alone)
-    made = config(model, tmp_path / "served", server, shard_base="always", **options)
+    made = config(model, tmp_path / "served", server, shard_base=True, **options)
     ahead = {**options, "algorithm": "grpo", "async_mode": "overlap", "max_steps": 3, "eval_steps": 3}
-    beside = config(model, tmp_path / "ahead", server, shard_base="always", **ahead)
+    beside = config(model, tmp_path / "ahead", server, shard_base=True, **ahead)
     jobs = [{"name": name, "do": "run", "config": c.to_dict()} for name, c in (("ranks", made), ("ahead", beside))]
     assert finish(start(tmp_path, jobs), tmp_path) == [0, 0]
     for rank in range(2):

@@ -28,16 +28,9 @@ from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.runtime.tuning import Site
 from rlhf_kernels.vocab.triton_logits import exponentials
 
-# The defaults; never by the batch.
-WARPS, STAGES = 4, 3
-ATTEND = Site(
-    op="decode_attention",
-    name="attend",
-    candidates={"SPLIT": (256, 512), "BS": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
-)
+WARPS, STAGES = 4, 3  # never by the batch
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
@@ -190,9 +183,9 @@ def join_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def split_size(n_positions: int, least: int | None = None) -> int:
-    """Positions per split: a function of what the table holds, at least `least` (SPLIT where not given)."""
-    size = least or SPLIT
+def split_size(n_positions: int) -> int:
+    """Positions per split: a function of what the table holds, at least SPLIT."""
+    size = SPLIT
     while size * MAX_SPLITS < n_positions:
         size *= 2
     return size
@@ -231,9 +224,7 @@ def forward(
     if out.numel() == 0 or n_positions == 0:
         return out.zero_()
     tile = tile_sizes(n_heads // n_kv, d, q.element_size())
-    default = {"SPLIT": SPLIT, "BS": tile["BS"], "num_warps": WARPS, "num_stages": STAGES}
-    chosen = ATTEND.choose(default, q.device, (q.dtype,), (n_heads // n_kv, d))
-    size = split_size(n_positions, chosen.pop("SPLIT"))
+    size = split_size(n_positions)
     n_splits = triton.cdiv(n_positions, size)
     sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
@@ -264,7 +255,9 @@ def forward(
         WINDOW=windowed,
         SOFTCAP=softcap is not None,
         UPCAST=INTERPRETED,
-        **tile | chosen,
+        **tile,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     join_kernel[(n, n_heads)](
         sums,

@@ -40,9 +40,6 @@ TARGETS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=c
 SIGNATURES = {
     "gae_forward": "pnn pnn pnn p nn dd pp",
     "gae_backward": "pnn pnn pnn nn dd ppp",
-    "masked_moments": "ppn p p",
-    "whiten_forward": "pppn fd p pp",
-    "whiten_backward": "ppppn ff p p",
     "ppo_loss_forward": "ppp pf p pp n ddd f dd p ppp",
     "ppo_loss_backward": "pp pf p d n pp",
     "value_loss_forward": "ppp pf p n d p ppp",

@@ -370,7 +370,7 @@ def is_exact() -> bool:
     """Whether this process is in exact mode: a row's bits depend on nothing but the row, in rollouts and in training.
 
     Then `auto` takes the C++ ops on a CPU, whatever the kernel table says. On a GPU it takes Triton's also where torch
-    has an op of its own, and all of them have their default settings (`tuning`).
+    has an op of its own.
     """
     return _exact
 

@@ -59,13 +59,12 @@ def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahe
     return summed + upcast + 4 * (tile * (5 if needs else 4) + n * h)
 
 
-def tile_shape(n_rows: int, n_vocab: int, most: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(rows, columns) of a tile of the Triton sweep, powers of two; `most` in place of TILE_ROWS and TILE_COLUMNS.
+def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
+    """(rows, columns) of a tile of the Triton sweep, powers of two.
 
     In exact mode the number of rows does not decide about columns, and so about no order of summation.
     """
-    most_rows, most_columns = most or (TILE_ROWS, TILE_COLUMNS)
-    rows, columns = min(most_rows, next_power(n_rows)), min(most_columns, next_power(n_vocab))
+    rows, columns = min(TILE_ROWS, next_power(n_rows)), min(TILE_COLUMNS, next_power(n_vocab))
     while not registry.is_exact() and rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
         if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
             rows //= 2

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rlhf_kernels.runtime import registry, tuning
+from rlhf_kernels.runtime import registry
 from transformers.utils import logging
 
 from rlhf_engine.config import TrainConfig
@@ -42,21 +42,17 @@ class Generator:
         frozen: Mapping[str, str],
         threads: int | None,
         kernels: Sequence[tuple[Any, ...]],
-        tuned: Sequence[Mapping[str, Any]],
     ) -> tuple[int, str]:
         """Load the model of a TrainConfig's values; returns process id and host.
 
         frozen: the learner's `fixed_parts`. threads: of the CPU. kernels: values of the run's `Choice`s so far.
-        tuned: its `tuning.choices` as plain values. Raises ConfigError where weights differ, BackendUnavailableError
-        where a chosen kernel cannot serve here, TunedTableError where a tuned choice is none of this version.
+        Raises ConfigError where weights differ, BackendUnavailableError where a chosen kernel cannot serve here.
         """
         options = TrainConfig(**config)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         registry.set_default_backend(options.kernels)
         registry.begin_run((registry.Choice(*values) for values in kernels), exact=bool(options.exact))
-        held = [tuning.row_of(f"tuned[{i}]", row) for i, row in enumerate(tuned)]
-        tuning.begin_run(held)
         keep_freed_memory()
         self._threads = threads
         self._use_threads()

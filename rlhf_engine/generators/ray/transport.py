@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rlhf_kernels.runtime import registry, tuning
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import serialize
@@ -197,8 +197,7 @@ class RayTransport:
             return self._join_if_complete(worker)
 
         kernels = [tuple(choice) for choice in registry.choices()]
-        tuned = [row.to_dict() for row in tuning.choices()]
-        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, tuned, then=built)
+        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, then=built)
         return worker
 
     def _send(self, worker: _Worker, version: int) -> None:

@@ -156,7 +156,7 @@ _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
 def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if backbone.in_turn is not None:
-        return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base always)"
+        return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base)"
     return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
 
 
