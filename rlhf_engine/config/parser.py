@@ -62,6 +62,7 @@ _WITHOUT = {
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
     "llama_cpp outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of --to merged, see docs/guides/export.md",
+    "gold_model_path gold_adapter": "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it",
     "time": "a run tells the time that is left after its second step",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
 }

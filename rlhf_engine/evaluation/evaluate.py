@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine import data
@@ -23,13 +24,13 @@ from rlhf_engine.config.evaluate import BASE, REWARD
 from rlhf_engine.data.load import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
-from rlhf_engine.errors import ConfigError, EngineError, as_request_errors
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
 from rlhf_engine.evaluation import candidates as kept
-from rlhf_engine.evaluation import measure
 from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
 from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
-from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
+from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.hydra.outputs import LogprobPair
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
@@ -296,9 +297,15 @@ class Evaluation:
     # ---- scores -----------------------------------------------------------------------------------------------------
 
     def _measure_kl(self, model: HydraModel, of: Measured) -> None:
-        """Exact KL of the answers from the base."""
+        """KL from the base over the whole vocabulary, in nats at temperature 1, summed over each answer's tokens."""
         flat = [(self.prompts.ids[i], answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
-        kl = iter(measure.divergences(model, of.candidate.role, [p for p, _ in flat], [ids for _, ids in flat]))
+        batch = PackedBatch.from_lists([p for p, _ in flat], [ids for _, ids in flat], device=model.device)
+        sums: list[float] = []
+        with torch.no_grad():
+            for part, (pair,) in model.in_parts(batch, (LogprobPair(role=of.candidate.role, reference="reference"),)):
+                kls = pair.kl.split(list(part.completion_lens))
+                sums += [float(kl_M.sum(dtype=torch.float64)) for kl_M in kls]
+        kl = iter(sums)
         of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
 
     def _reward(self, of: Measured, model: HydraModel | None) -> None:
@@ -307,7 +314,15 @@ class Evaluation:
         places = [i for i, row in enumerate(of.answers) for _ in row]
         flat = [answer for row in of.answers for answer in row]
         prompts = [self.prompts.ids[i] for i in places]
-        learned = None if model is None else measure.rewards(model, prompts, [answer.ids for answer in flat])
+        learned = None
+        if model is not None:
+            batch = PackedBatch.from_lists(prompts, [answer.ids for answer in flat], device=model.device)
+            rewards_N = model.score(batch, ("reward",)).rewards_N
+            assert rewards_N is not None
+            learned = rewards_N.float().cpu()
+            if not learned.isfinite().all():
+                place = int((~learned.isfinite()).int().argmax())
+                raise NonFiniteError(f"reward of answer {place} is {float(learned[place])}")
         scored = self.scorer(
             self.prompts.written(places),
             [answer.text for answer in flat],

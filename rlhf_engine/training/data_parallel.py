@@ -43,8 +43,6 @@ _PATHS = (
     "eval_dataset_name",
     "output_dir",
     "resume_from_checkpoint",
-    "gold_model_path",
-    "gold_adapter",
 )
 """Options that machines may spell differently; what is found there is compared instead."""
 
