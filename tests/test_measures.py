@@ -38,7 +38,7 @@ CEILINGS = {
     "engine: lines": 39670,
     "engine: longest file": 809,
     "engine: longest function": 90,
-    "examples: lines": 505,
+    "examples: lines": 540,
     "kernels: lines": 17521,
     "options of all commands": 175,
     "options of train": 120,
