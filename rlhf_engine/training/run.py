@@ -38,14 +38,13 @@ from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_recor
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.runs.trackers import Trackers
 from rlhf_engine.training.data_parallel import (
-    Ranks,
     require_same_options,
     require_same_start,
     require_shared_state,
 )
 from rlhf_engine.training.micro_batches import divide, unit_lengths
 from rlhf_engine.training.policy import Policy, State
-from rlhf_engine.training.update import StepPlan
+from rlhf_engine.training.update import Ranks, StepPlan
 
 OnStep = Callable[[int, dict[str, Any]], None]
 """Called with the number of steps done and the step's metrics."""
