@@ -16,6 +16,7 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
 from rlhf_engine.rollout.generate import collect
 from tests.conftest import VOCAB, build, randomise, tiny_llama
+from tests.hydra.test_supports import from_mask
 
 ENDS = (2, 5, 9, 11, 13, 17)
 FILTERS = {
@@ -277,7 +278,7 @@ def test_the_policy_gradient_is_that_of_the_truncated_policy(enumerated):
     for i, answer in zip(possible.tolist(), answers, strict=True):
         assert torch.equal(supports_of[tuple(answer)], kept[2 * i : 2 * i + 2])
 
-    supports = Supports.concat([Supports.from_mask(supports_of[tuple(answer)]) for answer in answers])
+    supports = Supports.concat([from_mask(supports_of[tuple(answer)]) for answer in answers])
     batch = PackedBatch.from_lists([[1, 4]] * len(answers), answers, supports=supports)
     p_M, reward_M = (x.detach()[batch.sequence_of_M] for x in (p_N, reward_N))
     old_M = log_p[possible].detach().flatten()

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +28,6 @@ from rlhf_engine.data import (
 from rlhf_engine.data.tally import shown
 from rlhf_engine.errors import ConfigError
 
-Objective = Literal["pairwise", "pointwise"]
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "pairwise": ("preference", "implicit_preference"),
     "pointwise": ("unpaired_preference",),
