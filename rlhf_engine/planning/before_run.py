@@ -74,8 +74,8 @@ def memory_of(trainer: Run[Any]) -> Memory:
     """Count a run. Raises ConfigError for a model that the formula cannot count."""
     config, model = trainer.config, trainer.model
     backbones = [model.backbone(name) for name in model.backbones]
-    slots = [slot.config for backbone in backbones for slot in backbone.slots.values()]
-    slot = slots[0] if slots else SlotConfig(r=1)
+    slots: list[Any] = [slot.config for backbone in backbones for slot in backbone.slots.values()]
+    slot: SlotConfig = slots[0] if slots else SlotConfig(r=1)
     options: dict[str, Any] = {"num_mini_batches": 1}
     if isinstance(trainer, RlTrainer):
         rl = trainer.config
@@ -100,7 +100,7 @@ def memory_of(trainer: Run[Any]) -> Memory:
             "batch": 1,
             "micro_batch": 1,
         }
-    quantization = "8bit" if getattr(config, "load_in_8bit", False) else "none"
+    bits = [bits for bits in ("8bit", "4bit") if getattr(config, f"load_in_{bits}", False)]
     formula = Formula(
         lasting(model.roles),
         Setting(
@@ -112,7 +112,7 @@ def memory_of(trainer: Run[Any]) -> Memory:
             token_budget=model.token_budget,
             gradient_checkpointing=config.gradient_checkpointing,
             optim=config.optim,
-            quantization="4bit" if getattr(config, "load_in_4bit", False) else quantization,
+            quantization=bits[0] if bits else "none",  # type: ignore[arg-type]
             processes=trainer.world.size,
             shard_base=bool(config.shard_base),
             **options,

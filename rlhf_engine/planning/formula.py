@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.linear import packed
@@ -126,8 +126,9 @@ class Formula:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(setting.config, dtype=setting.dtype)
         self.model = model
-        embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
-        head = embedding if output is None else output.weight
+        output = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings().weight
+        head: Any = embedding if output is None else output.weight
         self._head, self._own_head = head.shape, head is not embedding
         self.hidden, self._read = text.hidden_size, head.shape[1]  # heads of OPT read narrower states
         self._parameters = [p.shape for p in model.parameters() if p is embedding or p is not head]
@@ -143,7 +144,7 @@ class Formula:
         self.linears = {path: size for path, size in linears.items() if path.startswith(prefix)}
         """(out, in) of the linears in blocks, by path."""
         try:
-            self._adapted = match_targets(linears, prefix, setting.slot.target_modules)  # type: ignore[type-var]
+            self._adapted = match_targets(linears, prefix, setting.slot.target_modules)  # type: ignore[type-var, arg-type]
         except ValueError as error:
             raise ConfigError(f"lora_{error}") from error
         self._pairs = [
@@ -366,7 +367,7 @@ class Formula:
         """Answers per step whose rollout and scoring fit, and sequences of a micro-batch; 0 where not even one does."""
         s = self.setting
 
-        def peaks(phases: tuple[str, ...], **changes: int) -> int:
+        def peaks(phases: tuple[str, ...], **changes: Any) -> int:
             other = copy.copy(self)
             other.setting = replace(s, **changes)
             return max(other.peak(phase) for phase in phases if phase in self.phases)

@@ -101,8 +101,8 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
     total_steps = config.count_steps(len(train_set.rows))
     if config.dry_run:
-        longest = sorted(zip(train_set.ids, train_set.rows, strict=True), key=lambda pair: -len(pair[0]))
-        train_set = _part(train_set, [row for _, row in longest[: config.prompts_per_step]])
+        by_length = sorted(zip(train_set.ids, train_set.rows, strict=True), key=lambda pair: -len(pair[0]))
+        train_set = _part(train_set, [row for _, row in by_length[: config.prompts_per_step]])
     if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
         if config.num_train_epochs is None:
             raise ConfigError(f"max_steps: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")
