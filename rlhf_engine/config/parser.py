@@ -61,6 +61,8 @@ _WITHOUT = {
     "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
+    "reserve": "plan leaves 5 % of --gpu to the driver and fragmentation",
+    "out": "plan draws no chart; --json prints its numbers",
     "llama_cpp outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of --to merged, see docs/guides/export.md",
     "gold_model_path gold_adapter": "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it",
     "time": "a run tells the time that is left after its second step",

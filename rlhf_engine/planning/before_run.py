@@ -1,9 +1,8 @@
-"""Lines that a command prints before a run's first step: the memory that is certain, and what cannot fit."""
+"""Lines that a command prints before a run's first step: the memory that it will take, and what cannot fit."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,113 +10,121 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlhf_engine.hydra.kv_cache import BLOCK
-from rlhf_engine.planning.fit import GATHERED_BLOCKS
-from rlhf_engine.policy.adamw import gradient_dtype, state_layout
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import SlotConfig
+from rlhf_engine.hydra.roles import lasting
+from rlhf_engine.planning.formula import Formula, Setting
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.run import Run
+from rlhf_engine.training.run import Run, SupervisedRun
+
+_NAMES = {"generation": "while answers are drawn", "inference": "while they are scored", "update": "in the update"}
+_ADVICE = {
+    "generation": "bound the KV cache by --kv_cache_memory, or lower --generation_batch_size or "
+    "--max_completion_length",
+    "inference": "lower --token_budget",
+    "update": "switch --gradient_checkpointing on, or lower --per_device_train_batch_size, --token_budget or --lora_r, "
+    "or choose another --optim",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a run on one device."""
+
+    held: int
+    """In memory already: weights, and the optimizer's state of a run that goes on."""
+    peaks: dict[str, int]
+    """Most that each phase takes, by the formula."""
+    free: int | None
+    """Free bytes of the device, or of the machine for a CPU; None where the system does not say."""
+
+    def lines(self) -> Iterator[str]:
+        """Write what is held and the peaks into one line, and a warning where a phase needs more than is free."""
+        peaks = ", ".join(f"{_size(n)} {_NAMES[phase]}" for phase, n in self.peaks.items())
+        free = "" if self.free is None else f"; {_size(self.free)} free"
+        yield f"memory: {_size(self.held)} held; at its peak about {peaks}{free}"
+        most = max(self.peaks, key=self.peaks.__getitem__)
+        needed = self.peaks[most] - self.held
+        if self.free is not None and needed > self.free:
+            yield (
+                f"warning: about {_size(needed)} more are needed {_NAMES[most]}, {_size(self.free)} are free: "
+                f"{_ADVICE[most]}; --dry_run measures one step"
+            )
 
 
 def before_run(trainer: Run[Any]) -> Iterator[str]:
-    """Tell what a run will need, line by line as it becomes known.
+    """Tell what memory a run will need.
 
     Args:
         trainer: a run that has been made ready, on the main rank.
 
     Yields:
-        Memory; a warning where what is to come is more than is free.
+        Memory; a warning where what is to come is more than is free. Nothing for a model that the formula cannot count.
     """
-    memory = Memory.of(trainer)
+    try:
+        memory = memory_of(trainer)
+    except ConfigError:
+        return
     each = f" (each of {trainer.world.size} processes)" if trainer.world.size > 1 else ""
-    yield memory.line() + each
-    if memory.warning():
-        yield memory.warning()
+    for line in memory.lines():
+        yield line + each
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of a run on one device that are certain before its first step."""
-
-    held: dict[str, int]
-    """By part, in memory already."""
-    to_come: dict[str, int]
-    """By part, allocated in the first step."""
-    free: int | None
-    """Free bytes of the device, or of the machine for a CPU; None where the system does not say."""
-    device_type: str
-
-    @classmethod
-    def of(cls, trainer: Run[Any]) -> Memory:
-        """Count what a run holds and will hold, apart from activations.
-
-        Args:
-            trainer: a run that has been made ready.
-
-        Returns:
-            The bytes of this process.
-        """
-        model, adamw = trainer.model, trainer.optimizer.adamw
-        backbones = [model.backbone(name) for name in model.backbones]
-        base = [p for b in backbones for _, p in b.base_parameters()]
-        frozen, trained_base = ([p for p in base if p.requires_grad == flag] for flag in (False, True))
-        slots = [p for b in backbones for p in b.slots.parameters()]
-        held = {
-            "frozen weights": _bytes(frozen),
-            "trained weights": _bytes(trained_base),
-            "adapters and heads": _bytes([*slots, *model.heads.parameters()]),
+def memory_of(trainer: Run[Any]) -> Memory:
+    """Count a run. Raises ConfigError for a model that the formula cannot count."""
+    config, model = trainer.config, trainer.model
+    backbones = [model.backbone(name) for name in model.backbones]
+    slots: list[Any] = [slot.config for backbone in backbones for slot in backbone.slots.values()]
+    slot: SlotConfig = slots[0] if slots else SlotConfig(r=1)
+    options: dict[str, Any] = {"num_mini_batches": 1}
+    if isinstance(trainer, RlTrainer):
+        rl = trainer.config
+        prompts = trainer.next_prompts().prompts
+        options = {
+            "prompt_length": -(-sum(map(len, prompts)) // len(prompts)),
+            "completion_length": rl.max_completion_length,
+            "batch": len(prompts),
+            "num_generations": rl.generations,
+            "num_mini_batches": rl.mini_batches,
+            "max_rows": rl.max_rows,
+            "cache_limit": rl.cache_bytes,
+            "micro_batch": rl.per_device_train_batch_size,
         }
-        optim = trainer.config.optim
-        trained = {name: p for name, p in adamw.parameters.items() if p.requires_grad}  # a head's bias may stay
-        layouts = {name: state_layout(optim, p.shape, p.dtype) for name, p in trained.items()}
-        state = {name: sum(s.numel() * d.itemsize for s, d in fields.values()) for name, fields in layouts.items()}
-        to_come = {
-            "gradients": sum(p.numel() * gradient_dtype(optim, p.dtype).itemsize for p in trained.values()),
-            "optimizer state": sum(n for name, n in state.items() if not adamw.has_stepped(name)),
-            "KV cache": _cache_bytes(trainer) if isinstance(trainer, RlTrainer) else 0,
-            "gathered weights": _gathered_bytes(trainer) if isinstance(trainer, RlTrainer) else 0,
+    else:
+        assert isinstance(trainer, SupervisedRun)
+        longest = sorted((row.tokens for row in trainer.next_rows()), reverse=True)
+        tokens = sum(longest[: config.per_device_train_batch_size])  # type: ignore[attr-defined]
+        options |= {
+            "prompt_length": tokens // 2,
+            "completion_length": tokens - tokens // 2,
+            "batch": 1,
+            "micro_batch": 1,
         }
-        held["optimizer state"] = sum(state.values()) - to_come["optimizer state"]
-        return cls(held=held, to_come=to_come, free=_free_bytes(model.device), device_type=model.device.type)
-
-    def line(self) -> str:
-        """Write all parts into one line.
-
-        Returns:
-            The line.
-        """
-        held, to_come = (
-            ", ".join(f"{_size(n)} {part}" for part, n in parts.items() if n) for parts in (self.held, self.to_come)
-        )
-        free = "" if self.free is None else f"; {_size(self.free)} free"
-        packed = " and packed weights" if self.device_type == "cpu" else ""
-        return f"memory: {held}; the first step adds {to_come}, activations{packed}{free}"
-
-    def warning(self) -> str:
-        """Name the option to lower where the first step needs more than is free.
-
-        Returns:
-            The line; empty where nothing is certain.
-        """
-        needed = sum(self.to_come.values())
-        if self.free is None or needed <= self.free:
-            return ""
-        largest = max(self.to_come, key=self.to_come.__getitem__)
-        advice = {
-            "gradients": "train adapters, or lower --lora_r",
-            "optimizer state": "train adapters, lower --lora_r, or choose another --optim",
-            "gathered weights": "let a vLLM server draw, beside which no process has all of the base",
-            "KV cache": "bound it by --kv_cache_memory, or lower --generation_batch_size or --max_completion_length",
-        }
-        return (
-            f"warning: the first step needs {_size(needed)} beside activations, {_size(self.free)} are free; most is "
-            f"{largest}: {advice[largest]}"
-        )
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this process holds of some tensors, each memory once."""
-    held = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-    return sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in held}.values())
+    bits = [bits for bits in ("8bit", "4bit") if getattr(config, f"load_in_{bits}", False)]
+    formula = Formula(
+        lasting(model.roles),
+        Setting(
+            config=backbones[0].model.config,
+            dtype=backbones[0].dtype,
+            adapter_dtype=next((p.dtype for b in backbones for p in b.slots.parameters()), torch.float32),
+            device_type=model.device.type,
+            slot=slot,
+            token_budget=model.token_budget,
+            gradient_checkpointing=config.gradient_checkpointing,
+            optim=config.optim,
+            quantization=bits[0] if bits else "none",  # type: ignore[arg-type]
+            processes=trainer.world.size,
+            shard_base=bool(config.shard_base),
+            **options,
+        ),
+        backbones[0].model,
+    )
+    tensors = [*model.parameters(), *trainer.optimizer.state_tensors().values()]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    held = sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in local}.values())
+    draws = isinstance(trainer, RlTrainer) and config.rollout_backend == "local" and not config.is_async  # type: ignore[attr-defined]
+    phases = [phase for phase in formula.phases if draws or phase != "generation"]
+    return Memory(held=held, peaks={phase: formula.peak(phase) for phase in phases}, free=_free_bytes(model.device))
 
 
 def _size(n: int) -> str:
@@ -125,48 +132,15 @@ def _size(n: int) -> str:
     return f"{n / unit:.3g} {name}"
 
 
-def _cache_bytes(trainer: RlTrainer) -> int:
-    """Keys and values of the next step's answers; 0 where other processes draw them."""
-    config = trainer.config
-    if not _draws_here(trainer):
-        return 0
-    prompts = trainer.next_prompts().prompts
-    rows = sorted((-(-(len(p) + config.max_completion_length - 1) // BLOCK) for p in prompts), reverse=True)
-    shared = sum(len(prompt) // BLOCK * (n - 1) for prompt, n in Counter(prompts).items())
-    blocks = min(sum(rows) - shared, sum(rows[: _rows_alive(trainer, len(rows))]))
-    needed: int = blocks * BLOCK * trainer.model.role_backbone("actor").cache_bytes_per_position
-    return needed if config.cache_bytes is None else min(needed, config.cache_bytes)
-
-
-def _gathered_bytes(trainer: RlTrainer) -> int:
-    """Most bytes of a base in shares that are gathered at a time; 0 where each process has all of it anyway."""
-    if not trainer.config.shard_base:
-        return 0
-    backbones = [trainer.model.backbone(name) for name in trainer.model.backbones]
-    whole = _bytes(p for backbone in backbones for _, p in backbone.base_parameters())
-    blocks = [_bytes(block.parameters()) for backbone in backbones for block in backbone.blocks]
-    few = min(whole, whole - sum(blocks) + GATHERED_BLOCKS * max(blocks))
-    return few if trainer.config.rollout_backend == "vllm" else whole
-
-
-def _draws_here(trainer: RlTrainer) -> bool:
-    """Whether this process draws all of its answers between updates."""
-    return trainer.config.rollout_backend == "local" and not trainer.config.is_async
-
-
-def _rows_alive(trainer: RlTrainer, n: int) -> int:
-    return min(n, trainer.config.max_rows or n)
-
-
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = []
+    free = []
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.is_file():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        found.append(1024 * int(lines["MemAvailable"].split()[0]))
+        free.append(1024 * int(lines["MemAvailable"].split()[0]))
     most, used = group / "memory.max", group / "memory.current"
     if most.is_file() and used.is_file() and most.read_text().strip() != "max":
-        found.append(max(0, int(most.read_text()) - int(used.read_text())))
-    return min(found, default=None)
+        free.append(max(0, int(most.read_text()) - int(used.read_text())))
+    return min(free, default=None)

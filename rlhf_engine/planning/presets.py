@@ -1,9 +1,8 @@
-"""Shapes of common models, as their authors published them, and configs from presets or folders."""
+"""Shapes of common models, as their authors published them, and configs from presets, folders or the Hub."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +12,43 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import loading
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """One published architecture."""
-
-    model_type: str
-    """transformers' name of the architecture."""
-    parameters: int
-    """Parameters of the causal LM as published, tied weights once; a test builds it and counts."""
-    shape: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the config class."""
-
-
-def _llama(parameters: int, hidden: int, ff: int, layers: int, heads: int, kv: int, vocab: int, **more: Any) -> Preset:
-    shape = {
-        "hidden_size": hidden,
-        "intermediate_size": ff,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        **more,
-    }
-    return Preset(model_type=shape.pop("model_type", "llama"), parameters=parameters, shape=shape)
-
-
-def _neox(parameters: int, hidden: int, layers: int, heads: int, vocab: int) -> Preset:
-    shape = {
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 2048,
-    }
-    return Preset(model_type="gpt_neox", parameters=parameters, shape=shape)
-
-
-_LLAMA3 = {"max_position_embeddings": 8192}
-_LLAMA32 = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
-_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
-_QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "head_dim": 128}
-_MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096}
-_GEMMA2 = {"model_type": "gemma2", "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True}
-_TIED = {"tie_word_embeddings": True}
-
-PRESETS: dict[str, Preset] = {
-    "gpt2": Preset(model_type="gpt2", parameters=124_439_808),
-    "pythia-410m": _neox(405_334_016, 1024, 24, 16, 50304),
-    "pythia-1b": _neox(1_011_781_632, 2048, 16, 8, 50304),
-    "pythia-2.8b": _neox(2_775_208_960, 2560, 32, 32, 50304),
-    "pythia-6.9b": _neox(6_857_302_016, 4096, 32, 32, 50432),
-    "llama-7b": _llama(6_738_415_616, 4096, 11008, 32, 32, 32, 32000, max_position_embeddings=2048),
-    "llama-13b": _llama(13_015_864_320, 5120, 13824, 40, 40, 40, 32000, max_position_embeddings=2048),
-    "llama-2-70b": _llama(68_976_648_192, 8192, 28672, 80, 64, 8, 32000, max_position_embeddings=4096),
-    "llama-3.2-1b": _llama(1_235_814_400, 2048, 8192, 16, 32, 8, 128256, head_dim=64, **_LLAMA32),
-    "llama-3.2-3b": _llama(3_212_749_824, 3072, 8192, 28, 24, 8, 128256, head_dim=128, **_LLAMA32),
-    "llama-8b": _llama(8_030_261_248, 4096, 14336, 32, 32, 8, 128256, **_LLAMA3),
-    "llama-70b": _llama(70_553_706_496, 8192, 28672, 80, 64, 8, 128256, **_LLAMA3),
-    "qwen2.5-0.5b": _llama(494_032_768, 896, 4864, 24, 14, 2, 151936, **{**_QWEN2, **_TIED}),
-    "qwen2.5-1.5b": _llama(1_543_714_304, 1536, 8960, 28, 12, 2, 151936, **{**_QWEN2, **_TIED}),
-    "qwen2.5-7b": _llama(7_615_616_512, 3584, 18944, 28, 28, 4, 152064, **_QWEN2),
-    "qwen3-0.6b": _llama(596_049_920, 1024, 3072, 28, 16, 8, 151936, **{**_QWEN3, **_TIED}),
-    "qwen3-8b": _llama(8_190_735_360, 4096, 12288, 36, 32, 8, 151936, **_QWEN3),
-    "mistral-7b": _llama(7_241_732_096, 4096, 14336, 32, 32, 8, 32000, **_MISTRAL),
-    "gemma-2-2b": _llama(2_614_341_888, 2304, 9216, 26, 8, 4, 256000, **_GEMMA2),
+PRESETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "gpt2": ("gpt2", (), {}),
+    "pythia-410m": ("gpt_neox", (1024, 4096, 24, 16, 16, 50304, 2048), {}),
+    "pythia-1b": ("gpt_neox", (2048, 8192, 16, 8, 8, 50304, 2048), {}),
+    "pythia-2.8b": ("gpt_neox", (2560, 10240, 32, 32, 32, 50304, 2048), {}),
+    "pythia-6.9b": ("gpt_neox", (4096, 16384, 32, 32, 32, 50432, 2048), {}),
+    "llama-7b": ("llama", (4096, 11008, 32, 32, 32, 32000, 2048), {}),
+    "llama-13b": ("llama", (5120, 13824, 40, 40, 40, 32000, 2048), {}),
+    "llama-2-70b": ("llama", (8192, 28672, 80, 64, 8, 32000, 4096), {}),
+    "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 128256, 131072), {"head_dim": 64, **_TIED}),
+    "llama-3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128256, 131072), {"head_dim": 128, **_TIED}),
+    "llama-8b": ("llama", (4096, 14336, 32, 32, 8, 128256, 8192), {}),
+    "llama-70b": ("llama", (8192, 28672, 80, 64, 8, 128256, 8192), {}),
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 151936, 32768), _TIED),
+    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 151936, 32768), _TIED),
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {}),
+    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8, 151936, 40960), {"head_dim": 128, **_TIED}),
+    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), {"head_dim": 128}),
+    "mistral-7b": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768), {"sliding_window": 4096}),
+    "gemma-2-2b": ("gemma2", (2304, 9216, 26, 8, 4, 256000, 8192), {"head_dim": 256, **_TIED}),
 }
-"""Llama 7B and 13B are those of Llama 1 and 2 (the Hydra paper's), `llama-8b` and `llama-70b` those of Llama 3."""
+"""Type, `_SIZES` and more by name. Llama 7B and 13B are those of Llama 1 and 2, `llama-8b` and `llama-70b` of 3."""
 
 
 def find_config(model: str) -> PreTrainedConfig:
     """The config of a preset, a folder or a model of the Hub. Raises ConfigError otherwise, with the nearest preset."""
     if model in PRESETS:
-        preset = PRESETS[model]
-        config: PreTrainedConfig = AutoConfig.for_model(preset.model_type, **preset.shape)
+        kind, sizes, more = PRESETS[model]
+        shape = dict(zip(_SIZES, sizes, strict=False))
+        untied = {"tie_word_embeddings": False} if sizes else {}
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **{**untied, **shape, **more})
         return config
     if Path(model).is_dir() or is_hub_name(model):
         try:

@@ -35,6 +35,7 @@ from rlhf_kernels.runtime import cores, native
 import rlhf_engine
 from rlhf_engine.devices import is_gpu
 
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
 
@@ -189,6 +190,14 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` count from now on; where a CPU's system cannot, it goes on counting from the start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access(_CLEAR_REFS, os.W_OK):
+        _CLEAR_REFS.write_text("5")
 
 
 def _plain(name: str, value: Any) -> Any:

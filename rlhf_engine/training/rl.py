@@ -209,7 +209,7 @@ class RlTrainer(Run[TrainerState]):
         RewardError, MemoryLimitError (a single answer does not fit), or a failed generator, server or rank.
         """
         config, state, world = self.policy.options, self.state, self.world
-        clock = Clock(self.model.device)
+        clock = Clock(self.model.device, with_peaks=config.dry_run)
         prompts = self._prompts.prompts(state.step)
         own = self._prompts.own(prompts)
         with self.whole_base():
@@ -272,7 +272,7 @@ class RlTrainer(Run[TrainerState]):
     def _sampling(self, seed: int) -> SamplingConfig:
         return SamplingConfig(
             max_completion_length=self.config.max_completion_length,
-            eos_token_ids=eos_token_ids(self.tokenizer, self.model.backbone().model),
+            eos_token_ids=() if self.config.dry_run else eos_token_ids(self.tokenizer, self.model.backbone().model),
             temperature=self.config.temperature,
             top_k=self.config.top_k,
             top_p=self.config.top_p,

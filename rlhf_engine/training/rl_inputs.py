@@ -53,9 +53,12 @@ class RlInputs:
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     """Check the request and read its data, as this rank of the run."""
     output = Path(config.output_dir)
-    require_unlocked(output)
-    resume = resolve_resume(config.resume_from_checkpoint, output)
-    check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir)
+    resume = None if config.dry_run else resolve_resume(config.resume_from_checkpoint, output)
+    if not config.dry_run:  # which begins anew and writes nothing
+        require_unlocked(output)
+        check_output(
+            output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir
+        )
     require_trackers(config.report_to)
     require_optim(config.optim)
     resumed_step = 0 if resume is None else _check_resumed(config, resume)
@@ -97,6 +100,9 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_share")
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
     total_steps = config.count_steps(len(train_set.rows))
+    if config.dry_run:
+        by_length = sorted(zip(train_set.ids, train_set.rows, strict=True), key=lambda pair: -len(pair[0]))
+        train_set = _part(train_set, [row for _, row in by_length[: config.prompts_per_step]])
     if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
         if config.num_train_epochs is None:
             raise ConfigError(f"max_steps: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")

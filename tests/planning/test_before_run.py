@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.hydra.kv_cache import BLOCK
-from rlhf_engine.planning.before_run import Memory
+from rlhf_engine.planning.before_run import Memory, memory_of
+from rlhf_engine.planning.formula import PHASES
 from rlhf_engine.rollout import SamplingConfig
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
@@ -41,20 +43,17 @@ def make(kind: str, model: Path, output: Path, **changes) -> Run:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "full", "sft", "reward"])
-def test_bytes_are_those_that_a_step_leaves(model, tmp_path, kind):
+def test_what_is_held_is_what_lies_in_memory(model, tmp_path, kind):
     trainer = make(kind, model, tmp_path / "out", save_steps=1, **({"max_steps": 2} if kind != "sft" else {}))
-    found = Memory.of(trainer)
+    before = memory_of(trainer)
     parameters = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    assert sum(found.held.values()) == parameters
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    assert found.to_come["gradients"] == sum(p.numel() * p.element_size() for p in trained)
+    assert before.held == parameters
+    assert set(before.peaks) == ({"update"} if kind in ("sft", "reward") else set(PHASES))
     with pytest.raises(KeyboardInterrupt):
         trainer.run(interrupt)
-    state = trainer.optimizer.state_tensors().values()
-    assert found.to_come["optimizer state"] == sum(x.numel() * x.element_size() for x in state) > 0
+    state = sum(x.numel() * x.element_size() for x in trainer.optimizer.state_tensors().values())
     resumed = make(kind, model, tmp_path / "out", save_steps=1, resume_from_checkpoint="auto")
-    after = Memory.of(resumed)
-    assert (after.to_come["optimizer state"], after.held["optimizer state"]) == (0, found.to_come["optimizer state"])
+    assert memory_of(resumed).held == parameters + state > parameters
 
 
 def interrupt(step: int, metrics: dict) -> None:
@@ -73,51 +72,28 @@ def test_the_cache_is_the_one_that_is_drawn_with(tmp_path, changes):
     sampling = SamplingConfig(max_completion_length=40, eos_token_ids=())
     stats = trainer.rollouts.generate([longer[prompt] for prompt in prompts], sampling).stats
     position = trainer.model.role_backbone("actor").cache_bytes_per_position
-    assert Memory.of(trainer).to_come["KV cache"] == stats.most_blocks * BLOCK * position
+    peaks = memory_of(trainer).peaks
+    trainer.config = dataclasses.replace(trainer.config, kv_cache_memory="1kB")
+    bound = memory_of(trainer).peaks
+    assert peaks["generation"] - bound["generation"] == stats.most_blocks * BLOCK * position - 1000
 
 
-def test_a_cache_with_a_bound_is_not_larger(model, tmp_path):
-    free = Memory.of(make("ppo", model, tmp_path / "free"))
-    bound = Memory.of(make("ppo", model, tmp_path / "bound", kv_cache_memory="20kB"))
-    assert bound.to_come["KV cache"] == 20_000 < free.to_come["KV cache"]
-
-
-def memory(**changes) -> Memory:
-    parts = {
-        "held": {"frozen weights": 10**9, "trained weights": 0},
-        "to_come": {"gradients": 2 * 10**7, "optimizer state": 4 * 10**7, "KV cache": 3 * 10**9},
-        "free": 4 * 10**9,
-        "device_type": "cuda",
-    }
-    return Memory(**{**parts, **changes})
-
-
-def test_one_line_names_every_part_that_is_there():
-    assert memory().line() == (
-        "memory: 1 GB frozen weights; the first step adds 20 MB gradients, 40 MB optimizer state, 3 GB KV cache, "
-        "activations; 4 GB free"
+def test_lines_name_what_is_there_and_what_does_not_fit():
+    peaks = {"generation": 3 * 10**9, "inference": 10**9, "update": 2 * 10**9}
+    (line,) = Memory(held=10**9, peaks=peaks, free=2 * 10**9).lines()
+    assert line == (
+        "memory: 1 GB held; at its peak about 3 GB while answers are drawn, 1 GB while they are scored, 2 GB in the "
+        "update; 2 GB free"
     )
-    assert memory(free=None, device_type="cpu").line().endswith("3 GB KV cache, activations and packed weights")
+    assert len([*Memory(held=10**9, peaks=peaks, free=None).lines()]) == 1
+    for phase, option in {"generation": "--kv_cache_memory", "update": "--gradient_checkpointing"}.items():
+        _, warning = Memory(held=0, peaks={**peaks, phase: 5 * 10**9}, free=4 * 10**9).lines()
+        assert warning.startswith("warning: about 5 GB more are needed")
+        assert option in warning
 
 
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({}, None),
-        ({"free": None}, None),
-        ({"free": 3 * 10**9}, "most is KV cache: bound it by --kv_cache_memory, or lower --generation_batch_size"),
-        ({"free": 1, "to_come": {"gradients": 1, "optimizer state": 2, "KV cache": 0}}, "or choose another --optim"),
-        ({"free": 1, "to_come": {"gradients": 2, "optimizer state": 1, "KV cache": 0}}, "lower --lora_r"),
-    ],
-)
-def test_what_cannot_fit_is_said_with_the_option_to_lower(changes, option):
-    warning = memory(**changes).warning()
-    assert bool(warning) == (option is not None)
-    assert option is None or option in warning
-
-
-def test_no_cache_where_answers_are_drawn_beside_the_updates(model, tmp_path):
-    assert Memory.of(make("ppo", model, tmp_path / "out", async_mode="replay")).to_come["KV cache"] == 0
+def test_no_generation_where_answers_are_drawn_beside_the_updates(model, tmp_path):
+    assert set(memory_of(make("ppo", model, tmp_path / "out", async_mode="replay")).peaks) == {"inference", "update"}
 
 
 def test_commands_say_it_once_and_on_standard_error(model, tmp_path, capsys):
@@ -131,7 +107,7 @@ def test_commands_say_it_once_and_on_standard_error(model, tmp_path, capsys):
         assert main([*command, str(tmp_path / command[0])]) == 0
         out, err = capsys.readouterr()
         assert "memory: " not in out
-        assert len(re.findall(r"^memory: .*; .* free$", err, re.MULTILINE)) == 1
+        assert len(re.findall(r"^memory: .* held; .* free$", err, re.MULTILINE)) == 1
         assert err.index("memory: ") < err.index(" 1/")
     assert main([*sft, str(tmp_path / "sft"), "--resume_from_checkpoint", "auto"]) == 0
     assert "memory: " not in capsys.readouterr().err  # nothing is left to do

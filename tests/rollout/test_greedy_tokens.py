@@ -114,7 +114,6 @@ def test_a_layer_with_parameters_of_its_own_is_not_served():
     plain.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     backbone = hydra(plain).backbone()
     assert native_step.unsupported(backbone) == "layer 1 has parameters beside its linears and norms: ['sinks']"
-    assert not native_step.looks_servable(backbone, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -174,12 +174,6 @@ def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") ->
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def looks_servable(backbone: Backbone, device_type: str) -> bool:
-    """Whether kinds and names speak for the native step, for a backbone without weights; its trial may say no."""
-    reason = registry.unsupported("decode_step", "cpu", device_type, backbone.dtype)
-    return reason is None and _differs(backbone) is None and preferred(backbone, device_type)
-
-
 def preferred(backbone: Backbone, device_type: str) -> bool:
     """Whether `auto` decides for the native step, of a backbone that it serves; see `rlhf_kernels.runtime.registry`."""
     base_model: Any = backbone.base_model
