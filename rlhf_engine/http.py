@@ -72,6 +72,7 @@ class RequestGroup:
                 return
             with self._lock:
                 if self._ended.is_set():
+                    facts["return_value"].close()  # httpx2 has not taken it over yet
                     raise ConnectionAbortedError("the requests beside it have ended")
                 own.append(facts["return_value"].get_extra_info("socket"))
                 self._sockets.add(own[-1])

@@ -271,3 +271,14 @@ def test_what_has_ended_sends_nothing_more(server):
     with pytest.raises(RolloutServerError, match="ConnectionAbortedError: the requests beside it have ended"):
         Transport(server.url, VLLM, timeout=20).exchange("POST", COMPLETIONS, {}, again=True, group=group)
     assert server.log == []
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as listening:  # nor does a connection stay open, on which a server waits
+        transport = Transport(f"http://127.0.0.1:{listening.getsockname()[1]}", VLLM, timeout=20)
+        with pytest.raises(RolloutServerError) as error:
+            transport.exchange("POST", COMPLETIONS, {}, again=True, group=group)
+        assert error.value.__cause__ is not None  # whose traceback would keep the socket alive
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(5)
+            assert connection.recv(1) == b""
