@@ -40,7 +40,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     expected = dict(
         REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
         kl_in="to_go", advantage_clip=None, divide_by_own_length=False, max_bad_rows=0.0, truncation="error",
-        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False,
+        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False, dry_run=False,
         dtype="float32", lora_r=16, lora_alpha=32.0, use_rslora=False, push_to_hub=None, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",

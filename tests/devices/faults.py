@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "rlhf_engine.scoring.experience",
         "_make",
-        f"torch.tensor(found, dtype=torch.float32, {_HERE})",
-        "torch.tensor(found, dtype=torch.float32)",
+        f"torch.tensor([totals[i] for i in places], dtype=torch.float32, {_HERE})",
+        "torch.tensor([totals[i] for i in places], dtype=torch.float32)",
         {"algorithm": "remax"},
     ),
     Fault(
