@@ -29,7 +29,7 @@ CEILINGS = {
     "CHANGELOG.md: lines": 54,
     "bench: lines": 12367,
     "csrc: lines": 11837,
-    "docs: words of notes": 63360,
+    "docs: words of notes": 63362,
     "docs: words of pages": 30789,
     "engine: arrows between rooms": 141,
     "engine: files": 223,
