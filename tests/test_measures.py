@@ -26,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 54,
+    "CHANGELOG.md: lines": 55,
     "bench: lines": 12367,
     "csrc: lines": 11837,
-    "docs: words of notes": 63362,
+    "docs: words of notes": 63365,
     "docs: words of pages": 30789,
     "engine: arrows between rooms": 141,
     "engine: files": 223,
-    "engine: lines of code": 21570,
+    "engine: lines of code": 21599,
     "engine: lines of the core": 20904,
-    "engine: lines": 35681,
+    "engine: lines": 35719,
     "engine: longest file": 809,
     "engine: longest function": 90,
     "examples: lines": 539,
@@ -50,7 +50,7 @@ CEILINGS = {
     "step: types of records": 39,
     "tests: items in the interpreter": 554,
     "tests: items per push": 7560,
-    "tests: lines": 57288,
+    "tests: lines": 57316,
 }
 
 

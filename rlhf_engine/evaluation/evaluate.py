@@ -30,7 +30,7 @@ from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
 from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.hydra.outputs import LogprobPair
+from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
@@ -56,6 +56,8 @@ class Measured:
     rewards: list[list[float | None]] | None = None  # weighted; None for an answer that a source left out
     sources: dict[str, list[list[float | None]]] = field(default_factory=dict)  # rewards by source
     kl: list[list[float]] | None = None  # exact KL from the base in nats, summed over an answer's tokens
+    surprise: list[float] | None = None  # −log p of each reference, in nats, summed over its tokens
+    reference_tokens: list[int] = field(default_factory=list)  # of each reference
     preferences: list[list[float | None]] | None = None
     """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict.
 
@@ -154,16 +156,17 @@ class Evaluation:
                 of.answers = self._answers_of(candidate)
         for candidate in on_base:
             self._measure_kl(model, found[candidate.name])
+            self._measure_surprise(model, found[candidate.name], self.tokenizer)
         for candidate in self.candidates:
             if not candidate.is_drawn:
-                found[candidate.name].missing["kl"] = "no model is here"
+                found[candidate.name].missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
         if self.scorer is not None:
             for i, of in enumerate(found.values()):
                 self._reward(of, model if wants_reward else None)
                 progress("scoring", i + 1, len(found))
 
     def _run_other(self, of: Measured, progress: Progress) -> None:
-        """A whole model: its answers, and its KL where it has the base's tokens."""
+        """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
         config, candidate = self.config, of.candidate
         tokenizer = load_tokenizer(candidate.place)
         same = tokenizer.get_vocab() == self.tokenizer.get_vocab()
@@ -189,6 +192,7 @@ class Evaluation:
             ).ids
         self._draw(model, [candidate], tokenizer, ids, progress)
         of.answers = self._answers_of(candidate)
+        self._measure_surprise(model, of, tokenizer)
         if same:
             self._measure_kl(model, of)
         else:
@@ -287,11 +291,7 @@ class Evaluation:
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
         row = self.prompts.rows[i]
-        answer: Text = text if isinstance(row.prompt, str) else ({"role": "assistant", "content": text},)
-        try:
-            ids = data.tokenize_row(recast(row, data.PromptCompletion, completion=answer), self.tokenizer).answers[0]
-        except data.RowError as error:
-            raise ConfigError(f"dataset_name: {row.place}: {error}") from error
+        ids = _tokenized(row, text, self.tokenizer).answers[0]
         return ids[: None if finished else -1][: self._context - len(self.prompts.ids[i])]
 
     # ---- scores -----------------------------------------------------------------------------------------------------
@@ -299,14 +299,24 @@ class Evaluation:
     def _measure_kl(self, model: HydraModel, of: Measured) -> None:
         """KL from the base over the whole vocabulary, in nats at temperature 1, summed over each answer's tokens."""
         flat = [(self.prompts.ids[i], answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
-        batch = PackedBatch.from_lists([p for p, _ in flat], [ids for _, ids in flat], device=model.device)
-        sums: list[float] = []
-        with torch.no_grad():
-            for part, (pair,) in model.in_parts(batch, (LogprobPair(role=of.candidate.role, reference="reference"),)):
-                kls = pair.kl.split(list(part.completion_lens))
-                sums += [float(kl_M.sum(dtype=torch.float64)) for kl_M in kls]
-        kl = iter(sums)
+        kl = iter(_sums(model, flat, LogprobPair(role=of.candidate.role, reference="reference"), "kl"))
         of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
+
+    def _measure_surprise(self, model: HydraModel, of: Measured, tokenizer: PreTrainedTokenizerBase) -> None:
+        """−log p of the data's own answers in their context, in nats at temperature 1, cut where the context ends."""
+        references = list(map(_reference, self._rows))
+        if None in references:
+            of.missing["perplexity"] = "the data have no answers of their own"
+            return
+        place = of.candidate.place if of.candidate.kind == "model" else self.config.model_name_or_path
+        limit = read_context_length(place)
+        encoded = []
+        for row, cut, reference in zip(self.prompts.rows, self.prompts.ids, references, strict=True):
+            whole = _tokenized(row, reference or "", tokenizer)
+            prompt = cut if tokenizer is self.tokenizer and isinstance(row.prompt, str) else whole.prompt
+            encoded.append((prompt, whole.answers[0][: limit - len(prompt)]))
+        logprobs = _sums(model, encoded, Logprobs(role=of.candidate.role), "logprob")
+        of.surprise, of.reference_tokens = [-value for value in logprobs], [len(ids) for _, ids in encoded]
 
     def _reward(self, of: Measured, model: HydraModel | None) -> None:
         """Rewards of all answers of a candidate, by every source."""
@@ -397,6 +407,29 @@ def _reference(row: data.Row) -> Text | None:
     if isinstance(row, data.PromptCompletion) or (isinstance(row, data.UnpairedPreference) and row.label):
         return row.completion
     return row.chosen if isinstance(row, data.Preference) else None
+
+
+def _tokenized(row: data.Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> data.Tokenized:
+    """Token ids of a row and of an answer to it, in text or in messages, with its end."""
+    if isinstance(answer, str) and not isinstance(row.prompt, str):
+        answer = ({"role": "assistant", "content": answer},)
+    try:
+        return data.tokenize_row(recast(row, data.PromptCompletion, completion=answer), tokenizer)
+    except data.RowError as error:
+        raise ConfigError(f"dataset_name: {row.place}: {error}") from error
+
+
+@torch.no_grad()
+def _sums(
+    model: HydraModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], output: Output, name: str
+) -> list[float]:
+    """One result of an output, summed over the tokens of each answer. rows: token ids of prompt and answer."""
+    batch = PackedBatch.from_lists([prompt for prompt, _ in rows], [ids for _, ids in rows], device=model.device)
+    return [
+        float(part_M.sum(dtype=torch.float64))
+        for part, (result,) in model.in_parts(batch, (output,))
+        for part_M in getattr(result, name).split(list(part.completion_lens))
+    ]
 
 
 def _index(row: data.Row) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ ROWS = (
     Row("length_controlled_win_rate", "win rate at equal lengths", ".1%"),
     Row("kl", "KL from the base, nats", ".3f"),
     Row("kl_per_token", "… per token", ".4f"),
+    Row("perplexity", "perplexity of references", ".2f"),
     Row("tokens", "tokens per answer", ".1f"),
     Row("characters", "characters per answer", ".1f"),
     Row("finished", "ended by themselves", ".1%"),
@@ -106,6 +108,9 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         figures["kl"] = _mean([list(row) for row in of.kl], seed)
         lengths = [max(1, sum(len(a.ids) for a in row)) for row in of.answers]
         figures["kl_per_token"] = list(ratio_by_prompt([sum(row) for row in of.kl], lengths, seed=seed))
+    if of.surprise is not None:
+        nats = ratio_by_prompt(of.surprise, of.reference_tokens, seed=seed)
+        figures["perplexity"] = [math.exp(value) for value in nats]
     _add_rouge(evaluation, of, figures, missing)
     if of.preferences is not None:
         figures |= _win_rates(of, against, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
+from tests.data.texts import FAMILIES, family, loss_of_text
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -112,8 +114,30 @@ def test_all_models_are_in_one_table_with_intervals(evaluated, place, capsys):
         assert figures["best_of_n"][2]["reward"][0] > value
     assert main(command(place, output, resume="true")) == 0
     shown = capsys.readouterr().out
-    for word in ("win rate", "KL from the base", "two", "[low, high]", str(output / "report.html")):
+    for word in ("win rate", "KL from the base", "perplexity", "two", "[low, high]", str(output / "report.html")):
         assert word in shown
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_perplexity_is_that_of_the_text(name, tmp_path):
+    """Of references in strings, whatever the tokenizer does at a border, beside a plain loop over whole texts."""
+    write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
+    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [
+        {"prompt": "Once upon a time", "completion": "? She said."},
+        {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    config = EvaluateConfig(
+        model_name_or_path=str(tmp_path / "base"), models=[], dataset_name=str(data), output_dir=str(tmp_path / "out"),
+        max_completion_length=1,
+    )  # fmt: skip
+    (of,) = Evaluation(config).run().values()
+    for i, row in enumerate(rows):
+        loss, n = loss_of_text(plain, tokenizer, row)
+        assert of.reference_tokens[i] == n
+        assert of.surprise[i] == pytest.approx(loss, rel=1e-5)
 
 
 def test_answers_are_those_of_generate(evaluated, place, tmp_path):
@@ -147,16 +171,20 @@ def test_figures_are_those_of_transformers_and_peft(evaluated, place):
         if name == "one":
             other = AutoModelForCausalLM.from_pretrained(place / "base").double().eval()
             model = PeftModel.from_pretrained(other, place / name).double().eval()
-        kl, tokens = [], 0
+        kl, tokens, nats, reference_tokens = [], 0, 0.0, 0
         for i, prompt in enumerate(evaluation.prompts.ids):
             for draw in range(4):
                 ids = found[name, i, draw]["ids"]
                 p, q = logprobs(model, prompt, ids), logprobs(base, prompt, ids)
                 kl.append(float((p.exp() * (p - q)).sum()))
                 tokens += len(ids)
+            own = evaluation._encode(i, evaluation.references[i], True)
+            nats -= float(logprobs(model, prompt, own)[range(len(own)), own].sum())
+            reference_tokens += len(own)
         figures = results["models"][name]
         assert figures["kl"][0] == pytest.approx(sum(kl) / len(kl), rel=1e-4, abs=1e-6)
         assert figures["kl_per_token"][0] == pytest.approx(sum(kl) / tokens, rel=1e-4, abs=1e-6)
+        assert figures["perplexity"][0] == pytest.approx(math.exp(nats / reference_tokens), rel=1e-5)
     assert results["models"]["base"]["kl"] == [0.0, 0.0, 0.0]
 
 
