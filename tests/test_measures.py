@@ -30,7 +30,7 @@ CEILINGS = {
     "bench: lines": 12367,
     "csrc: lines": 11837,
     "docs: words of notes": 63365,
-    "docs: words of pages": 30789,
+    "docs: words of pages": 30800,
     "engine: arrows between rooms": 141,
     "engine: files": 223,
     "engine: lines of code": 21599,
