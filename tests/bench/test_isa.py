@@ -103,10 +103,7 @@ def test_a_table_from_records():
     made = making.from_records(records)
     gae, lora = made.entries
     assert gae[:5] == ("gae", "avx2", "float32", None, "reference")
-    assert gae.ms == {
-        "forward/4x8": {"cpu": 2.0, "reference": 1.0},
-        "backward/4x8": {"cpu": 1.0, "reference": 1.5},
-    }
+    assert gae.ms == {"forward/4x8": {"cpu": 2.0, "reference": 1.0}, "backward/4x8": {"cpu": 1.0, "reference": 1.5}}
     assert lora[:5] == ("lora", "avx2", "float32", (24, 16), "reference")
     assert made.machines == {"avx2": "a CPU, 2 threads, torch 2"}
 

@@ -74,10 +74,7 @@ def test_no_sequence_sees_another():
     changed = batch.tokens_T.clone()
     changed[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = 7
     other = PackedBatch(
-        tokens_T=changed,
-        cu_seqlens=batch.cu_seqlens,
-        prompt_lens=batch.prompt_lens,
-        sample_ids=batch.sample_ids,
+        tokens_T=changed, cu_seqlens=batch.cu_seqlens, prompt_lens=batch.prompt_lens, sample_ids=batch.sample_ids
     )
     differs = (off_logits(model, other) != whole).any(-1)
     inside = torch.zeros(batch.n_tokens, dtype=torch.bool)
@@ -92,10 +89,7 @@ def test_no_row_sees_a_later_one():
     changed = batch.tokens_T.clone()
     changed[11] = (changed[11] + 1) % VOCAB  # the last token of the first sequence
     other = PackedBatch(
-        tokens_T=changed,
-        cu_seqlens=batch.cu_seqlens,
-        prompt_lens=batch.prompt_lens,
-        sample_ids=batch.sample_ids,
+        tokens_T=changed, cu_seqlens=batch.cu_seqlens, prompt_lens=batch.prompt_lens, sample_ids=batch.sample_ids
     )
     assert (off_logits(model, other) != whole).any(-1).nonzero().flatten().tolist() == [11]
 

@@ -22,11 +22,7 @@ from rlhf_engine.hydra import (
 )
 from tests.conftest import random_batch, randomise, tiny_llama
 
-FIRST = {
-    "roles": hydra_roles(),
-    "slots": {"actor": SlotConfig(r=4), "critic": SlotConfig(r=2, dropout=0.3)},
-    "seed": 1,
-}
+FIRST = {"roles": hydra_roles(), "slots": {"actor": SlotConfig(r=4), "critic": SlotConfig(r=2, dropout=0.3)}, "seed": 1}
 SECOND = {
     "roles": j_hydra_roles(),
     "slots": {"actor": SlotConfig(r=8, target_modules=("q_proj", "lm_head"))},

@@ -47,11 +47,7 @@ def losses(model: HydraModel, batch, **policy):
             **policy,
         ),
         ValueLoss(
-            old_value_M=value,
-            return_M=torch.randn(m, generator=generator),
-            mask_M=mask,
-            denom=float(m),
-            clip=0.2,
+            old_value_M=value, return_M=torch.randn(m, generator=generator), mask_M=mask, denom=float(m), clip=0.2
         ),
     )
 

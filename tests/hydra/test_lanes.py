@@ -78,11 +78,7 @@ def test_exact_kl_is_what_full_logits_give():
 
 
 def test_the_role_table_admits_several_backbones():
-    roles = {
-        **hydra_roles(),
-        "reward": RoleSpec(backbone="rm", head="reward"),
-        "reference": RoleSpec(backbone="ref"),
-    }
+    roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward"), "reference": RoleSpec(backbone="ref")}
     model = HydraModel.from_pretrained(
         tiny_llama(0),
         roles=roles,

@@ -77,11 +77,7 @@ def test_storages_and_trainables_equal_the_paper_s_table(method, base):
     with_head = {role.backbone for role in model.roles.values() if role.head == "lm"}
     n_backbones = frozen + trained
     expected = n_backbones * (whole - lm_head) + len(with_head) * lm_head
-    assert model.held_parameters() == {
-        "backbones": expected,
-        "slots": n_slots * one_slot,
-        "heads": 2 * (hidden + 1),
-    }
+    assert model.held_parameters() == {"backbones": expected, "slots": n_slots * one_slot, "heads": 2 * (hidden + 1)}
     moved = {id(p): p.numel() for role in ROLES for p in model.trainable_parameters(role).values()}
     trained_whole = trained * (whole - lm_head) + (lm_head if trained else 0)
     assert sum(moved.values()) == trained_whole + n_slots * one_slot + (hidden + 1)

@@ -413,10 +413,7 @@ def test_a_slot_of_another_shape_or_scale_than_the_folder_is_refused(tmp_path):
         slots = {"actor": SlotConfig(**{**vars(config), "init_from": str(tmp_path)})}
         with pytest.raises(ValueError, match=r"expected r=., scale .* like slot 'actor', got r=3 and scale 2\.333"):
             HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
-    slots = {
-        "actor": SlotConfig(r=4, alpha=8),
-        "critic": SlotConfig(r=2, alpha=8, init_from="actor"),
-    }
+    slots = {"actor": SlotConfig(r=4, alpha=8), "critic": SlotConfig(r=2, alpha=8, init_from="actor")}
     with pytest.raises(ValueError, match="init_from='actor': expected r=2, scale 4"):
         HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
 

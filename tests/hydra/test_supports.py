@@ -210,8 +210,7 @@ def test_every_output_and_gradient_is_over_the_support(whole, targets, tile, mon
     keep = torch.arange(len(c)) % 4 != 2
     options = {"old_logprob_M": old, "advantage_M": advantage, "mask_M": keep, "denom": 9.0, "kl_coef": 0.1}
     (loss,) = model(
-        batch,
-        (PolicyLoss(**options, ref_logprob_M=ref_logprob.detach(), entropy_coef=0.3, temperature=temperature),),
+        batch, (PolicyLoss(**options, ref_logprob_M=ref_logprob.detach(), entropy_coef=0.3, temperature=temperature),)
     )
     ratio = (logprob - old).exp()
     clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))

@@ -191,10 +191,7 @@ def test_versions_come_and_go(model, server, tmp_path):
     rollouts.sync(0)
     (first,) = server.adapters
     assert first.startswith("run-v0-")
-    assert sorted(p.name for p in (folder / first).iterdir()) == [
-        peft_io.CONFIG_FILE,
-        peft_io.WEIGHTS_FILE,
-    ]
+    assert sorted(p.name for p in (folder / first).iterdir()) == [peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE]
     before = len(server.log)
     rollouts.sync(0)
     assert len(server.log) == before  # the same version goes nowhere
