@@ -241,7 +241,8 @@ def test_rl_takes_conversations_and_reward_functions_get_their_messages(base, tm
     body = """
         assert all(p[-1]["role"] == "user" for p in prompts), prompts
         assert all([m["role"] for m in c] == ["assistant"] for c in completions), completions
-        assert all(isinstance(place, int) for place in columns["place"])
+        from tests.training.test_data import TALKS
+        assert all(TALKS[i]["prompt"] == p for i, p in zip(columns["place"], prompts, strict=True))
         return [1.0] * len(prompts)
     """
     data = write_rows(tmp_path / "talks.jsonl", rows)
