@@ -544,13 +544,6 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
     assert own.step()["kl"] != 0
 
 
-def test_relative_adapter_folders_named_like_slots(model, tmp_path, sft_adapter, monkeypatch):
-    shutil.copytree(sft_adapter, tmp_path / "sft")
-    monkeypatch.chdir(tmp_path)
-    trainer = RlTrainer(train_config(model, tmp_path / "run", reference_adapter="sft"))
-    assert any(p.any() for n, p in trainer.model.backbone().slot("sft").named_parameters() if n.endswith("B"))
-
-
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
 def test_critic_warm_up_leaves_the_policy_alone(model, tmp_path, method):
     trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, critic_warmup_steps=2))
