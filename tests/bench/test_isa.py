@@ -60,6 +60,7 @@ def test_every_set_of_the_native_code_can_be_named():
 
 
 @needs_native
+@pytest.mark.long
 def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, capfd):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctor", "--json"]) == 0
@@ -69,7 +70,6 @@ def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, cap
 
 
 @needs_native
-@pytest.mark.long
 def test_the_exit_code_is_that_of_the_process(monkeypatch, no_variables):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctr"]) == 2
