@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 ROOMS = ("rlhf_engine", "kernels/rlhf_kernels", "bench")
 FRAGMENTS = (
@@ -58,15 +56,15 @@ def docstrings(source: str) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_docstring_begins_with_a_whole_sentence(room):
-    fragments = [
-        f"{path.relative_to(ROOT)}: {name}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for name, text in docstrings(path.read_text(encoding="utf-8"))
-        if text.split()[0].rstrip(":,.") in FRAGMENTS
-    ]
-    assert fragments == []
+def test_a_docstring_begins_with_a_whole_sentence():
+    for room in ROOMS:
+        fragments = [
+            f"{path.relative_to(ROOT)}: {name}: {text.splitlines()[0]}"
+            for path in sorted((ROOT / room).rglob("*.py"))
+            for name, text in docstrings(path.read_text(encoding="utf-8"))
+            if text.split()[0].rstrip(":,.") in FRAGMENTS
+        ]
+        assert fragments == []
 
 
 def long_sentences(text: str) -> list[str]:
@@ -77,31 +75,16 @@ def long_sentences(text: str) -> list[str]:
     return [s for s in sentences if len(s.split()) > 30]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_sentences_are_short(room):
+def test_sentences_are_short():
     """At most 30 words; a colon or a semicolon ends one, too."""
-    found = [
-        f"{path.relative_to(ROOT)}: {name}: {sentence}"
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for name, text in docstrings(path.read_text(encoding="utf-8"))
-        for sentence in long_sentences(text)
-    ]
-    assert found == []
-
-
-def test_long_sentences_are_found():
-    words = " ".join(["word"] * 31)
-    assert long_sentences(f"Short one. {words}. Short again.") == [f"{words}."]
-    assert long_sentences(f"{' '.join(['word'] * 20)}: {' '.join(['word'] * 20)}.") == []
-    assert long_sentences(f"name   {words}") == []
-
-
-def test_fragments_are_found():
-    source = '"""For people."""\nclass A:\n    """An A."""\n    def f(self):\n        """By name."""\n'
-    assert [(name, text) for name, text in docstrings(source) if text.split()[0] in FRAGMENTS] == [
-        ("module", "For people."),
-        ("f", "By name."),
-    ]
+    for room in ROOMS:
+        found = [
+            f"{path.relative_to(ROOT)}: {name}: {sentence}"
+            for path in sorted((ROOT / room).rglob("*.py"))
+            for name, text in docstrings(path.read_text(encoding="utf-8"))
+            for sentence in long_sentences(text)
+        ]
+        assert found == []
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -153,63 +136,12 @@ def gaps(function: Callable[..., Any]) -> list[str]:
     return found + ["Returns:"] * bool(parameters and not returns_nothing and not has_returns)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_functions_document_what_they_take_and_return(name):
-    functions = public_functions(importlib.import_module(name))
-    assert functions
-    lacking = {name: gaps(function) for name, function in functions.items()}
-    assert {name: found for name, found in lacking.items() if found} == {}
-
-
-def test_gaps_are_found():
-    def bare(x, *, y=0) -> int:
-        pass
-
-    def half(x, y, *rest, z=0) -> int:
-        """Half of it.
-
-        Args:
-            x: one line
-                z: that goes on.
-            y:
-            *rest: others.
-
-        Raises:
-            z: no parameter.
-        """
-
-    def whole(x, y, z) -> int:
-        """All of it.
-
-        Args:
-            x, y: two.
-
-            z: the third.
-
-        Returns:
-            A number.
-        """
-
-    def is_whole(x) -> bool:
-        """Whether x is whole.
-
-        Args:
-            x: a number.
-        """
-
-    def nothing(x) -> None:
-        """Do nothing.
-
-        Args:
-            x: a number.
-        """
-
-    def no_parameters() -> int:
-        """A number."""
-
-    assert gaps(bare) == ["x", "y", "Returns:"]
-    assert gaps(half) == ["y", "z", "Returns:"]
-    assert [gaps(f) for f in (whole, is_whole, nothing, no_parameters)] == [[]] * 4
+def test_public_functions_document_what_they_take_and_return():
+    for name in PUBLIC:
+        functions = public_functions(importlib.import_module(name))
+        assert functions
+        lacking = {name: gaps(function) for name, function in functions.items()}
+        assert {name: found for name, found in lacking.items() if found} == {}
 
 
 def test_functions_are_found_in_classes_and_not_elsewhere():

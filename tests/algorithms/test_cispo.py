@@ -1,4 +1,4 @@
-"""CISPO: its loss by hand, behind TRL against TRL's own, and from the command line."""
+"""CISPO: its loss by hand, and behind TRL against TRL's own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import torch
 
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.cispo import Cispo
-from rlhf_engine.commands.main import main
 from rlhf_engine.config.algorithm import AlgorithmOptions
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs.metrics import read_metrics
 from tests.conftest import random_batch
-from tests.training.test_data import PROMPTS, write_model, write_reward
+from tests.training.test_data import PROMPTS, write_model
 
 
 def test_a_weight_is_the_ratio_up_to_a_bound_and_no_token_loses_its_gradient():
@@ -58,33 +55,6 @@ def test_advantages_are_those_of_grpo():
     found, metrics = Cispo(AlgorithmOptions(algorithm="cispo", scale_rewards="none")).learn_from(made)
     assert found.advantages_M.tolist() == [-1.0, 1.0, 1.0]
     assert metrics == {"advantage_std": 1.0}
-
-
-def test_it_trains_from_the_command_line(tmp_path):
-    folder = write_model(tmp_path / "model")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "{p}"}}\n' for p in PROMPTS))
-    reward = write_reward(tmp_path, "return [float(len(set(row))) for row in completion_ids]")
-    flags = {
-        "model_name_or_path": folder,
-        "dataset_name": prompts,
-        "output_dir": tmp_path / "run",
-        "reward_funcs": reward,
-        "algorithm": "cispo",
-        "cliprange_high": 5.0,
-        "num_mini_batches": 2,
-        "generation_batch_size": 16,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 0,
-    }
-    assert main(["train", *(word for name, x in flags.items() for word in (f"--{name}", str(x)))]) == 0
-    lines = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/loss" in row]
-    assert len(lines) == 2
-    assert all(math.isfinite(row["policy/loss"]) and row["grad_norm/actor"] > 0 for row in lines)
-    with pytest.raises(ConfigError, match="cliprange: expected it unset for cispo, which does not read it"):
-        AlgorithmOptions(algorithm="cispo", num_generations=4, cliprange=0.1).check_algorithm()
 
 
 def test_behind_trl_it_has_the_loss_of_trl(tmp_path):

@@ -1,8 +1,6 @@
-"""CoPG: its gradient over all pairs of answers, its fixed point for answers of any policy, pairs, the command line."""
+"""CoPG: its gradient over all pairs of answers, its fixed point for answers of any policy, pairs."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -11,14 +9,10 @@ from rlhf_engine.algorithms import copg, rloo
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.policy_gradient import policy_gradient_loss
 from rlhf_engine.algorithms.sequences import sequence_sums, spread
-from rlhf_engine.commands.main import main
 from rlhf_engine.config.algorithm import AlgorithmOptions
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs.metrics import read_metrics
 from tests.algorithms.tabular import TabularModel
 from tests.algorithms.test_enumeration import BETA, EXACT, WRONG, kl, off_by
 from tests.conftest import random_batch
-from tests.training.test_data import PROMPTS, write_model, write_reward
 
 
 @pytest.fixture
@@ -108,32 +102,3 @@ def test_scores_reach_the_loss_of_every_pair():
     out.loss.backward()
     torch.testing.assert_close(logprobs.grad, 0.5 * gap * torch.tensor([-1.0, -1.0, -1.0, 1.0]))
     assert float(algorithm.more_sums(micro, out)["pairs/regularised_gap"]) == pytest.approx(gap)
-
-
-def test_it_trains_from_the_command_line(tmp_path):
-    folder = write_model(tmp_path / "model")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "{p}"}}\n' for p in PROMPTS))
-    reward = write_reward(tmp_path, "return [float(len(set(row))) for row in completion_ids]")
-    flags = {
-        "model_name_or_path": folder,
-        "dataset_name": prompts,
-        "output_dir": tmp_path / "run",
-        "reward_funcs": reward,
-        "algorithm": "copg",
-        "num_generations": 4,
-        "num_mini_batches": 2,
-        "num_ppo_epochs": 2,  # several updates by the same answers are what it is for
-        "generation_batch_size": 16,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 0,
-    }
-    assert main(["train", *(word for name, x in flags.items() for word in (f"--{name}", str(x)))]) == 0
-    lines = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/loss" in row]
-    assert len(lines) == 2
-    assert all(row["optimizer_steps"] == 4 and row["pairs/regularised_gap"] > 0 for row in lines)
-    assert all(math.isfinite(row["policy/loss"]) and row["grad_norm/actor"] > 0 for row in lines)
-    with pytest.raises(ConfigError, match="num_generations: expected at least 2 for copg, got 1"):
-        AlgorithmOptions(algorithm="copg", num_generations=1).check_algorithm()

@@ -146,19 +146,21 @@ def test_target_kl_stops_before_the_step_that_exceeds_it():
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "policy gradient"])
-def test_target_kl_is_of_this_update_and_not_of_a_policy_that_drew_before(algorithm):
-    model, batch = build(), random_batch()
-    made = experience(model, batch)
-    stale_M = made.old_logprobs_M + torch.randn(batch.n_completion_tokens, generator=torch.Generator().manual_seed(3))
-    optimizer = RoleOptimizer(model, {"actor": 1e-6, "critic": 1e-6})
-    learns = ppo() if algorithm == "ppo" else ReMax(AlgorithmOptions(algorithm="remax"))
-    stale = replace(made, old_logprobs_M=stale_M, logprobs_M=made.old_logprobs_M)
-    metrics = update(model, learns, stale, schedule(num_epochs=3, target_kl=0.01), optimizer.step, seed=0)
-    assert metrics["stopped_by_target_kl"] == 0.0
-    assert metrics["optimizer_steps"] == 3
-    assert metrics["approx_kl"] < 1e-6
-    assert metrics["mismatch/update_max"] < 1e-4
+def test_target_kl_is_of_this_update_and_not_of_a_policy_that_drew_before():
+    for algorithm in ["ppo", "policy gradient"]:
+        model, batch = build(), random_batch()
+        made = experience(model, batch)
+        stale_M = made.old_logprobs_M + torch.randn(
+            batch.n_completion_tokens, generator=torch.Generator().manual_seed(3)
+        )
+        optimizer = RoleOptimizer(model, {"actor": 1e-6, "critic": 1e-6})
+        learns = ppo() if algorithm == "ppo" else ReMax(AlgorithmOptions(algorithm="remax"))
+        stale = replace(made, old_logprobs_M=stale_M, logprobs_M=made.old_logprobs_M)
+        metrics = update(model, learns, stale, schedule(num_epochs=3, target_kl=0.01), optimizer.step, seed=0)
+        assert metrics["stopped_by_target_kl"] == 0.0
+        assert metrics["optimizer_steps"] == 3
+        assert metrics["approx_kl"] < 1e-6
+        assert metrics["mismatch/update_max"] < 1e-4
 
 
 def test_the_share_of_the_value_loss_is_that_of_gradients_at_the_hidden_states():
@@ -206,13 +208,13 @@ def test_critic_warm_up_leaves_the_actor_alone():
     assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters("actor").items())
 
 
-@pytest.mark.parametrize(("field", "culprit"), [("advantages_M", "policy/loss"), ("returns_M", "value/loss")])
-def test_a_loss_that_is_not_finite_is_named_and_not_applied(field, culprit):
-    model, batch = build(), random_batch()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    made = experience(model, batch)
-    getattr(made, field)[3] = float("nan")
-    optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
-    with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
-        update(model, ppo(), made, schedule(), optimizer.step, seed=0)
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+def test_a_loss_that_is_not_finite_is_named_and_not_applied():
+    for field, culprit in [("advantages_M", "policy/loss"), ("returns_M", "value/loss")]:
+        model, batch = build(), random_batch()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        made = experience(model, batch)
+        getattr(made, field)[3] = float("nan")
+        optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
+        with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
+            update(model, ppo(), made, schedule(), optimizer.step, seed=0)
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

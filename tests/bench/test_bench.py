@@ -24,12 +24,10 @@ from rlhf_bench.floor import MM, copy_floors, gemm_floors, together, worth_timin
 from rlhf_bench.isa import isa_of_peers
 from rlhf_bench.ops import load_cases
 from rlhf_bench.report import KEYS, write_records
-from rlhf_bench.roofline import Ceilings, plot_roofline
 from rlhf_kernels import BackendUnavailableError
 from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -400,20 +398,6 @@ def test_wrong_requests_are_refused_in_one_line(tmp_path, capsys):
 def test_a_gpu_that_is_not_there_is_refused(capsys):
     assert main(["bench", "gae", "--device", "cuda"]) == 2
     assert "device: expected one that is present (cpu), got 'cuda'" in capsys.readouterr().err
-
-
-def test_selection_by_name_or_part():
-    options = {"op": "gae", "size": "default", "device_type": "cpu", "dtype": torch.float32}
-    assert [c.name for c in runner.select(case="backward/1x512", **options)] == ["backward/1x512"]
-    assert {c.name.split("/")[0] for c in runner.select(case="forward", **options)} == {"forward"}
-    assert len(runner.select(case="64x512", **options)) == 2
-    with pytest.raises(ConfigError, match="case"):
-        runner.select(case="64x51", **options)
-
-
-def test_a_plot_needs_records(tmp_path):
-    with pytest.raises(ValueError, match="records"):
-        plot_roofline([], Ceilings(1.0, 1.0, torch.float32), tmp_path / "x.png", device="cpu")
 
 
 def load_script(name: str) -> ModuleType:

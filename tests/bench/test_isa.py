@@ -108,18 +108,15 @@ def test_a_table_from_records():
     assert made.machines == {"avx2": "a CPU, 2 threads, torch 2"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_records_that_no_table_can_be_made_of():
+    for changes, message in [
         ({"isa": None}, r"gae forward/4x8 float32: expected one instruction set .*, got None and 'avx2'"),
         ({"isa_of_peers": "avx512"}, "got 'avx2' and 'avx512'"),
         ({"isa_of_peers": None}, "got 'avx2' and None"),
         ({"ok": False, "why": "too far"}, "expected results within their bound, got cpu: too far"),
-    ],
-)
-def test_records_that_no_table_can_be_made_of(changes, message):
-    with pytest.raises(ValueError, match=message):
-        making.from_records([record(**changes)])
+    ]:
+        with pytest.raises(ValueError, match=message):
+            making.from_records([record(**changes)])
 
 
 @needs_native

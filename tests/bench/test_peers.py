@@ -183,19 +183,19 @@ def test_trl_is_left_out_where_it_would_run_plain_torch(monkeypatch) -> None:
         heads.require_trl("cuda")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_peers_of_a_gpu_are_named_with_a_reason_where_there_is_none(op: str) -> None:
+def test_peers_of_a_gpu_are_named_with_a_reason_where_there_is_none() -> None:
     """Everything up to the first call: no error but those that leave a peer out, one line each."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    for found in load_cases(op, "tiny", "cuda", torch.bfloat16)[:3]:
-        inputs = found.make(CPU)
-        here = candidates.find(found, inputs, "cuda", compiling=True)
-        labels = {baseline.label for baseline in found.baselines}
-        assert labels == set(here.baselines) | (set(here.missing) & labels)
-        assert all(why and "\n" not in why for why in here.missing.values())
-        for name in ("FlexDecoding", "F.grouped_mm", heads.LIGER_SM90, "chunked_linear_cross_entropy(sum)"):
-            assert not any(label.endswith(name) for label in here.baselines)
+    for op in OPS:
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        for found in load_cases(op, "tiny", "cuda", torch.bfloat16)[:3]:
+            inputs = found.make(CPU)
+            here = candidates.find(found, inputs, "cuda", compiling=True)
+            labels = {baseline.label for baseline in found.baselines}
+            assert labels == set(here.baselines) | (set(here.missing) & labels)
+            assert all(why and "\n" not in why for why in here.missing.values())
+            for name in ("FlexDecoding", "F.grouped_mm", heads.LIGER_SM90, "chunked_linear_cross_entropy(sum)"):
+                assert not any(label.endswith(name) for label in here.baselines)
 
 
 def test_every_package_that_is_compared_has_a_version() -> None:
@@ -317,18 +317,18 @@ class _Operands(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_floors_are_made_from_random_numbers_of_the_case_s_dtype(op: str) -> None:
-    for found in load_cases(op, "tiny", "cpu", torch.bfloat16):
-        floors = found.floor(found.make(CPU))
-        run = floors[floor.MM] if floor.MM in floors else floors["copy"]
-        with _Operands() as operands:
-            run()
-        assert operands.seen, found.name
-        for x in operands.seen:
-            assert x.dtype == found.dtype, found.name
-            if x.numel() > 1:
-                assert x.float().std() > 1e-3, found.name
+def test_floors_are_made_from_random_numbers_of_the_case_s_dtype() -> None:
+    for op in OPS:
+        for found in load_cases(op, "tiny", "cpu", torch.bfloat16):
+            floors = found.floor(found.make(CPU))
+            run = floors[floor.MM] if floor.MM in floors else floors["copy"]
+            with _Operands() as operands:
+                run()
+            assert operands.seen, found.name
+            for x in operands.seen:
+                assert x.dtype == found.dtype, found.name
+                if x.numel() > 1:
+                    assert x.float().std() > 1e-3, found.name
 
 
 def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:

@@ -146,22 +146,6 @@ def test_grids_that_are_none(tmp_path, sweep):
 
 
 @pytest.mark.long
-def test_lanes_together_and_apart(tmp_path):
-    sizes = ["--hidden", 64, "--layers", 1, "--vocab", 200, "--tokens", 16, "--batches", 1, 3, "--rounds", 1]
-    shown = run("lanes.py", *sizes, "--device", "cpu", "--out", tmp_path).stdout
-    found = json.loads((tmp_path / "lanes.json").read_text())
-    assert [(row["pass"], row["batch"], row["tokens"]) for row in found["rows"]] == [
-        ("score", 1, 48),
-        ("score", 3, 144),
-        ("update", 1, 32),
-        ("update", 3, 96),
-    ]
-    assert all(row[way]["ms"] > 0 for row in found["rows"] for way in ("together", "apart"))
-    assert "one call stops paying at" in shown
-    assert (tmp_path / "lanes.png").is_file()
-
-
-@pytest.mark.long
 def test_the_paper_s_table_at_a_small_size(tmp_path):
     sizes = ["--batch", 2, "--prompt", 8, "--answer", 4, "--limit", 4, "--epochs", 1, "--rounds", 1, "--cap", "1.3GB"]
     shown = run("hydra_table.py", *sizes, "--device", "cpu", "--out", tmp_path, "--methods", "lora_ppo").stdout
@@ -216,18 +200,6 @@ def test_presets_of_an_axis_and_curves_over_another(tmp_path, sweep):
     ):
         with pytest.raises(ValueError, match=message):
             sweep.Grid.read(write_grid(tmp_path / "bad.yaml", **changes))
-
-
-@pytest.mark.long
-def test_ppo_beside_remax(tmp_path):
-    shown = run("ppo_vs_remax.py", "--quick", "--rounds", 1, "--out", tmp_path).stdout
-    found = json.loads((tmp_path / "ppo_vs_remax.json").read_text())
-    ppo, remax = found["medians"]["ppo"], found["medians"]["remax"]
-    assert (ppo["answers"], ppo["trained"], remax["answers"], remax["trained"]) == (8, 8, 8, 4)
-    assert ppo["base"] == remax["base"]
-    assert 0.4 < remax["state"] / ppo["state"] < 0.52  # one adapter and no head, of two and one
-    assert remax["beyond_base"] < ppo["beyond_base"]
-    assert "| remax / ppo |" in shown
 
 
 def busy_records(path: Path) -> dict[tuple[str, int], dict]:
@@ -317,37 +289,6 @@ def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_answers_drawn_beside_the_updates_and_in_turn(tmp_path):
-    shown = run("overlap.py", "--quick", "--rounds", 1, "--steps", 4, "--out", tmp_path).stdout
-    found = json.loads((tmp_path / "overlap.json").read_text())["medians"]
-    assert found["off"]["wait"] == 0
-    assert found["overlap"]["generate"] > 0
-    assert "| off |" in shown
-    assert run("overlap.py", "--quick", "--steps", 2, "--out", tmp_path, code=2).stderr.endswith("got 2\n")
-
-
-@pytest.mark.long
-def test_a_base_of_each_process_and_a_base_in_shares(tmp_path):
-    shown = run("sharded_base.py", "--quick", "--rounds", 1, "--steps", 2, "--out", tmp_path).stdout
-    found = json.loads((tmp_path / "sharded_base.json").read_text())
-    assert found["same"]
-    whole, share = (found["medians"][arm]["base"] for arm in ("replicated", "sharded"))
-    assert share == pytest.approx(whole / 2, rel=0.01)
-    assert "| sharded |" in shown
-
-
-@pytest.mark.long
-def test_full_training_in_one_process_and_in_shares(tmp_path):
-    shown = run("full_in_shares.py", "--quick", "--rounds", 1, "--steps", 2, "--out", tmp_path).stdout
-    found = json.loads((tmp_path / "full_in_shares.json").read_text())
-    assert found["apart"] < 1e-4
-    whole, share = found["medians"].values()
-    for name in ("weights", "state"):
-        assert share[name] == pytest.approx(whole[name] / 2, rel=0.02)
-    assert "| 2 processes |" in shown
-
-
-@pytest.mark.long
 def test_older_answers_goes_on_where_it_stopped(tmp_path):
     arguments = ["--out", tmp_path / "out", "--work", tmp_path / "work", "--quick", "--seeds", 0, "--batches", 1, 4]
     shown = run("off_policy.py", *arguments).stdout
@@ -384,44 +325,31 @@ def test_perl_on_real_thumbs_goes_on_where_it_stopped(tmp_path):
     assert records[-1].is_file()
 
 
-@pytest.mark.long
-@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-def test_exact_mode_over_tokens(tmp_path):
-    path = tmp_path / "a.jsonl"
-    shown = run("exact.py", "--tokens", "1", "--models", "mistral, window", "--dtypes", "bf16", "--json", path).stdout
-    assert "mistral" in shown
-    (record,) = map(json.loads, path.read_text().splitlines())
-    assert (record["model"], record["dtype"], record["isa"]) == ("mistral, window", "bf16", native.isa())
-    assert record["tokens"] > 100
-    assert record["max_abs_difference"] == {"scoring": 0.0, "scoring_copies": 0.0, "training": 0.0}
+LANES = "--hidden 64 --layers 1 --vocab 200 --tokens 16 --batches 1 3 --rounds 1 --device cpu"
+STUDIES = {
+    "lanes.py": (f"{LANES} --out out", "one call stops paying at"),
+    "ppo_vs_remax.py": ("--quick --rounds 1 --out out", "| remax / ppo |"),
+    "overlap.py": ("--quick --rounds 1 --steps 4 --out out", "| off |"),
+    "sharded_base.py": ("--quick --rounds 1 --steps 2 --out out", "| sharded |"),
+    "full_in_shares.py": ("--quick --rounds 1 --steps 2 --out out", "| 2 processes |"),
+    "exact.py": ("--tokens 1 --models mistral --dtypes bf16 --json out.jsonl", "mistral"),
+    "exact_runs.py": (
+        f"--modes overlap --dtypes bf16 --steps 2 --stories {STORIES} --json out.jsonl",
+        "2 steps, 1024 tokens, largest difference 0",
+    ),
+    "learning_cost.py": ("--hidden 64 --layers 2 --vocab 200 --rounds 1 --dtypes float32 --json out.jsonl", ""),
+}
+"""Studies at a small size, and what they print; each leaves a record."""
 
 
 @pytest.mark.long
-@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES.name} is not beside the checkout, in shared/")
-def test_exact_mode_over_runs(tmp_path):
-    path = tmp_path / "a.jsonl"
-    options = ("--modes", "overlap", "--dtypes", "bf16", "--steps", "2", "--stories", STORIES)
-    assert "2 steps, 1024 tokens, largest difference 0" in run("exact_runs.py", *options, "--json", path).stdout
-    (record,) = map(json.loads, path.read_text().splitlines())
-    assert (record["largest_difference"], record["staleness_max"], record["isa"]) == (0.0, 1.0, native.isa())
-
-
-@pytest.mark.long
-def test_learning_from_answers_that_share_a_prompt(tmp_path):
-    out = tmp_path / "records.jsonl"
-    size = ["--hidden", 64, "--layers", 2, "--vocab", 200, "--rounds", 1]
-    run("learning_cost.py", *size, "--dtypes", "float32", "--json", out)
-    record = json.loads(out.read_text())
-    assert list(record["ms"]) == ["K = 8, 256 + 64", "K = 4, 64 + 64", "K = 1, 256 + 64"]
-    assert record["ms"]["K = 8, 256 + 64"]["once"] < record["ms"]["K = 8, 256 + 64"]["copies"]
-    assert record["peak_bytes"]["K = 8, 256 + 64"]["once"] < 0.7 * record["peak_bytes"]["K = 8, 256 + 64"]["copies"]
-    # per row of 128 tokens: the head read by 64 (RL) or 127 (SFT) of them
-    block, first, head = 4 * 64**2 + 3 * 64 * 128, 3 * 64**2, 200 * 64
-    sft = 128 * (4 * block - first) + 2 * 127 * head
-    hydra = 128 * (14 * block - 2 * first) + 4 * 64 * head
-    joint = 128 * (8 * block - first) + 4 * 64 * head  # actor and critic are one lane: two scored, one updated
-    assert record["roles"]["hydra_ppo"]["products"] == pytest.approx(hydra / sft)
-    assert record["roles"]["j_hydra_ppo"]["products"] == pytest.approx(joint / sft)
-    for row in record["roles"].values():
-        assert row["ratio"] == pytest.approx(row["learn"] / row["sft"])
+@pytest.mark.parametrize("script", STUDIES)
+def test_a_study_runs_and_leaves_its_record(script, tmp_path):
+    if script.startswith("exact") and (native.missing() is not None or not STORIES.exists()):
+        pytest.skip(f"needs the extension, and {STORIES.name} beside the checkout, in shared/")
+    words, said = STUDIES[script]
+    assert said in run(script, *words.split(), cwd=tmp_path).stdout
+    assert [
+        json.loads(path.read_text().splitlines()[0] if path.suffix == ".jsonl" else path.read_text())
+        for path in (*tmp_path.glob("*.jsonl"), *tmp_path.glob("out/*.json"))
+    ]

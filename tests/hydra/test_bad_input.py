@@ -31,9 +31,8 @@ def make(**options) -> HydraModel:
     return HydraModel.from_pretrained(tiny_llama(), **{"roles": hydra_roles(), **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_slot_configs():
+    for options, message in [
         ({"r": 0}, "r: expected a LoRA rank of at least 1, got 0"),
         ({"r": -3}, "r: expected a LoRA rank of at least 1, got -3"),
         ({"alpha": 0.0}, "alpha: expected a finite number other than 0, got 0"),
@@ -42,25 +41,26 @@ def make(**options) -> HydraModel:
         ({"dropout": -0.1}, r"dropout: expected a probability in \[0, 1\), got -0\.1"),
         ({"target_modules": "q_proj"}, "target_modules: expected 'all-linear' or a tuple of names, got 'q_proj'"),
         ({"target_modules": ()}, "target_modules: expected at least one name, got none"),
-    ],
-)
-def test_slot_configs(options, message):
-    with pytest.raises(ValueError, match=message):
-        SlotConfig(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            SlotConfig(**options)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("slot", ""), ("slot", "sft.v2"), ("slot", "../x"), ("slot", "a b"), ("head", "v.w"), ("backbone", "a/b")],
-)
-def test_names_that_would_be_paths(field, value):
-    with pytest.raises(ValueError, match=f"{field}: expected a name of letters, digits, '_' and '-', got '"):
-        RoleSpec(**{field: value})
+def test_names_that_would_be_paths():
+    for field, value in [
+        ("slot", ""),
+        ("slot", "sft.v2"),
+        ("slot", "../x"),
+        ("slot", "a b"),
+        ("head", "v.w"),
+        ("backbone", "a/b"),
+    ]:
+        with pytest.raises(ValueError, match=f"{field}: expected a name of letters, digits, '_' and '-', got '"):
+            RoleSpec(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_requests_at_load():
+    for options, message in [
         ({"roles": {}}, "roles: expected at least one role, got none"),
         (
             {"slots": {"teacher": SlotConfig()}},
@@ -92,11 +92,9 @@ def test_names_that_would_be_paths(field, value):
             {"slots": {"critic": SlotConfig(init_from="actor", target_modules=("q_proj",))}},
             "init_from='actor': expected the same target modules as 'critic', got others",
         ),
-    ],
-)
-def test_requests_at_load(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        make(**options)
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            make(**options)
 
 
 def test_a_source_of_another_kind(tmp_path):
@@ -153,9 +151,8 @@ def test_code_in_a_model_folder_never_runs(tmp_path, monkeypatch, kind):
         assert any("expected an architecture of transformers, got one whose code lies in" in text for text in said)
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
+def test_a_config_that_lies_about_its_weights(tmp_path):
+    for lie in [
         {"vocab_size": 10**12},
         {"hidden_size": "x"},
         {"hidden_size": -4},
@@ -165,16 +162,13 @@ def test_code_in_a_model_folder_never_runs(tmp_path, monkeypatch, kind):
         {"max_position_embeddings": "x"},
         {"num_key_value_heads": 3},
         {"dtype": "float7"},
-    ],
-    ids=str,
-)
-def test_a_config_that_lies_about_its_weights(tmp_path, lie):
-    tiny_llama().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))
-    with pytest.raises(ValueError, match=r"(model_name_or_path|LlamaForCausalLM): .*") as raised:
-        HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
-    assert "\n" not in str(raised.value)
+    ]:
+        tiny_llama().save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))
+        with pytest.raises(ValueError, match=r"(model_name_or_path|LlamaForCausalLM): .*") as raised:
+            HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
+        assert "\n" not in str(raised.value)
 
 
 def test_ids_outside_the_vocabulary_are_named():
@@ -239,17 +233,14 @@ def test_heads_of_another_size_are_refused(tmp_path):
         HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
 
 
-@pytest.mark.parametrize(
-    ("prompts", "completions", "message"),
-    [
+def test_batches():
+    for prompts, completions, message in [
         ([], [], "prompts: expected at least one sequence, got a batch of size 0"),
         ([[3], []], [[4], [5]], r"prompts\[1\]: expected at least one token, got an empty prompt"),
         ([[3]], [[4], [5]], "completions: expected 1 like prompts, got 2"),
-    ],
-)
-def test_batches(prompts, completions, message):
-    with pytest.raises(ValueError, match=message):
-        PackedBatch.from_lists(prompts, completions)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PackedBatch.from_lists(prompts, completions)
 
 
 def test_selections_and_ids():
@@ -259,17 +250,14 @@ def test_selections_and_ids():
         PackedBatch.from_lists([[3]], [[4]], sample_ids=[1, 2])
 
 
-@pytest.mark.parametrize(
-    ("roles", "options", "message"),
-    [
+def test_scores():
+    for roles, options, message in [
         (("teacher",), {}, r"roles: expected names among \['actor', 'critic', 'reference', 'reward'\], got 'teacher'"),
         ((), {}, "roles: expected at least one role, got none"),
         (("actor",), {"exact_kl": True}, r"exact_kl: expected roles to hold 'actor' and 'reference', got \('actor',\)"),
-    ],
-)
-def test_scores(roles, options, message):
-    with pytest.raises(ValueError, match=message):
-        build().score(random_batch(), roles, **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build().score(random_batch(), roles, **options)
 
 
 def test_scores_of_a_role_that_this_model_lacks():
@@ -285,19 +273,16 @@ def test_a_sequence_longer_than_the_context():
     model.score(random_batch(((40, 24),)))
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
+def test_outputs_of_the_wrong_head():
+    for output, message in [
         (Logprobs(role="teacher"), "role: expected one of .*, got 'teacher'"),
         (Logprobs(role="critic"), "role: expected one with an LM head .*, got 'critic'"),
         (LogprobPair(reference="reward"), "role: expected one with an LM head .*, got 'reward'"),
         (Values(role="actor"), "role: expected one with a scalar head .*, got 'actor'"),
         (Rewards(role="reference"), "role: expected one with a scalar head .*, got 'reference'"),
-    ],
-)
-def test_outputs_of_the_wrong_head(output, message):
-    with pytest.raises(ValueError, match=message):
-        build()(random_batch(), (output,))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build()(random_batch(), (output,))
 
 
 def test_a_pair_of_two_lm_heads_has_no_gradient():

@@ -52,9 +52,9 @@ def fused_kinds(model: nn.Module) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_what_is_recognised(name):
-    assert fused_kinds(Backbone(plain_model(name)).model) == FUSED[name]
+def test_what_is_recognised():
+    for name in FUSED:
+        assert fused_kinds(Backbone(plain_model(name)).model) == FUSED[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,13 +171,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("leaf", "cls"), OTHERS.values(), ids=list(OTHERS))
-def test_a_class_that_computes_something_else_is_left_alone(leaf, cls):
-    model = plain_model("llama")
-    module = getattr(model.model.layers[0], leaf)
-    module.__class__ = cls
-    assert fuse_llama_ops(model) == (9 if leaf == "mlp" else 8)  # the MLP's activation is what it was
-    assert type(module) is cls
+def test_a_class_that_computes_something_else_is_left_alone():
+    for leaf, cls in OTHERS.values():
+        model = plain_model("llama")
+        module = getattr(model.model.layers[0], leaf)
+        module.__class__ = cls
+        assert fuse_llama_ops(model) == (9 if leaf == "mlp" else 8)  # the MLP's activation is what it was
+        assert type(module) is cls
 
 
 def renamed(function):
@@ -240,23 +240,23 @@ ACTIVATIONS = {name: (lambda name=name: ACT2FN[name], kind) for name, kind in KI
 }
 
 
-@pytest.mark.parametrize(("make", "kind"), ACTIVATIONS.values(), ids=list(ACTIVATIONS))
-def test_what_an_activation_computes_is_found_by_its_values(make, kind):
-    module, other = make(), make()
-    assert module is not other, "shared by models"
-    cls = type(module)
-    assert fuse_llama_ops(nn.Sequential(module)) == (kind is not None)
-    assert type(other) is cls
-    if kind is None:
-        assert type(module) is cls
-        return
-    for dtype in (torch.float32, torch.bfloat16):
-        x = 3 * torch.randn(5, 83, generator=torch.Generator().manual_seed(0)).to(dtype)
-        expected = block.activation(x, kind, backend="cpu")
-        for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            assert torch.equal(one(x), expected)
-            with registry.use_backend("reference"):
-                assert torch.equal(one(x), other(x))
+def test_what_an_activation_computes_is_found_by_its_values():
+    for make, kind in ACTIVATIONS.values():
+        module, other = make(), make()
+        assert module is not other, "shared by models"
+        cls = type(module)
+        assert fuse_llama_ops(nn.Sequential(module)) == (kind is not None)
+        assert type(other) is cls
+        if kind is None:
+            assert type(module) is cls
+            return
+        for dtype in (torch.float32, torch.bfloat16):
+            x = 3 * torch.randn(5, 83, generator=torch.Generator().manual_seed(0)).to(dtype)
+            expected = block.activation(x, kind, backend="cpu")
+            for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+                assert torch.equal(one(x), expected)
+                with registry.use_backend("reference"):
+                    assert torch.equal(one(x), other(x))
 
 
 def test_instances_of_one_class_may_be_of_different_kinds():
@@ -332,14 +332,14 @@ def test_torch_s_layer_norm_gives_a_row_the_bits_that_it_has_alone(width, dtype)
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles_of_a_fused_model(duplicate):
-    model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
-    fuse_llama_ops(model)
-    other = duplicate(model)
-    assert fused_kinds(other) == FUSED["llama"]
-    with torch.no_grad():
-        assert torch.equal(other(tokens).logits, model(tokens).logits)
+def test_copies_and_pickles_of_a_fused_model():
+    for duplicate in [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]:
+        model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
+        fuse_llama_ops(model)
+        other = duplicate(model)
+        assert fused_kinds(other) == FUSED["llama"]
+        with torch.no_grad():
+            assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
 def test_where_the_kernels_do_not_run(monkeypatch):

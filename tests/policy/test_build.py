@@ -98,28 +98,28 @@ def build(model: Path, tmp_path: Path, **options) -> HydraModel:
 METHODS = ["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_lora_reward_model_made_with_peft_becomes_a_slot(model, lora_reward, tmp_path, method):
-    ours = build(model, tmp_path, reward_adapter=str(lora_reward), method=method)
-    theirs = PeftModel.from_pretrained(classifier_on(model), lora_reward).eval()
-    batch = batch_for(model)
-    assert ours.roles["reward"].slot == "reward"
-    torch.testing.assert_close(
-        ours.score(batch, ("reward",)).rewards_N, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5
-    )
-    assert "reward" in ours.trained_heads
-    assert not ours.heads["reward"].weight.requires_grad
+def test_a_lora_reward_model_made_with_peft_becomes_a_slot(model, lora_reward, tmp_path):
+    for method in METHODS:
+        ours = build(model, tmp_path, reward_adapter=str(lora_reward), method=method)
+        theirs = PeftModel.from_pretrained(classifier_on(model), lora_reward).eval()
+        batch = batch_for(model)
+        assert ours.roles["reward"].slot == "reward"
+        torch.testing.assert_close(
+            ours.score(batch, ("reward",)).rewards_N, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5
+        )
+        assert "reward" in ours.trained_heads
+        assert not ours.heads["reward"].weight.requires_grad
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_classifier_on_the_base_s_weights_costs_a_head(model, same_decoder, tmp_path, method):
-    ours = build(model, tmp_path, reward_model_path=str(same_decoder), method=method)
-    batch = batch_for(model)
-    if method in ("j_hydra_ppo", "hydra_ppo"):
-        assert set(ours.backbones) == {"base"}
-    theirs = AutoModelForSequenceClassification.from_pretrained(same_decoder).eval()
-    rewards = ours.score(batch, ("reward",)).rewards_N
-    torch.testing.assert_close(rewards, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5)
+def test_a_classifier_on_the_base_s_weights_costs_a_head(model, same_decoder, tmp_path):
+    for method in METHODS:
+        ours = build(model, tmp_path, reward_model_path=str(same_decoder), method=method)
+        batch = batch_for(model)
+        if method in ("j_hydra_ppo", "hydra_ppo"):
+            assert set(ours.backbones) == {"base"}
+        theirs = AutoModelForSequenceClassification.from_pretrained(same_decoder).eval()
+        rewards = ours.score(batch, ("reward",)).rewards_N
+        torch.testing.assert_close(rewards, plain_rewards(theirs, batch).flatten(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -172,21 +172,19 @@ def last_values(ours: HydraModel, batch: PackedBatch) -> torch.Tensor:
         return ours.heads["value"](hidden[batch.last_rows_N])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_critic_that_starts_as_the_reward_model_predicts_its_rewards(
-    model, lora_reward, same_decoder, tmp_path, method
-):
-    batch = batch_for(model)
-    sources = [{"reward_model_path": str(same_decoder)}]
-    if method == "j_hydra_ppo":  # no slot of its own that could start as the reward's, but the actor's can
-        sources.append({"reward_adapter": str(lora_reward), "reference_adapter": str(lora_reward)})
-    elif method != "full_ppo":
-        sources.append({"reward_adapter": str(lora_reward)})
-    for source in sources:
-        ours = build(model, tmp_path, method=method, critic_init="reward", **source)
-        rewards = ours.score(batch, ("reward",)).rewards_N
-        torch.testing.assert_close(last_values(ours, batch), rewards, rtol=1e-4, atol=1e-5)
-        assert ours.heads["value"].weight.data_ptr() != ours.heads["reward"].weight.data_ptr()
+def test_a_critic_that_starts_as_the_reward_model_predicts_its_rewards(model, lora_reward, same_decoder, tmp_path):
+    for method in METHODS:
+        batch = batch_for(model)
+        sources = [{"reward_model_path": str(same_decoder)}]
+        if method == "j_hydra_ppo":  # no slot of its own that could start as the reward's, but the actor's can
+            sources.append({"reward_adapter": str(lora_reward), "reference_adapter": str(lora_reward)})
+        elif method != "full_ppo":
+            sources.append({"reward_adapter": str(lora_reward)})
+        for source in sources:
+            ours = build(model, tmp_path, method=method, critic_init="reward", **source)
+            rewards = ours.score(batch, ("reward",)).rewards_N
+            torch.testing.assert_close(last_values(ours, batch), rewards, rtol=1e-4, atol=1e-5)
+            assert ours.heads["value"].weight.data_ptr() != ours.heads["reward"].weight.data_ptr()
 
 
 @pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
@@ -226,9 +224,8 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_contradictory_options():
+    for options, message in [
         ({"method": "full_ppo", "load_in_4bit": True}, "load_in_4bit: expected it unset for full_ppo, .*got True"),
         ({"method": "full_ppo", "load_in_8bit": True}, "load_in_8bit: expected it unset for full_ppo"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "load_in_4bit: expected either load_in_8bit or load_in_4bit"),
@@ -257,11 +254,9 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
             "reward_model_path: expected 'reward_model' among reward_funcs",
         ),
         ({"method": "hydra"}, r"method: expected one of .*full_ppo.*hydra_ppo.*got 'hydra'"),
-    ],
-)
-def test_contradictory_options(options, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(model_name_or_path="m", output_dir="o", dataset_name="d", **options)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            TrainConfig(model_name_or_path="m", output_dir="o", dataset_name="d", **options)
 
 
 def broken(folder: Path, model: Path) -> Path:

@@ -183,15 +183,6 @@ def test_options_of_a_request_are_its_own():
     assert mixed.batch.completion_lens[4] <= 3
 
 
-def test_log_probs_of_filtered_draws_are_those_of_the_kept_tokens():
-    model, asked = build(), prompts(8)
-    rollout = generate(model, asked, sampling(top_k=3, temperature=1.5))
-    logits = full_logits(model, rollout) / 1.5
-    kept = logits.masked_fill(logits < logits.topk(3).values[:, -1:], -torch.inf)
-    expected = kept.log_softmax(-1).gather(1, rollout.batch.targets_M[:, None])[:, 0]
-    torch.testing.assert_close(rollout.logprobs_M, expected, rtol=1e-4, atol=1e-4)
-
-
 def full_logits(model, rollout) -> torch.Tensor:
     """[M, V] of the actor before each completion token."""
     from rlhf_engine.hydra.backbone import head_logits

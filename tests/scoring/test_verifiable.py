@@ -27,20 +27,17 @@ def one(spec: str, answer: str, **columns: object) -> float | None:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
+def test_format():
+    for answer, reward in [
         ("<think>a\nb</think>\n<answer>4</answer>\n", 1.0),
         (" \n<think>a</think><answer>4</answer>", 1.0),  # as templates and tokenizers begin
         ("<think>if a < b or b > a</think>\n\n<answer><b>4</b></answer>", 1.0),
         ("so: <think>a</think><answer>4</answer>", 0.0),
         ("<think>a</think>", 0.0),
         ("", 0.0),
-    ],
-)
-def test_format(answer, reward):
-    assert one("format", answer) == reward
-    assert make("format")(completions=[[{"role": "assistant", "content": answer}]]) == [reward]
+    ]:
+        assert one("format", answer) == reward
+        assert make("format")(completions=[[{"role": "assistant", "content": answer}]]) == [reward]
 
 
 def test_a_format_whose_thoughts_begin_in_the_prompt():
@@ -58,10 +55,10 @@ def test_a_format_of_ones_own():
         make("format,pattern=(")
 
 
-@pytest.mark.parametrize(("tokens", "reward"), [(0, -1.0), (8, -0.5), (10, 0.0), (20, 0.0), (22, -0.5), (900, -1.0)])
-def test_length(tokens, reward):
-    length = make("length,least=10,most=20,buffer=4")
-    assert length(completions=[""], completion_ids=[list(range(tokens))]) == [reward]
+def test_length():
+    for tokens, reward in [(0, -1.0), (8, -0.5), (10, 0.0), (20, 0.0), (22, -0.5), (900, -1.0)]:
+        length = make("length,least=10,most=20,buffer=4")
+        assert length(completions=[""], completion_ids=[list(range(tokens))]) == [reward]
 
 
 def test_length_is_the_soft_overlong_punishment():
@@ -73,19 +70,16 @@ def test_length_is_the_soft_overlong_punishment():
     assert made(completions=[""] * 8, completion_ids=[[1] * n for n in lengths]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
+def test_repetition():
+    for answer, reward in [
         ("one two three four", 0.0),
         ("a b c a b c", -0.25),  # abc, bca, cab, abc: one of four was there before
         ("no no no no no", -2 / 3),
         ("No no NO no", -0.5),
         ("two words", 0.0),
         ("", 0.0),
-    ],
-)
-def test_repetition(answer, reward):
-    assert one("repetition", answer) == pytest.approx(reward)
+    ]:
+        assert one("repetition", answer) == pytest.approx(reward)
 
 
 def test_repetition_of_long_answers_takes_no_time():
@@ -99,9 +93,8 @@ def test_repetition_of_long_answers_takes_no_time():
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
+def test_json_schema(tmp_path):
+    for answer, reward in [
         ('{"n": 3}', 1.0),
         ('Here it is:\n```json\n{"n": 3}\n```\nDone.', 1.0),
         ('{"n": "3"}', 0.0),
@@ -110,14 +103,12 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ("", 0.0),
         ("[" * 100_000, 0.0),  # deeper than Python goes
         ("1" * 10_000, 0.0),  # more digits than Python reads
-    ],
-)
-def test_json_schema(answer, reward, tmp_path):
-    file = tmp_path / "schema.json"
-    file.write_text(json.dumps(SCHEMA))
-    assert one(f"json_schema,schema={file}", answer) == reward
-    assert one("json_schema", answer, schema=SCHEMA) == reward
-    assert one("json_schema", answer, schema=json.dumps(SCHEMA)) == reward
+    ]:
+        file = tmp_path / "schema.json"
+        file.write_text(json.dumps(SCHEMA))
+        assert one(f"json_schema,schema={file}", answer) == reward
+        assert one("json_schema", answer, schema=SCHEMA) == reward
+        assert one("json_schema", answer, schema=json.dumps(SCHEMA)) == reward
 
 
 def test_a_schema_that_refers_elsewhere_fetches_nothing():
@@ -140,9 +131,8 @@ TESTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
+def test_code():
+    for answer, reward in [
         (RIGHT, 1.0),
         (f"Like this:\n```python\n{RIGHT}```\n", 1.0),
         (f"```\nprint('first try')\n```\nbetter:\n```python\n{RIGHT}```", 1.0),
@@ -160,11 +150,9 @@ RIGHT = "def add(a, b):\n    return a + b\n"
         (RIGHT + "import os\nos.kill(os.getpid(), 9)", 0.0),
         (RIGHT + "\ud800", 0.0),  # no text that a file could hold
         (RIGHT + "\0", 0.0),
-    ],
-)
-def test_code(answer, reward):
-    assert one("code,timeout=20", answer, tests=TESTS) == reward
-    assert one("code,timeout=20", answer, tests=TESTS.splitlines()) == reward
+    ]:
+        assert one("code,timeout=20", answer, tests=TESTS) == reward
+        assert one("code,timeout=20", answer, tests=TESTS.splitlines()) == reward
 
 
 def test_code_that_does_not_end_ends_with_what_it_started(tmp_path):
@@ -198,9 +186,8 @@ def judge():
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "reward"),
-    [
+def test_math(judge):
+    for gold, answer, reward in [
         ("72", "48 + 24 = 72, so the answer is 72.", 1.0),
         ("Natalia sold 48/2 = 24 clips.\n#### 72", "#### 72", 1.0),
         (r"\frac{1}{2}", r"$\boxed{0.5}$", 1.0),
@@ -216,10 +203,8 @@ def judge():
         ("72", r"\boxed{\frac{1}{0}}", 0.0),
         ("72", "\\boxed{" * 500, 0.0),
         ("", "72", None),  # nothing to compare with: the row is left out
-    ],
-)
-def test_math(judge, gold, answer, reward):
-    assert judge(completions=[answer], answer=[gold]) == [reward]
+    ]:
+        assert judge(completions=[answer], answer=[gold]) == [reward]
 
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
@@ -332,9 +317,8 @@ def test_answers_without_an_end_of_the_thoughts_that_the_prompt_began(judge):
     assert judge(prompts=prompts, completions=answers, answer=["42"] * 2) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
+def test_math_reads_the_answer(judge):
+    for gold, answer in [
         ("42", "<answer>42</answer>"),
         ("42", "<think>41? No.</think>\n\n<answer>\n42\n</answer>"),
         ("42", "<think>41? No.</think>It is \\boxed{42}."),
@@ -347,10 +331,8 @@ def test_answers_without_an_end_of_the_thoughts_that_the_prompt_began(judge):
         ("x + 1", "<answer>x + 1</answer>"),
         (r"\frac{1}{2}", r"<answer>\frac12</answer>"),
         (r"\{1, 2\}", r"\boxed{1, 2}"),
-    ],
-)
-def test_math_reads_the_answer(judge, gold, answer):
-    assert judge(completions=[answer], answer=[gold]) == [1.0]
+    ]:
+        assert judge(completions=[answer], answer=[gold]) == [1.0]
 
 
 RIGHT_CODE = {  # what tests may do with an answer: its code, and the tests
@@ -456,9 +438,8 @@ def test_an_answers_process_reaches_its_folder_and_python_alone(tmp_path):
 # ---- by name ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_names_and_options_that_do_not_fit():
+    for spec, message in [
         ("lenght", "expected reward_model, code, format, json_schema, length, math, repetition, module:function or"),
         ("length,most", "length: expected options least, most, buffer as key=value, got 'most'"),
         ("length,longest=3", "length: expected options least, most, buffer as key=value, got 'longest=3'"),
@@ -469,19 +450,17 @@ def test_an_answers_process_reaches_its_folder_and_python_alone(tmp_path):
         ("code,timeout=fast", "code: expected a number for timeout, got 'fast'"),
         ("code,timeout=0", "code: expected a timeout above 0 and memory of 64 at least, got 0 and 512"),
         ("math,timeout=0", "math: expected a timeout above 0, got 0"),
-    ],
-)
-def test_names_and_options_that_do_not_fit(spec, message):
-    with pytest.raises(ConfigError) as caught:
-        load_reward(spec)
-    assert str(caught.value).startswith(f"reward_funcs: {message}")
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_reward(spec)
+        assert str(caught.value).startswith(f"reward_funcs: {message}")
 
 
-@pytest.mark.parametrize(("package", "spec"), [("math_verify", "math"), ("jsonschema", "json_schema")])
-def test_without_its_package_one_line_says_what_has_it(monkeypatch, package, spec):
-    monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{spec}: expected the package .*, got none; pip install .*\[rewards\]"):
-        load_reward(spec)
+def test_without_its_package_one_line_says_what_has_it(monkeypatch):
+    for package, spec in [("math_verify", "math"), ("jsonschema", "json_schema")]:
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(ConfigError, match=rf"{spec}: expected the package .*, got none; pip install .*\[rewards\]"):
+            load_reward(spec)
 
 
 def test_several_are_summed_by_weights():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import pytest
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, MicroBatch
@@ -196,19 +195,21 @@ def loss_of(algorithm, micro, logprobs_M):
     return at_logprobs(fused, logprobs_M).loss
 
 
-@pytest.mark.parametrize(("formula", "options"), CASES, ids=[formula.__name__ for formula, _ in CASES])
-def test_what_is_learned_from_given_numbers(formula, options):
-    name = next(n for n in ("best_of_n", "online_dpo", "reinforce", "remax", "rloo", "grpo") if n in formula.__name__)
-    leaf = POLICY_M.clone().requires_grad_()
-    formula([Answer(i, leaf) for i in range(4)]).backward()
-    expected = leaf.grad
-    algorithm, micro = learned(config(name, **options), SCORED)
-    chosen = {"best_of_n": [0, 2]}.get(name, [0, 1, 2, 3])
-    rows_M = SCORED.batch.select_completion_rows(chosen)
-    mine = POLICY_M.clone().requires_grad_()
-    loss_of(algorithm, micro, mine[rows_M]).backward()
-    assert expected.abs().max() > 0.01
-    torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-6)
+def test_what_is_learned_from_given_numbers():
+    for formula, options in CASES:
+        name = next(
+            n for n in ("best_of_n", "online_dpo", "reinforce", "remax", "rloo", "grpo") if n in formula.__name__
+        )
+        leaf = POLICY_M.clone().requires_grad_()
+        formula([Answer(i, leaf) for i in range(4)]).backward()
+        expected = leaf.grad
+        algorithm, micro = learned(config(name, **options), SCORED)
+        chosen = {"best_of_n": [0, 2]}.get(name, [0, 1, 2, 3])
+        rows_M = SCORED.batch.select_completion_rows(chosen)
+        mine = POLICY_M.clone().requires_grad_()
+        loss_of(algorithm, micro, mine[rows_M]).backward()
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_values_are_taught_the_returns_of_each_algorithm():
@@ -229,13 +230,13 @@ def test_values_are_taught_the_returns_of_each_algorithm():
     assert torch.equal(policy.output.old_logprob_M, SCORED.old_logprobs_M)
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce"])
-def test_a_warm_up_teaches_the_values_alone(name):
-    made = config(name, max_steps=2, critic_warmup_steps=1)
-    algorithm, micro = learned(made, SCORED, train_actor=False)
-    assert algorithm.discarded_roles == ("actor",)
-    (term,) = algorithm.terms(micro)
-    assert term.output.roles == ("critic",)
+def test_a_warm_up_teaches_the_values_alone():
+    for name in ["ppo", "reinforce"]:
+        made = config(name, max_steps=2, critic_warmup_steps=1)
+        algorithm, micro = learned(made, SCORED, train_actor=False)
+        assert algorithm.discarded_roles == ("actor",)
+        (term,) = algorithm.terms(micro)
+        assert term.output.roles == ("critic",)
 
 
 def test_without_weights_every_answer_counts_as_drawn():

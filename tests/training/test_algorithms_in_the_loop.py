@@ -339,6 +339,8 @@ CONTRADICTIONS = [
     ("ppo", {"loss_type": "grpo"}, "loss_type: expected it unset for ppo, which does not read it"),
     ("remax", {"lam": 0.9}, r"lam: expected it unset for remax, which does not read it \(ppo\), got 0.9"),
     ("rloo", {"critic_warmup_steps": 1}, "critic_warmup_steps: expected it unset for rloo"),
+    ("cispo", {"cliprange": 0.1}, "cliprange: expected it unset for cispo, which does not read it"),
+    ("copg", {"num_generations": 1}, "num_generations: expected at least 2 for copg, got 1"),
     ("best_of_n", {"beta": 0.1}, "beta: expected it unset for best_of_n"),
     ("ppo", {"kl_in": "loss"}, "kl_in: expected it unset for ppo"),
     ("online_dpo", {"beta": 0.0}, "beta: expected more than 0 for online_dpo"),

@@ -622,9 +622,8 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_contradictory_options(tmp_path):
+    for options, message in [
         ({"eval_share": 1.0}, "eval_share: expected .* < 1, got 1.0"),
         ({"eval_share": 0.0}, "eval_share: expected .* > 0, got 0.0"),
         ({"eval_share": 0.5, "eval_dataset_name": "x"}, "eval_share: expected either eval_dataset_name or eval_share"),
@@ -636,11 +635,9 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),
         ({"mode": "half"}, "mode: expected one of .*full.*lora.*got 'half'"),
         ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient: expected .* >= 0, got -1.0"),
-    ],
-)
-def test_contradictory_options(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        reward_config(tmp_path / "m", tmp_path / "out", **options)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            reward_config(tmp_path / "m", tmp_path / "out", **options)
 
 
 def test_tokens_and_ends_that_the_model_does_not_have(tmp_path):
