@@ -36,12 +36,10 @@ from rlhf_engine.config import (
 )
 from rlhf_engine.config.export import ExportConfig
 from rlhf_engine.config.parser import Options
-from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.reward_functions import check_reward, load_reward
 from rlhf_engine.scoring.verifiable import is_built_in
-from tests.conftest import build
 
 CONFIGS: dict[str, type[Options]] = {
     "bench": BenchConfig,
@@ -306,23 +304,6 @@ def test_files_of_a_run_are_called_what_they_are_called():
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_memory_formulas_count_right():
-    for method, n_slots in (("hydra", 2), ("j_hydra", 1)):
-        model = build(method)
-        held = model.held_parameters()
-        backbone = model.backbone()
-        linears = [linear for path, linear in backbone.linears.items() if path.startswith(backbone.blocks_prefix)]
-        slot = sum(4 * (linear.in_features + linear.out_features) for linear in linears)  # build() takes r = 4
-        head = backbone.hidden_size + 1
-        plain = sum(p.numel() for p in backbone.model.parameters())
-        assert held == {"backbones": plain, "slots": n_slots * slot, "heads": 2 * head}
-        trained = {id(p): p.numel() for role in model.roles for p in model.trainable_parameters(role).values()}
-        assert sum(trained.values()) == n_slots * slot + head
-    text = (CONCEPTS / "memory.md").read_text(encoding="utf-8")
-    assert "| P + 2 S + 2 (d + 1) | 2 S + (d + 1) |" in text
-    assert "| P + S + 2 (d + 1) | S + (d + 1) |" in text
-
-
 def test_the_numbers_of_the_7b_example():
     d, ff, layers, vocabulary, r = 4096, 11008, 32, 32000, 16
     slot = layers * r * (4 * (d + d) + 3 * (d + ff))
@@ -358,10 +339,6 @@ def test_the_status_is_that_of_the_registry():
         "swiglu": {"cpu", "triton"},
         "whiten": {"cpu", "triton"},
     }
-
-
-def test_what_a_final_folder_holds_is_peft_s_format():
-    assert (peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE) == ("adapter_config.json", "adapter_model.safetensors")
 
 
 QUOTING = (GUIDES / "add-a-model.md", ROOT / "docs" / "faq.md")

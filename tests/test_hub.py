@@ -126,19 +126,16 @@ def test_weights_are_those_of_the_commit_whose_config_was_read(server, root):
     assert server.asked.count(f"/api/models/{NAME}/revision/main") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_what_the_hub_does_not_give_is_one_line(server, root):
+    for name, message in [
         ("small/none", "expected a folder or a name of the Hub, got 'small/none', which is neither, or is private"),
         ("small/llama@v2", "expected a revision of 'small/llama', got 'v2', which it has not"),
         ("small/gated", "expected access to 'small/gated', got a refusal; accept its terms on the Hub"),
         ("small/pickled", "expected safetensors of 'small/pickled', got none"),
-    ],
-)
-def test_what_the_hub_does_not_give_is_one_line(server, root, name, message):
-    server.gated.add("small/gated")
-    with pytest.raises(ConfigError, match=rf"^actor_adapter: {message}"):
-        hub.local_folder(name, "actor_adapter", weights=True)
+    ]:
+        server.gated.add("small/gated")
+        with pytest.raises(ConfigError, match=rf"^actor_adapter: {message}"):
+            hub.local_folder(name, "actor_adapter", weights=True)
 
 
 def test_without_a_network_the_cache_serves_or_one_line_says_how(server, monkeypatch):

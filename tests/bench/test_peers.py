@@ -359,24 +359,6 @@ def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
 # --- which cases -----------------------------------------------------------------------------------------------------
 
 
-def test_grids_of_a_gpu_have_the_shapes_that_are_asked_about() -> None:
-    full = lora.lora_shapes("full", "cuda")
-    decode = {(lane.K, lane.M, lane.r, lane.N) for lane in full if not lane.backward}
-    training = {(lane.K, lane.M, lane.r) for lane in full if lane.backward}
-    for M in (4096, 14336):
-        assert {(4096, M, r, n) for r in (8, 16, 32, 64, 128) for n in (1, 16, 64, 256)} <= decode
-        assert {(4096, M, r) for r in (8, 16, 32, 64, 128)} <= training
-    default = lora.lora_shapes("default", "cuda")
-    assert {lane.r for lane in default if lane.backward} == {8, 16, 32, 64, 128}
-    assert {lane.r for lane in default if not lane.backward} == {8, 16, 32, 64, 128}
-    assert {lane.N for lane in default if not lane.backward} == {1, 16, 64, 256}
-    assert {s.N for s in heads.head_sizes("default", "cuda")} == {512, 2048, 8192}
-    drawn = [c.name for c in load_cases("sample", "default", "cuda", torch.bfloat16) if c.name.startswith("drawn")]
-    assert drawn == ["drawn/16x4096x128256", "drawn/64x4096x128256"]
-    names = [c.name for c in load_cases("decode_attention", "default", "cuda", torch.bfloat16)]
-    assert "paged/32x1024x32of8x128" in names
-
-
 def test_default_grids_of_a_cpu_stay_as_they_are() -> None:
     """Kernel tables and the README's were recorded with these."""
     counts = {

@@ -42,12 +42,12 @@ def test_type_checkers_see_the_same_names():
     assert seen == {(f"rlhf_engine.{module}", name, name) for module, names in lent for name in names}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_names_that_pages_import_from_the_rooms_are_here(page):
-    found = re.findall(r"^from rlhf_engine\.(\w+) import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    names = {name.strip() for module, line in found if module in LENT for name in line.split(",")}
-    assert names <= set(rlhf_engine.__all__)
-    assert names or page.name == "README.md"
+def test_names_that_pages_import_from_the_rooms_are_here():
+    for page in PAGES:
+        found = re.findall(r"^from rlhf_engine\.(\w+) import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        names = {name.strip() for module, line in found if module in LENT for name in line.split(",")}
+        assert names <= set(rlhf_engine.__all__)
+        assert names or page.name == "README.md"
 
 
 def test_no_name_hides_a_module():
@@ -74,11 +74,9 @@ def test_rooms_do_not_import_by_way_of_the_names():
     assert wrong == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["--version"], ["--help"]], ids=["import", "version", "help"])
-def test_torch_is_imported_by_none_of_these(arguments):
-    code = "import sys, rlhf_engine\n"
-    if arguments:
-        code += f"from rlhf_engine.commands.main import main\nassert main({arguments}) == 0\n"
+def test_torch_is_imported_by_neither_the_package_nor_its_version_and_help():
+    code = "import sys\nfrom rlhf_engine.commands.main import main\n"
+    code += "assert main(['--version']) == main(['--help']) == 0\n"
     code += "assert not {'torch', 'transformers', 'rlhf_kernels'} & set(sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,8 +14,6 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 REPOSITORY = PROJECT["project"]["urls"]["Repository"]
-
-each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 
 
 def steps(path: Path) -> list[dict]:
@@ -33,36 +30,36 @@ def test_there_are_three():
     assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "wheels"]
 
 
-@each_workflow
-def test_a_workflow_is_bounded(path):
+def test_a_workflow_is_bounded():
     """It starts on something, may only read, and every job ends by itself and needs jobs that exist."""
-    found = yaml.safe_load(path.read_text())
-    assert found[True]  # `on` is a truth value to YAML 1.1
-    assert found["permissions"] == {"contents": "read"}
-    for job in found["jobs"].values():
-        assert 0 < job["timeout-minutes"] <= 120
-        needs = job.get("needs", [])
-        assert {needs} if isinstance(needs, str) else set(needs) <= set(found["jobs"])
-        assert set(job.get("permissions", {})) <= {"id-token", "pages"}
+    for path in WORKFLOWS:
+        found = yaml.safe_load(path.read_text())
+        assert found[True]  # `on` is a truth value to YAML 1.1
+        assert found["permissions"] == {"contents": "read"}
+        for job in found["jobs"].values():
+            assert 0 < job["timeout-minutes"] <= 120
+            needs = job.get("needs", [])
+            assert {needs} if isinstance(needs, str) else set(needs) <= set(found["jobs"])
+            assert set(job.get("permissions", {})) <= {"id-token", "pages"}
 
 
-@each_workflow
-def test_actions_are_pinned_to_a_major_version(path):
-    uses = [step["uses"] for step in steps(path) if "uses" in step]
-    assert uses
-    assert [use for use in uses if not re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", use)] == []
+def test_actions_are_pinned_to_a_major_version():
+    for path in WORKFLOWS:
+        uses = [step["uses"] for step in steps(path) if "uses" in step]
+        assert uses
+        assert [use for use in uses if not re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", use)] == []
 
 
-@each_workflow
-def test_commands_exist(path):
-    commands = [step["run"] for step in steps(path) if "run" in step]
-    for command in commands:
-        first, *words = command.split()
-        if first == "make":
-            assert words[0] in targets(), command
-        else:
-            assert command.startswith("python -m "), command
-    assert commands or path.stem == "docs"
+def test_commands_exist():
+    for path in WORKFLOWS:
+        commands = [step["run"] for step in steps(path) if "run" in step]
+        for command in commands:
+            first, *words = command.split()
+            if first == "make":
+                assert words[0] in targets(), command
+            else:
+                assert command.startswith("python -m "), command
+        assert commands or path.stem == "docs"
 
 
 def test_what_cibuildwheel_runs_exists():
@@ -81,17 +78,17 @@ def test_the_wheel_leaves_out_the_same_library_everywhere():
     assert f"--exclude {name} " in PROJECT["tool"]["cibuildwheel"]["repair-wheel-command"]
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_has_what_a_form_needs(path):
-    form = yaml.safe_load(path.read_text())
-    assert form["name"]
-    assert form["description"]
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert all(field["type"] in ("textarea", "input", "dropdown", "checkboxes") for field in fields)
-    assert all(field["attributes"]["label"] for field in fields)
-    names = [field["id"] for field in fields]
-    assert len(names) == len(set(names)) > 0
-    assert any(field.get("validations", {}).get("required") for field in fields)
+def test_an_issue_form_has_what_a_form_needs():
+    for path in FORMS:
+        form = yaml.safe_load(path.read_text())
+        assert form["name"]
+        assert form["description"]
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert all(field["type"] in ("textarea", "input", "dropdown", "checkboxes") for field in fields)
+        assert all(field["attributes"]["label"] for field in fields)
+        names = [field["id"] for field in fields]
+        assert len(names) == len(set(names)) > 0
+        assert any(field.get("validations", {}).get("required") for field in fields)
 
 
 def test_a_bug_report_has_version_and_machine():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -161,11 +162,11 @@ def test_wrong_element_and_shape_are_refused() -> None:
         score(returning(torch.zeros(3, 1)))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_nonfinite_rewards_name_function_row_and_prompt(bad, kind) -> None:
-    with pytest.raises(ValueError, match=rf"'given': expected finite numbers, got {bad} at row 2 \(prompt 'three'\)"):
-        score(returning(kind([0.0, 1.0, bad])))
+def test_nonfinite_rewards_name_function_row_and_prompt() -> None:
+    for bad, kind in itertools.product((math.nan, math.inf, -math.inf), (list, torch.tensor)):
+        said = rf"'given': expected finite numbers, got {bad} at row 2 \(prompt 'three'\)"
+        with pytest.raises(ValueError, match=said):
+            score(returning(kind([0.0, 1.0, bad])))
 
 
 def test_long_prompts_are_cut_in_messages() -> None:
@@ -332,17 +333,17 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("setting", CHANGES)
-@pytest.mark.parametrize("fails", [False, True])
-def test_settings_of_torch_are_put_back(setting, fails) -> None:
-    def careless(**_):
-        CHANGES[setting]()
-        return [1.0 / (0.0 if fails else 1.0)] * 3
+def test_settings_of_torch_are_put_back() -> None:
+    for setting, fails in itertools.product(CHANGES, (False, True)):
 
-    before = {name: get() for name, (get, _) in _SETTINGS.items()}
-    with contextlib.suppress(RewardError), pytest.warns(UserWarning, match=f"'careless' changed torch's {setting}"):
-        score(careless)
-    assert {name: get() for name, (get, _) in _SETTINGS.items()} == before
+        def careless(setting=setting, fails=fails, **_):
+            CHANGES[setting]()
+            return [1.0 / (0.0 if fails else 1.0)] * 3
+
+        before = {name: get() for name, (get, _) in _SETTINGS.items()}
+        with contextlib.suppress(RewardError), pytest.warns(UserWarning, match=f"'careless' changed torch's {setting}"):
+            score(careless)
+        assert {name: get() for name, (get, _) in _SETTINGS.items()} == before
 
 
 def test_a_file_that_sets_torch_s_defaults_is_no_setting_of_the_run(tmp_path) -> None:

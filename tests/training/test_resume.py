@@ -497,47 +497,6 @@ def test_a_thread_that_is_left_does_not_keep_the_process(monkeypatch, capsys):
     assert re.search(r"rlhf-engine: done, but .*judge.* still ran and was left behind", capsys.readouterr().err)
 
 
-THREAD = "threading.Thread(target=time.sleep, args=(3600,), name='judge').start()"
-HANGS = "took longer than 1 seconds (reward_timeout); checkpoint of step 1 written"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("body", "code", "text"),
-    [("time.sleep(3600)", 1, HANGS), (THREAD, 0, "judge still ran")],
-    ids=["hangs", "leaves_a_thread"],
-)
-def test_rewards_do_not_keep_the_process(model, tmp_path, package_table, body, code, text):
-    late = f"import threading, time\nif len(calls) == 3:\n    {body}\nreturn [1.0] * len(prompts)"
-    reward = write_reward(tmp_path, late)
-    options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward], "reward_timeout": 1.0}
-    with start(train_config(model, tmp_path / "run", **options), tmp_path / "run.yaml") as process:
-        errors = process.communicate(timeout=120)[1]
-    assert process.returncode == code, errors
-    assert text in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.long
-def test_a_second_signal_ends_it_at_once(model, tmp_path):
-    slow = tmp_path / "slow.py"
-    slow.write_text(
-        "import pathlib, time\n\n\ndef reward(prompts, completions, completion_ids, **columns):\n"
-        "    if len(prompts) > 2:\n"  # not when it is tried
-        "        pathlib.Path(__file__).with_name('scoring').touch()\n        time.sleep(60)\n"
-        "    return [0.0] * len(prompts)\n"
-    )
-    config = train_config(model, tmp_path / "run", reward_funcs=[f"{slow}:reward"])
-    with start(config, tmp_path / "run.yaml") as process:
-        wait_for((tmp_path / "scoring").exists, process)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert process.poll() is None  # it ends its step
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 128 + signal.SIGTERM
-    assert list_checkpoints(tmp_path / "run") == []
-
-
 @pytest.mark.long
 def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path, package_table):
     options = {**CROSSING, "max_steps": 40, "save_steps": 1, "save_total_limit": 1, "resume_from_checkpoint": "auto"}

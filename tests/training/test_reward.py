@@ -370,15 +370,6 @@ def test_margins_are_those_of_the_formula(base, tmp_path):
             RewardTrainer(reward_config(base, tmp_path / "bad", [*rows, {**rows[0], "margin": value}]))
 
 
-def test_pairs_of_the_same_answer_are_counted(base, tmp_path):
-    rows = [*toy_pairs(24), *({"prompt": "red", "chosen": "cat", "rejected": "cat"} for _ in range(2))]
-    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows))
-    assert len(trainer.rows) == 24
-    assert "dataset_name: 2 pairs left out, whose two answers are the same" in trainer.notes
-    with pytest.raises(ConfigError, match="expected pairs of different answers, got the same answer twice in all"):
-        RewardTrainer(reward_config(base, tmp_path / "run", rows[24:]))
-
-
 def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
     common = {"eval_share": 0.4, "metric_for_best_model": "brier"}
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))

@@ -106,20 +106,6 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     assert not (tmp_path / "served" / "vllm").exists()
 
 
-@pytest.mark.long
-def test_it_learns(model, server, tmp_path):
-    """A reward for one word, from answers of the server alone."""
-    reward = tmp_path / "sun.py"
-    reward.write_text(
-        "def sun(prompts, completions, completion_ids, **columns):\n"
-        "    return [float(c.split().count('sun')) for c in completions]\n"
-    )
-    options = {"reward_funcs": [f"{reward}:sun"], "max_steps": 10, "learning_rate": 3e-2, "beta": 0.0}
-    trainer = RlTrainer(config(model, tmp_path / "run", server, generation_batch_size=16, **options))
-    rewards = [trainer.step()["reward"] for _ in range(10)]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1
-
-
 # ---- importance weights ----------------------------------------------------------------------------------------------
 
 
