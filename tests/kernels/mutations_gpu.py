@@ -1,4 +1,4 @@
-"""More seeded bugs for `test_mutations.py`: what decodes on a GPU, and its linears and norms. How the text is read: see `mutations`."""
+"""More seeded bugs for `test_mutations.py`: what decodes on a GPU, its linears and its norms. See `mutations`."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from rlhf_kernels.runtime import cores, native
 
+from .checks import each
+
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"
 CPUSET = "32 23 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset"
@@ -115,7 +117,7 @@ def test_quotas_of_made_up_cgroups(tmp_path, membership, mounts, files, quota):
     assert cores.find(made_up(tmp_path, membership, mounts, files)).quota == quota
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [
         "",
@@ -129,7 +131,6 @@ def test_quotas_of_made_up_cgroups(tmp_path, membership, mounts, files, quota):
         "9" * 5000 + " 1",
         "\0",
     ],
-    ids=range(10),
 )
 def test_damaged_numbers_are_no_quota(tmp_path, content):
     root = made_up(tmp_path, "0::/a", V2, {"sys/fs/cgroup/cpu.max": "500000 100000"})
@@ -150,9 +151,7 @@ def test_damaged_and_unreadable_files(tmp_path):
     assert cores.find(tmp_path).quota == 2.0, "the lines around were damaged, not this one"
 
 
-@pytest.mark.parametrize(
-    ("affinity", "quota", "usable"), [(64, 1.5, 2), (64, 2.0, 2), (64, 0.1, 1), (2, 8.0, 2), (3, None, 3)]
-)
+@each(("affinity", "quota", "usable"), [(64, 1.5, 2), (64, 2.0, 2), (64, 0.1, 1), (2, 8.0, 2), (3, None, 3)])
 def test_a_quota_is_rounded_up_and_the_mask_is_a_limit(affinity, quota, usable):
     assert cores.Cores(affinity, quota).usable == usable
 

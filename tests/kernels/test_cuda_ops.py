@@ -13,6 +13,8 @@ from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
+from .checks import each, same_bits
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -37,8 +39,8 @@ GAE_NAMES = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
 
 
 # Packs of 4, warps of 128, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks.
-@pytest.mark.parametrize("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
+@each("scale", [1.0, 1e-3])
 def test_gae_tier1(device, T, scale):
     inputs, knobs = trajectories(3, T, scale=scale), {"gamma": 0.99, "lam": 0.95}
     exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
@@ -49,8 +51,8 @@ def test_gae_tier1(device, T, scale):
         assert_ok(tier1(a, e, p), name)
 
 
-@pytest.mark.parametrize("holes", [0.0, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
+@each("holes", [0.0, 0.5, 0.99, 1.0])
+@each(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
 def test_gae_fp64(device, holes, gamma, lam):
     inputs, knobs = trajectories(4, 700, holes=holes), {"gamma": gamma, "lam": lam}
     exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
@@ -59,8 +61,8 @@ def test_gae_fp64(device, holes, gamma, lam):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("special", [NAN, INF, -INF])
-@pytest.mark.parametrize("lam", [0.0, 0.1, 0.95])
+@each("special", [NAN, INF, -INF])
+@each("lam", [0.0, 0.1, 0.95])
 def test_gae_keeps_what_is_not_finite_where_it_is(device, special, lam):
     """γλ = 0.05 to the hundredth is 0 in fp32, and 0 · ∞ would be NaN where the recurrence has ∞."""
     reward, value, mask, bootstrap = trajectories(4, 600)
@@ -86,7 +88,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_gae_layouts(device, layout):
     views = [LAYOUTS[layout](x.to(device)) for x in trajectories(5, 137, dtype=torch.float32)[:3]]
     dense = [x.clone(memory_format=torch.contiguous_format) for x in views]
@@ -95,10 +97,10 @@ def test_gae_layouts(device, layout):
         assert torch.equal(a, b)
         assert a.is_contiguous()
     grads = _gae_backward(*views, 0.9, 0.8, "cuda"), _gae_backward(*dense, 0.9, 0.8, "cuda")
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    same_bits(*grads)
 
 
-@pytest.mark.parametrize(("B", "T"), [(0, 5), (3, 0), (0, 0)])
+@each(("B", "T"), [(0, 5), (3, 0), (0, 0)])
 def test_gae_empty(device, B, T):
     reward, value, bootstrap = (torch.zeros(s, device=device, requires_grad=True) for s in ((B, T), (B, T), (B,)))
     mask = torch.ones(B, T, device=device)
@@ -143,9 +145,9 @@ def plainly(x, mask, shift_mean):
     return torch.zeros(x.shape, dtype=torch.float64).masked_scatter(mask, y)
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-@pytest.mark.parametrize(("shape", "shift"), [((2,), 0.5), ((15, 127), 0.5), ((3, 5, 7), 1000.0), ((5, 1000), -2.0)])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("shift_mean", [True, False])
+@each(("shape", "shift"), [((2,), 0.5), ((15, 127), 0.5), ((3, 5, 7), 1000.0), ((5, 1000), -2.0)])
+@each("scale", [1.0, 1e-3])
 def test_whiten_rounds_once(device, shape, shift, shift_mean, scale):
     generator = torch.Generator().manual_seed(0)
     x = scale * (torch.randn(shape, generator=generator) + shift)
@@ -162,8 +164,8 @@ def test_whiten_rounds_once(device, shape, shift, shift_mean, scale):
     torch.testing.assert_close(moments.cpu(), sums, rtol=1e-14, atol=1e-12)
 
 
-@pytest.mark.parametrize("n_kept", [0, 1])
-@pytest.mark.parametrize("given", [True, False])
+@each("n_kept", [0, 1])
+@each("given", [True, False])
 def test_whiten_too_few_elements(device, n_kept, given):
     x = torch.tensor([[3.0, NAN]], device=device, requires_grad=True)
     mask = torch.tensor([[n_kept, 0]], device=device)
@@ -195,7 +197,7 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         (out.loss + value.loss).backward()
         white = whiten(new.detach(), keep, backend="cuda")
         results.append([*out, *value, new.grad, white, masked_moments(new, keep, backend="cuda")])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    same_bits(*results)
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -235,8 +237,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "plain")
-@pytest.mark.parametrize("n", [1, 3, 1024, 5003])
+@each("options", OPTIONS)
+@each("n", [1, 3, 1024, 5003])
 def test_losses_tier1(device, options, n):
     for scale in (1.0, 1e-3):
         inputs = tokens(n, seed=n, scale=scale)
@@ -249,16 +251,16 @@ def test_losses_tier1(device, options, n):
             torch.testing.assert_close(d, e, rtol=1e-11, atol=1e-13, msg=f"result {index} in fp64")
 
 
-@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+@each("garbage", [NAN, INF, -INF])
 def test_losses_never_see_masked_garbage(device, garbage):
     *clean, mask = tokens(31)
     options = {"with_ref": True, "kl_coef": 0.1, "entropy_coef": 0.1, "value_clip": 0.2}
     dirty = [torch.where(mask, x, garbage) for x in clean]
     results = [losses_and_gradients((*x, mask), device, torch.float32, "cuda", options) for x in (clean, dirty)]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    same_bits(*results)
 
 
-@pytest.mark.parametrize("live", [NAN, INF, -INF])
+@each("live", [NAN, INF, -INF])
 def test_losses_show_what_is_not_finite_as_the_reference_does(device, live):
     """Also with advantage 0 and where a bound takes over: 0 · ∞ and max(NaN, x) are NaN there."""
     new, old, advantage, ref, entropy, mask = tokens(12)
@@ -285,7 +287,7 @@ def test_losses_empty_and_nothing_live(device):
         assert (new.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_losses_take_narrow_and_strided_inputs(device, dtype):
     columns = torch.stack([x.to(dtype) for x in tokens(100)[:3]], dim=1).to(device)  # each input has stride 3
     mask = tokens(100)[5].to(device)

@@ -21,6 +21,7 @@ from rlhf_kernels.ppo_loss import native as ppo_native
 from rlhf_kernels.runtime import native, registry
 
 from . import native_build
+from .checks import BACKENDS, each, needs_native
 from .decode_step_cases import Sizes, make_call, make_decoder
 from .direct_calls import CALLS, FREE, WITHOUT_REFERENCE, mutated, ops
 from .hostile_targets import LAYERS
@@ -28,8 +29,6 @@ from .hostile_targets import LAYERS
 OPS = ops()
 OF_KERNELS = {"attention", "attention_backward"}
 """Ops whose reference is differentiated by autograd, so that it has no op."""
-BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.missing() is not None, reason="no C++"))]
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 def call(name, arguments, backend):
@@ -47,7 +46,7 @@ def test_every_op_is_here():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_wrong_tensors_are_refused(name, backend):
     if backend == "reference" and name in OF_KERNELS:
         pytest.skip("plain torch runs outside of this op")
@@ -65,7 +64,7 @@ def test_wrong_tensors_are_refused(name, backend):
         assert re.fullmatch(r"[\w.\[\], ]+: expected .+", error)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "changes", "message"),
     [
         ("gae", {"backend": "auto"}, "backend: expected one of .*, got 'auto'"),
@@ -132,7 +131,7 @@ LANES = LoraCall([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0
 
 
 @needs_native
-@pytest.mark.parametrize(
+@each(
     ("run", "message"),
     [
         (lambda: gae_native.forward(X(4, 5), X(4, 4), X(4, 5, dtype=BOOL), None, 1, 1), "value: expected shape"),
@@ -214,9 +213,7 @@ HUGE = 2**31
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
+@each(("name", "arguments", "message"), [
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0), "rows, columns"),
         ("gae_backward_float64", (0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0, 0), "rows, columns"),
         ("swiglu_apply_bfloat16", (8, 8, 2**62, 1, 8), "count"),
@@ -255,8 +252,7 @@ HUGE = 2**31
              0, 0, 1),
             "paging.table_blocks, paging.block",
         ),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_extension_refuses_sizes_that_overflow(name, arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}: expected "):
         getattr(native.extension(), name)(*arguments)

@@ -15,21 +15,10 @@ from rlhf_kernels.runtime import native
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS
 
+from .checks import each, threads_change_no_bit
+
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-ISAS = native.isas() if native.missing() is None else []
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        assert native.isa() == request.param
-        yield request.param
 
 
 def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
@@ -82,9 +71,9 @@ SHAPES = [(1, 3, 2), (2, 8, 17), (2, 17, 17), (15, 64, 511), (33, 70, 512), (127
 SHAPES += [(40, 560, 100), (300, 20, 40)]  # the depth, and the rows of a gradient of weights, in several pieces
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("with_options", [False, True])
+@each("scale", [1.0, 1e-3])
+@each("shape", SHAPES)
+@each("with_options", [False, True])
 def test_fp32_is_tier1(isa, shape, scale, with_options):
     n, h, v = shape
     hidden, weight, target = make(*shape, scale=scale)
@@ -105,8 +94,8 @@ def test_fp32_is_tier1(isa, shape, scale, with_options):
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("kind", ["random", "peaked", "uniform", "all_equal", "all_minus_200"])
-@pytest.mark.parametrize("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)], ids=str)
+@each("kind", ["random", "peaked", "uniform", "all_equal", "all_minus_200"])
+@each("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)])
 def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
     n, h, v = shape
     hidden, weight, target = make(*shape, dtype=torch.bfloat16)
@@ -139,7 +128,7 @@ def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
             assert_ok(tier3(g, g64, g16), f"{name}, frozen={frozen}")
 
 
-@pytest.mark.parametrize("vocab", [32001, 50264])
+@each("vocab", [32001, 50264])
 def test_large_ragged_vocabulary(isa, vocab):
     hidden, weight, target = make(40, 64, vocab, dtype=torch.bfloat16)
     out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"), backend="cpu")
@@ -149,7 +138,7 @@ def test_large_ragged_vocabulary(isa, vocab):
         assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     n = 140  # five panels: one thread takes two of them at a time, two threads one each
     hidden, weight, target = make(n, 48, 1500, dtype=dtype)
@@ -165,19 +154,13 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     order = torch.randperm(n)[:37]
     for a, b in zip(run(order), whole, strict=True):
         assert torch.equal(a, b[order])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if before > 1 else 2)
-        for a, b in zip(run(slice(None)), whole, strict=True):
-            assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    threads_change_no_bit(lambda: run(slice(None)), 1, 2)
     with torch.no_grad():  # scoring and training see the same log-probs
         scored = linear_logprob(hidden, weight, target, backend="cpu").logprob
     assert torch.equal(scored, whole[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_strides_and_nan_red_zones(isa, dtype):
     n, h, v = 35, 37, 530
     hidden, weight, target = make(n, h, v, dtype=dtype)
@@ -204,7 +187,7 @@ def test_strides_and_nan_red_zones(isa, dtype):
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_head_lora_is_not_rounded(isa, dtype):
     n, h, v, r = 40, 64, 600, 5
     hidden, weight, target = make(n, h, v, dtype=dtype)
@@ -288,7 +271,7 @@ def test_rising_logits_rescale_every_sum(isa):
             assert (got - want).abs().max() <= 1e-5 * want.abs().max(), (name, detach)
 
 
-@pytest.mark.parametrize("row", [0, 7, 8, 15, 23, 31])
+@each("row", [0, 7, 8, 15, 23, 31])
 def test_one_row_with_rising_logits(isa, row):
     """Of all lanes of a vector one alone needs another reference, without which its exponentials overflow."""
     hidden, weight, target = make(32, 8, 1100, scale=0.1)
@@ -319,28 +302,20 @@ def test_a_nan_reaches_all_of_its_row_and_no_other(isa):
         assert x.isnan().all() or name == "is_top1", name
 
 
-@pytest.mark.parametrize("vocab", [20, 5000])
+@each("vocab", [20, 5000])
 def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
     """One panel or two, so that threads meet at every block. One thread last: its results lie where it has been."""
-    before = torch.get_num_threads()
-    try:
-        for seed in range(5):
-            hidden, weight, target = make(20 + 20 * (seed % 2), 512 if vocab == 20 else 32, vocab, seed=seed)
+    for seed in range(5):
+        hidden, weight, target = make(20 + 20 * (seed % 2), 512 if vocab == 20 else 32, vocab, seed=seed)
 
-            def run(threads, hidden=hidden, weight=weight, target=target):
-                torch.set_num_threads(threads)
-                h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-                ahead = linear_logprob(h, weight, target, backend="cpu").logprob
-                again = linear_logprob(h, w, target, outputs=("logprob", "entropy"), backend="cpu")
-                loss = again.logprob.sum() + again.entropy.sum()
-                return [ahead, *again[:2], *torch.autograd.grad(ahead.sum(), h), *torch.autograd.grad(loss, (h, w))]
+        def run(hidden=hidden, weight=weight, target=target):
+            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            ahead = linear_logprob(h, weight, target, backend="cpu").logprob
+            again = linear_logprob(h, w, target, outputs=("logprob", "entropy"), backend="cpu")
+            loss = again.logprob.sum() + again.entropy.sum()
+            return [ahead, *again[:2], *torch.autograd.grad(ahead.sum(), h), *torch.autograd.grad(loss, (h, w))]
 
-            several = [run(threads) for threads in (2, 3, 8)]
-            alone = run(1)
-            for found in several:
-                assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-    finally:
-        torch.set_num_threads(before)
+        threads_change_no_bit(run, 2, 3, 8, 1)
 
 
 def test_ppo_loss_ratio_is_one_and_gradients_agree(isa):
@@ -399,8 +374,8 @@ def test_one_word_is_certain(isa):
     assert (torch.autograd.grad(out.entropy.sum(), hidden)[0] == 0).all()
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@each("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_mixed_dtypes(isa, hidden_dtype, weight_dtype):
     hidden, weight, target = make(20, 24, 300)
     hidden, weight = hidden.to(hidden_dtype).requires_grad_(), weight.to(weight_dtype).requires_grad_()
@@ -446,7 +421,7 @@ def every_head(hidden, weight, target, lora):
     return [x.detach() for x in (*found, loss.loss, drawn.token, *gradients)]
 
 
-@pytest.mark.parametrize("around", ["default dtype", "autocast"])
+@each("around", ["default dtype", "autocast"])
 def test_what_surrounds_a_call_changes_no_bit(isa, around):
     hidden, weight, target = make(9, 40, 100)
     lora = HeadLora(torch.randn(4, 40, requires_grad=True), torch.randn(100, 4, requires_grad=True), 0.5)
@@ -465,7 +440,7 @@ def test_what_surrounds_a_call_changes_no_bit(isa, around):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_without_depth_every_word_is_equally_likely(isa, dtype):
     for _ in range(3):
         torch.full((4, 32), 7.0)  # memory that is not zero

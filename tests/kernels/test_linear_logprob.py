@@ -4,33 +4,17 @@ import pytest
 import torch
 from rlhf_kernels.linear import packed
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS, row_chunks
 
-OPS = torch.ops.rlhf_kernels
+from .checks import REFERENCE, each, largest_allocation, same_bits
+
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
-ISAS = [] if native.missing() else native.isas()
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """The reference, and the native code with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
 
 
 def dense(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=None, lora=None):
@@ -71,7 +55,7 @@ def double(*tensors):
 
 
 @REFERENCE
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@each("name", DIFFERENTIABLE)
 def test_gradcheck_every_output_and_input(name):
     hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
     bias, A, B = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7,), (2, 3), (7, 2)))
@@ -104,7 +88,7 @@ def test_gradcheck_with_the_gradient_ahead():
     assert torch.autograd.gradcheck(f, (hidden,))
 
 
-@pytest.mark.parametrize("with_options", [False, True])
+@each("with_options", [False, True])
 def test_the_gradient_ahead_is_that_of_the_backward(with_options):
     hidden, weight, target = make(40, 16, 300)
     target[3] = -100
@@ -122,35 +106,13 @@ def test_the_gradient_ahead_is_that_of_the_backward(with_options):
     assert (made[0][3] == 0).all()
 
 
-@pytest.mark.parametrize(("detach", "error"), [(("lse",), ValueError), (("rank",), ValueError), ("logprob", TypeError)])
+@each(("detach", "error"), [(("lse",), ValueError), (("rank",), ValueError), ("logprob", TypeError)])
 def test_detach_refuses(detach, error):
     with pytest.raises(error, match="detach: expected"):
         linear_logprob(*make(2, 3, 5), outputs=("logprob", "entropy"), detach=detach)
 
 
-@REFERENCE
-def test_opcheck():
-    hidden, weight, target = make(4, 3, 5, requires_grad=True)
-    A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
-    bias, row_temperature = torch.randn(5, requires_grad=True), torch.rand(4) + 0.5
-    numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    names = ",".join(OUTPUTS)
-    tensors = (hidden, weight, target, bias, A, B, row_temperature)
-    torch.library.opcheck(OPS.linear_logprob.default, (*tensors, *numbers, names, False, "reference"))
-    torch.library.opcheck(
-        OPS.linear_logprob.default,
-        (hidden, weight, target, None, None, None, None, *numbers, "logprob", True, "reference"),
-    )
-    detached = tuple(x.detach() for x in tensors)
-    rows = [*(torch.randn(4) for _ in range(4)), torch.randn(4, 3), *(torch.randn(4) for _ in range(5))]
-    torch.library.opcheck(
-        OPS.linear_logprob_backward.default,
-        (*detached, *numbers, *rows, "hidden,weight,bias,lora_A,lora_B", "reference"),
-    )
-    torch.library.opcheck(OPS.linear_logprob_backward.default, (*detached, *numbers, *rows, "hidden", "reference"))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("scale", [1.0, 1e-3])
 def test_tier1_fp32_values_and_gradients(scale):
     hidden, weight, target = make(33, 70, 517, scale=scale, requires_grad=True)
     target[5] = -100
@@ -179,8 +141,8 @@ def test_tier1_fp32_values_and_gradients(scale):
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("vocab", [1, 17, 32001])
-@pytest.mark.parametrize("n", [0, 1, 2, 15, 127, 129])
+@each("vocab", [1, 17, 32001])
+@each("n", [0, 1, 2, 15, 127, 129])
 def test_ragged_sizes(n, vocab):
     hidden, weight, target = make(n, 9, vocab)
     if n:
@@ -212,7 +174,7 @@ def test_several_row_chunks_with_gradients():
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("rows", ["peaked", "uniform", "all_minus_200", "all_below_zero", "all_equal_plus"])
+@each("rows", ["peaked", "uniform", "all_minus_200", "all_below_zero", "all_equal_plus"])
 def test_hostile_rows(rows):
     hidden, weight, target = make(15, 8, 257)
     if rows == "peaked":
@@ -253,7 +215,7 @@ def test_strided_and_transposed_inputs():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("shift", [0.0, 200.0])  # exp(200) overflows: 0 · inf must not appear in ignored rows
+@each("shift", [0.0, 200.0])  # exp(200) overflows: 0 · inf must not appear in ignored rows
 def test_ignored_rows_may_hold_nan(shift):
     hidden, weight, target = make(6, 5, 11)
     target[torch.tensor([1, 4])] = -100
@@ -330,17 +292,11 @@ def no_packed_copies():
     packed.set_budget(None)
 
 
-def _largest_allocation(function) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
-        function()
-    return max(event.self_cpu_memory_usage for event in p.events())
-
-
 def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
     hidden, weight, target = make(4, 512, 1024, requires_grad=True)  # dW: 2 MiB, one tile: 16 KiB
     frozen = weight.detach()
     size = weight.numel() * 4
-    trained = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
+    trained = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert trained >= size
     for outputs in (("logprob",), ("logprob", "entropy")):  # the gradient ahead, and the one by recomputing
 
@@ -348,10 +304,10 @@ def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
             out = linear_logprob(hidden, frozen, target, outputs=outputs)
             sum(getattr(out, name).sum() for name in outputs).backward()
 
-        assert _largest_allocation(train) < size, outputs
+        assert largest_allocation(train) < size, outputs
     # [N, V] would be 64 MiB; a tile is 16 MiB
     hidden, weight, target = make(4096, 2, 4096, requires_grad=True)
-    largest = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
+    largest = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert largest <= 2**22 * 4
 
 
@@ -367,10 +323,10 @@ def test_same_inputs_same_bits():
     hidden, weight, target = make(129, 17, 32001)
     first = linear_logprob(hidden, weight, target, outputs=OUTPUTS)
     second = linear_logprob(hidden.clone(), weight.clone(), target, outputs=OUTPUTS)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    same_bits(first, second)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"target": torch.tensor([0, 5])}, ValueError, "target: expected values in"),
@@ -392,11 +348,7 @@ def test_same_inputs_same_bits():
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
-    arguments = {
-        "hidden": torch.randn(2, 3),
-        "weight": torch.randn(5, 3),
-        "target": torch.tensor([0, 1]),
-    } | change
+    arguments = {"hidden": torch.randn(2, 3), "weight": torch.randn(5, 3), "target": torch.tensor([0, 1])} | change
     with pytest.raises(error, match=message):
         linear_logprob(**arguments)
 

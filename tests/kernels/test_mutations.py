@@ -95,7 +95,7 @@ class Tree:
         return Applied(self, mutation)
 
     def run(self, tests: list[str], report: Path, *options: str) -> tuple[int, list[list[str]], str]:
-        """Exit status, reports (test, phase, outcome, message, lane) and output of pytest on these tests of the copy."""
+        """Exit status, reports (test, phase, outcome, message, lane) and output of pytest on tests of the copy."""
         interpret = {test.startswith("triton/") for test in tests}
         assert len(interpret) == 1, f"a process interprets Triton kernels or does not: {tests}"
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

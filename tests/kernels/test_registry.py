@@ -7,6 +7,8 @@ import torch
 from rlhf_kernels.runtime import native, registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .checks import each
+
 X = torch.zeros(2)
 
 
@@ -81,7 +83,7 @@ def test_auto_never_takes_what_is_served_by_name(op):
         registry._BY_NAME.remove((op, "cuda"))
 
 
-@pytest.mark.parametrize("name", ["linear", "attention", "activation"])
+@each("name", ["linear", "attention", "activation"])
 def test_torch_keeps_its_own_ops_on_a_gpu_outside_exact_mode(name):
     if registry.unsupported(name, "triton", "cuda", torch.bfloat16) is not None:
         pytest.skip("triton is not installed")
@@ -130,10 +132,7 @@ def test_default_backend_is_what_auto_means(op):
 
 
 def test_default_backend_never_falls_back_either(op):
-    with (
-        registry.use_backend("triton"),
-        pytest.raises(registry.BackendUnavailableError, match="backend='triton'"),
-    ):
+    with registry.use_backend("triton"), pytest.raises(registry.BackendUnavailableError, match="backend='triton'"):
         registry.resolve(op, "auto", X)
 
 
@@ -156,7 +155,7 @@ def test_report_gives_every_backend_a_reason(op):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda op: registry.register(op, "auto", SimpleNamespace()),

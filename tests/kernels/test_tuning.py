@@ -16,6 +16,8 @@ from rlhf_kernels.runtime.tuning import Entry, Key, Row, TunedTableError
 
 from rlhf_engine.commands.main import main
 
+from .checks import each
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 ATTEND = tuning.sites()["decode_attention", "attend"]
@@ -67,7 +69,7 @@ def test_a_class_has_its_entry_and_others_the_default(path):
     assert chosen() == DEFAULT
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1, 1), (2, 2), (3, 4), (128256, 131072), (131072, 131072)])
+@each(("size", "expected"), [(1, 1), (2, 2), (3, 4), (128256, 131072), (131072, 131072)])
 def test_size_classes(size, expected):
     assert tuning.size_class(size) == expected
 
@@ -138,8 +140,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:24] for _, message in WRONG])
+@each(("changes", "message"), WRONG)
 def test_a_table_of_another_version_or_a_damaged_one_is_refused(path, changes, message):
+    tuning.write(path, table())
     change(path, **changes)
     with pytest.raises(TunedTableError, match=message) as refused:
         tuning.read(path, device=tuning.INTERPRETER)
@@ -148,7 +151,7 @@ def test_a_table_of_another_version_or_a_damaged_one_is_refused(path, changes, m
         chosen()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"format": 1}', "\ud800"])
+@each("content", ["", "{", "[1]", '{"format": 1}', "\ud800"])
 def test_what_is_no_table_is_refused(path, content):
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(TunedTableError):

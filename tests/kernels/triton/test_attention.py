@@ -10,6 +10,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import registry, testing
 
 from tests.kernels import test_attention as definition
+from tests.kernels.checks import each, same_bits
 from tests.kernels.test_attention import numbers, options_of, with_gradients
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
@@ -63,7 +64,7 @@ def test_rows_have_the_bits_of_decode_attention(device, heads, name, shared, dty
     assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_nothing_beside_a_family(device, dtype):
     """Alone and between others, forward and backward; a shared prompt gives forward the bits of copies."""
     lengths, parents = (20, 33, 5, 40), (-1, 0, 0, -1)
@@ -139,7 +140,7 @@ def test_any_strides(device):
     leaves = [x.detach().requires_grad_() for x in turned]
     out = attention(*leaves, lengths, scale=0.3, backend="triton")
     got = [out, *torch.autograd.grad(out, leaves, d_out.transpose(0, 1).contiguous().transpose(0, 1))]
-    assert all(map(torch.equal, got, want))
+    same_bits(got, want)
 
 
 def test_what_is_not_seen_is_not_read(device):

@@ -6,6 +6,8 @@ from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gae import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
+from tests.kernels.checks import each
+
 NAN = float("nan")
 
 
@@ -98,7 +100,7 @@ def test_gae_layouts_and_dtypes(device):
     torch.testing.assert_close(half.advantage.cpu(), wanted.advantage, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@each("shape", [(0, 5), (3, 0)])
 def test_gae_without_elements(device, shape):
     empty = torch.zeros(shape, device=device, requires_grad=True)
     last = torch.ones(shape[0], device=device, requires_grad=True)
@@ -145,7 +147,7 @@ def test_whiten_far_from_zero(device):
     torch.testing.assert_close(grad.double(), exact[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 129, 3000])
+@each("n", [1, 129, 3000])
 def test_moments_and_statistics_in_float64(device, monkeypatch, n):
     monkeypatch.setattr(ours, "BLOCK", 128)
     monkeypatch.setattr(ours, "PROGRAMS", 8)  # ranges of several blocks

@@ -21,6 +21,8 @@ from rlhf_kernels.runtime import registry, tuning
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.runtime.tuning import Entry, Key, Row, Site
 
+from tests.kernels.checks import each, same_bits
+
 ROOT = Path(__file__).resolve().parents[3]
 _spec = importlib.util.spec_from_file_location("tune", ROOT / "bench" / "gpu" / "tune.py")
 assert _spec is not None
@@ -33,11 +35,6 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tables of a GPU have its name, versions and figures"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of rows that nobody reads
 ]
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def leaf(*shape):
@@ -78,7 +75,7 @@ def losses():
     return [*made, loss, *torch.autograd.grad(3 * loss, new)]
 
 
-@pytest.mark.parametrize("call", [head, gathered, adapters, losses])
+@each("call", [head, gathered, adapters, losses])
 def test_neutral_settings_change_no_bit(call):
     with tuning.watched() as found, tuning.trial({}):
         expected = call()
@@ -90,7 +87,7 @@ def test_neutral_settings_change_no_bit(call):
             torch.manual_seed(0)
             with tuning.trial({key: dict(zip(tried, values, strict=True))}):
                 got = call()
-            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), (key, values)
+            same_bits(expected, got), (key, values)
             changed += 1
     assert changed >= 2
 
@@ -274,7 +271,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert sorted(e.row for e in found) == sorted(e.row for e in whole.table.entries)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         (("--device", "cpu"), "--device: expected cuda, or --rehearse"),
