@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import native
 from torch import Tensor
 
 ISAS = [] if native.missing() else native.isas()
@@ -84,32 +84,3 @@ def traced_alike(function: Callable[..., Sequence[Tensor]], leaves: Sequence[Ten
     traced = torch.fx.experimental.proxy_tensor.make_fx(function)(*leaves)
     assert ops <= {node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")}
     same_bits(function(*leaves), traced(*leaves))
-
-
-def spread(t: Tensor) -> Tensor:
-    """The same matrix with NaN before, between and behind its rows."""
-    wide = torch.full((t.shape[0] + 2, t.shape[1] + 5), torch.nan, dtype=t.dtype)
-    wide[1:-1, 3:-2] = t
-    return wide[1:-1, 3:-2]
-
-
-def turned(t: Tensor) -> Tensor:
-    """The same matrix with its columns one after the other."""
-    return t.T.contiguous().T
-
-
-def doubled(value: Any) -> Any:
-    """Floating tensors, also those in lists and tuples, in float64; leaves where they need gradients."""
-    if isinstance(value, Tensor):
-        return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: doubled(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [doubled(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def on_backend(name: str) -> Any:
-    """The reference, or the native code with an instruction set."""
-    return registry.use_backend("reference" if name == "reference" else "cpu")

@@ -302,16 +302,6 @@ def test_there_is_no_second_derivative():
         grad.sum().backward()
 
 
-@needs_native
-def test_auto_takes_the_native_code_where_it_serves():
-    for dtype, backend in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float64, "reference")):
-        assert registry.resolve("attention", "auto", torch.zeros(1, dtype=dtype)) == backend
-    tensors = case((2, 1, 8), (5,), torch.float16)
-    assert attention(*tensors, [5], scale=0.3).dtype == torch.float16
-    with pytest.raises(registry.BackendUnavailableError, match=r"it reads torch\.float32 or torch\.bfloat16"):
-        attention(*tensors, [5], scale=0.3, backend="cpu")
-
-
 @each(
     ("change", "error", "message"),
     [

@@ -354,20 +354,6 @@ def test_refuses_gradients_but_serves_no_grad():
         assert not decode_attention(q, *rest, scale=0.3).requires_grad
 
 
-def test_auto_takes_the_native_code_where_it_serves():
-    if not ISAS:
-        pytest.skip(str(native.missing()))
-    with registry.use_backend("auto"):
-        for dtype in (torch.float32, torch.bfloat16):
-            assert registry.resolve("decode_attention", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
-        for dtype in (torch.float64, torch.float16):
-            args = case(dtype=dtype)
-            assert registry.resolve("decode_attention", "auto", args[0]) == "reference"
-            assert decode_attention(*args, scale=0.3).dtype == dtype
-        with pytest.raises(registry.BackendUnavailableError, match=r"it reads torch\.float32 or torch\.bfloat16"):
-            decode_attention(*case(dtype=torch.float64), scale=0.3, backend="cpu")
-
-
 @each("heads", [(1, 1, 1), (5, 1, 20), (8, 2, 64), (3, 3, 80), (10, 2, 128)])
 def test_every_length(heads):
     """Tiles of positions that are full, partial, and cut by blocks; heads that are and are not whole vectors."""

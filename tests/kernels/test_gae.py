@@ -206,13 +206,6 @@ def test_mask_dtypes_agree():
         assert torch.equal(gae(reward, value, other, gamma=0.9, lam=0.8).advantage, expected.advantage)
 
 
-@needs_native
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_auto_is_cpu_and_says_so(dtype):
-    assert registry.report("cpu", dtype)["gae"]["auto"] == "cpu"
-    assert registry.resolve("gae", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
-
-
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_named_backend_never_falls_back(backend):
     x = torch.zeros(2, 3)

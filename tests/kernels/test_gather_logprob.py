@@ -12,25 +12,13 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 from rlhf_kernels.vocab.logits import OUTPUTS
 
 from .checks import ISAS, each, largest_allocation, same_bits, threads_change_no_bit
+from .dense import DIFFERENTIABLE, heated, statistics
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
-
-
 def dense(logits, target, temperature=1.0):
-    z = logits / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
-    log_p = torch.log_softmax(z, -1)
-    outputs = {
-        "logprob": log_p.gather(-1, target.clamp_min(0)[..., None])[..., 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": torch.logsumexp(z, -1),
-        "is_top1": (z.argmax(-1) == target).to(z.dtype),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
-    }
-    return {name: torch.where(target != -100, x, 0.0) for name, x in outputs.items()}
+    return statistics(heated(logits, temperature), target)
 
 
 @each("name", DIFFERENTIABLE)

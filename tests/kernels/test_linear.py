@@ -191,13 +191,6 @@ def test_bad_input(change, error, message):
         linear(*change(x, weight, bias))
 
 
-@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
-def test_float64_is_the_references():
-    x, weight, bias, _ = make(6, 8, 4, FP64)
-    with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
-        linear(x, weight, bias, backend="cpu")
-
-
 # ---- packed copies of frozen weights ---------------------------------------------------------------------------------
 
 

@@ -9,55 +9,18 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS, row_chunks
 
 from .checks import REFERENCE, each, largest_allocation, same_bits
+from .dense import DIFFERENTIABLE, dense, double, make
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
-
-
-def dense(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=None, lora=None):
-    """All outputs from materialised logits with torch's own ops, in the dtype of the inputs."""
-    z = hidden @ weight.T
-    if lora is not None:
-        z = z + lora.scale * (hidden @ lora.A.T) @ lora.B.T
-    if bias is not None:
-        z = z + bias
-    if logit_scale is not None:
-        z = logit_scale * z
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
-    log_p = torch.log_softmax(z, -1)
-    keep, index = target != -100, target.clamp_min(0)
-    outputs = {
-        "logprob": log_p.gather(1, index[:, None])[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": torch.logsumexp(z, -1),
-        "is_top1": (z.argmax(-1) == index).to(z.dtype),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
-    }
-    return {name: torch.where(keep, x, 0.0) for name, x in outputs.items()}
-
-
-def make(n, h, v, *, scale=1.0, dtype=torch.float32, seed=0, requires_grad=False):
-    g = torch.Generator().manual_seed(seed)
-    hidden = (scale * torch.randn(n, h, generator=g)).to(dtype).requires_grad_(requires_grad)
-    weight = torch.randn(v, h, generator=g).to(dtype).requires_grad_(requires_grad)
-    target = torch.randint(0, v, (n,), generator=g)
-    return hidden, weight, target
-
-
-def double(*tensors):
-    return tuple(x.detach().double().requires_grad_(x.requires_grad) for x in tensors)
 
 
 @REFERENCE
 @each("name", DIFFERENTIABLE)
 def test_gradcheck_every_output_and_input(name):
-    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
+    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, grad=True)
     bias, A, B = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7,), (2, 3), (7, 2)))
     target = torch.tensor([0, 6, -100, 3, 1])
     temperature = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.8])
@@ -72,7 +35,7 @@ def test_gradcheck_every_output_and_input(name):
 
 @REFERENCE
 def test_gradcheck_with_the_gradient_ahead():
-    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
+    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, grad=True)
     target = torch.tensor([0, 6, -100, 3, 1])
     bias, A, B = (torch.randn(s, dtype=torch.float64) for s in ((7,), (2, 3), (7, 2)))
     temperature = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.8])
@@ -114,7 +77,7 @@ def test_detach_refuses(detach, error):
 
 @each("scale", [1.0, 1e-3])
 def test_tier1_fp32_values_and_gradients(scale):
-    hidden, weight, target = make(33, 70, 517, scale=scale, requires_grad=True)
+    hidden, weight, target = make(33, 70, 517, scale=scale, grad=True)
     target[5] = -100
     A, B = torch.randn(4, 70), 0.1 * torch.randn(517, 4)
     bias = torch.randn(517)
@@ -158,7 +121,7 @@ def test_ragged_sizes(n, vocab):
 def test_several_row_chunks_with_gradients():
     n, vocab = 75, 129920
     assert len(list(row_chunks(n, vocab))) == 3
-    hidden, weight, target = make(n, 4, vocab, requires_grad=True)
+    hidden, weight, target = make(n, 4, vocab, grad=True)
     temperature = torch.rand(n) + 0.5  # must be cut at the same borders as the rows
     cotangent = torch.randn(n)
 
@@ -193,7 +156,7 @@ def test_hostile_rows(rows):
 
 
 def test_masked_vocabulary_columns_have_no_nan():
-    hidden, weight, target = make(6, 4, 9, requires_grad=True)
+    hidden, weight, target = make(6, 4, 9, grad=True)
     bias = torch.zeros(9)
     bias[7:] = -torch.inf  # padding columns of the head
     target.clamp_max_(6)
@@ -239,7 +202,7 @@ def test_ignored_rows_may_hold_nan(shift):
 
 
 def test_all_rows_ignored():
-    hidden, weight, _ = make(3, 4, 5, requires_grad=True)
+    hidden, weight, _ = make(3, 4, 5, grad=True)
     out = linear_logprob(hidden, weight, torch.full((3,), -1), ignore_index=-1, outputs=OUTPUTS)
     assert all((x == 0).all() for x in out)
     grads = torch.autograd.grad(out.logprob.sum(), (hidden, weight))
@@ -255,7 +218,7 @@ def test_top1_first_maximum_wins():
 
 
 def test_bf16_logits_are_never_rounded():
-    hidden, weight, target = make(64, 128, 1000, dtype=torch.bfloat16, requires_grad=True)
+    hidden, weight, target = make(64, 128, 1000, dtype=torch.bfloat16, grad=True)
     out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"))
     exact = dense(*double(hidden, weight), target)
     upcast = dense(hidden.float(), weight.float(), target)
@@ -275,7 +238,7 @@ def test_bf16_logits_are_never_rounded():
 
 
 def test_autocast_does_not_change_a_bit():
-    hidden, weight, target = make(8, 32, 100, requires_grad=True)
+    hidden, weight, target = make(8, 32, 100, grad=True)
     plain = linear_logprob(hidden, weight, target).logprob
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = linear_logprob(hidden, weight, target).logprob
@@ -293,7 +256,7 @@ def no_packed_copies():
 
 
 def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
-    hidden, weight, target = make(4, 512, 1024, requires_grad=True)  # dW: 2 MiB, one tile: 16 KiB
+    hidden, weight, target = make(4, 512, 1024, grad=True)  # dW: 2 MiB, one tile: 16 KiB
     frozen = weight.detach()
     size = weight.numel() * 4
     trained = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
@@ -306,7 +269,7 @@ def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
 
         assert largest_allocation(train) < size, outputs
     # [N, V] would be 64 MiB; a tile is 16 MiB
-    hidden, weight, target = make(4096, 2, 4096, requires_grad=True)
+    hidden, weight, target = make(4096, 2, 4096, grad=True)
     largest = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert largest <= 2**22 * 4
 
@@ -354,7 +317,7 @@ def test_bad_arguments_are_named(change, error, message):
 
 
 def test_entropy_gradient_at_minus_infinity_is_zero():
-    hidden, weight, target = make(3, 4, 6, requires_grad=True)
+    hidden, weight, target = make(3, 4, 6, grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0, -torch.inf])
     target = torch.tensor([0, 1, 3])
     out = linear_logprob(hidden, weight, target, bias=bias, outputs=("logprob", "entropy"))

@@ -7,23 +7,16 @@ from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import REFERENCE, each
+from .dense import heated, logits
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-def dense(hidden_a, hidden_r, weight, target, *, bias=None, temperature=1.0, softcap=None, lora=None):
-    def log_p(hidden, lora):
-        z = hidden @ weight.T
-        if lora is not None:
-            z = z + lora.scale * (hidden @ lora.A.T) @ lora.B.T
-        if bias is not None:
-            z = z + bias
-        if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
-        t = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
-        return torch.log_softmax(z / t, -1)
-
-    a, r = log_p(hidden_a, lora), log_p(hidden_r, None)
+def dense(hidden_a, hidden_r, weight, target, *, temperature=1.0, lora=None, **head):
+    a, r = (
+        torch.log_softmax(heated(logits(hidden, weight, lora=own, **head), temperature), -1)
+        for hidden, own in ((hidden_a, lora), (hidden_r, None))
+    )
     index = target.clamp_min(0)[:, None]
     rows = (a.gather(1, index)[:, 0], r.gather(1, index)[:, 0], (a.exp() * (a - r)).sum(-1))
     return PairOutputs(*(torch.where(target != -100, x, 0.0) for x in (*rows, -(a.exp() * a).sum(-1))))

@@ -9,6 +9,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import REFERENCE, each, same_bits
+from .dense import dense as dense_logprob
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -18,14 +19,9 @@ LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0, "kl_coef": 0.1, "e
 
 def dense(hidden, weight, target, old_logprob, advantage, mask, *, temperature=1.0, softcap=None, **loss_options):
     """The same from materialised logits; only the clipped-loss maths is shared with the op under test."""
-    z = hidden @ weight.T
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax(z / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature), -1)
-    logprob = log_p.gather(1, target.clamp_min(0)[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    rows = dense_logprob(hidden, weight, target, temperature=temperature, softcap=softcap)
     live = mask * (target != -100)
-    return ppo_loss(logprob, old_logprob, advantage, live, entropy=entropy, **loss_options)
+    return ppo_loss(rows["logprob"], old_logprob, advantage, live, entropy=rows["entropy"], **loss_options)
 
 
 def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
@@ -53,20 +49,14 @@ def test_gradcheck_every_input(kl):
     temperature = torch.rand(6) + 0.5
 
     def f(hidden, weight, bias, A, B):
-        return linear_ppo_loss(
-            hidden,
-            weight,
-            *tokens,
-            denom=3.0,
-            ref_logprob=ref,
-            kl=kl,
-            bias=bias,
-            lora=HeadLora(A, B, 0.3),
-            temperature=temperature,
-            softcap=4.0,
-            logit_scale=1.2,
-            **LOSS,
-        ).loss
+        head = {
+            "bias": bias,
+            "lora": HeadLora(A, B, 0.3),
+            "temperature": temperature,
+            "softcap": 4.0,
+            "logit_scale": 1.2,
+        }
+        return linear_ppo_loss(hidden, weight, *tokens, denom=3.0, ref_logprob=ref, kl=kl, **head, **LOSS).loss
 
     assert torch.autograd.gradcheck(f, (hidden, weight, bias, A, B))
 
@@ -250,10 +240,8 @@ def test_bf16_and_empty_batches():
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
-    arguments = {
-        "hidden": torch.randn(3, 2),
-        "weight": torch.randn(5, 2),
-        "target": torch.tensor([0, 1, 2]),
+    arguments = {"hidden": torch.randn(3, 2), "weight": torch.randn(5, 2), "target": torch.tensor([0, 1, 2])}
+    arguments |= {
         "old_logprob": torch.zeros(3),
         "advantage": torch.ones(3),
         "mask": torch.ones(3),

@@ -325,12 +325,6 @@ def test_cpp_refuses_what_makes_no_sense():
             native.extension().lora_forward(*(good | change).values())
 
 
-def test_auto_takes_it():
-    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=BF16)) == "cpu"
-    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=torch.float64)) == "reference"
-    assert "not in torch.float16" in registry.unsupported("lora", "cpu", "cpu", FP16)
-
-
 # ---- the next tokens of a few sequences ------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import torch
 from rlhf_kernels.runtime import native, registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .checks import each
+from .checks import each, needs_native
 
 X = torch.zeros(2)
 
@@ -81,6 +81,28 @@ def test_auto_never_takes_what_is_served_by_name(op):
         assert registry.resolve_for(op, "auto", "cuda", torch.float32) == "reference"
     finally:
         registry._BY_NAME.remove((op, "cuda"))
+
+
+SERVED = {
+    **dict.fromkeys(("linear_logprob", "linear_logprob_pair", "linear_ppo_loss", "sample"), "float32 bfloat16 float16"),
+    **dict.fromkeys(("attention", "decode_attention", "lora"), "float32 bfloat16"),
+    **dict.fromkeys(("gae", "whiten", "ppo_loss"), "float32 bfloat16 float16 float64"),
+    "gather_logprob": "float32 bfloat16 float64",
+}
+"""Dtypes that the native code of an op reads."""
+
+
+@needs_native
+@each("name, served", SERVED.items())
+def test_auto_takes_the_native_code_where_it_serves(name, served):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.zeros(1, dtype=dtype)
+        if str(dtype).removeprefix("torch.") in served.split():
+            assert registry.resolve(name, "auto", x) == registry.report("cpu", dtype)[name]["auto"] == "cpu"
+            continue
+        assert registry.resolve(name, "auto", x) == "reference"
+        with pytest.raises(registry.BackendUnavailableError, match=str(dtype)):
+            registry.resolve(name, "cpu", x)
 
 
 @each("name", ["linear", "attention", "activation"])

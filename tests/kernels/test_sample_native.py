@@ -9,6 +9,7 @@ from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab.logits import HeadLora
 
+from . import dense as vocabulary
 from .checks import each, largest_allocation, same_bits, threads_change_no_bit
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -22,18 +23,10 @@ def make(n, h, v, *, dtype=torch.float32, scale=1.0):
     return hidden, weight, torch.randint(-(2**63), 2**63 - 1, (n,)), torch.randint(0, 2**40, (n,))
 
 
-def logits(hidden, weight, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, lora=None):
+def logits(hidden, weight, dtype, *, temperature=1.0, **head):
     """Logits [N, V] before and after the temperature."""
-    h, w = hidden.to(dtype), weight.to(dtype)
-    c = h @ w.T
-    if lora is not None:
-        c = c + lora.scale * (h @ lora.A.to(dtype).T) @ lora.B.to(dtype).T
-    if bias is not None:
-        c = c + bias.to(dtype)
-    c = c * logit_scale
-    if softcap is not None:
-        c = softcap * torch.tanh(c / softcap)
-    return c, c / (temperature[:, None].to(dtype) if isinstance(temperature, torch.Tensor) else temperature)
+    z = vocabulary.logits(hidden.to(dtype), weight.to(dtype), **head)
+    return z, vocabulary.heated(z, temperature)
 
 
 def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, backend="cpu", **options):
@@ -49,14 +42,10 @@ def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, backen
     assert clear.sum() >= 0.95 * n - 1
     assert torch.equal(out.token[clear], score.argmax(-1)[clear])
 
-    def statistics(z):
-        log_p = torch.log_softmax(z, -1)
-        finite = log_p.clamp_min(torch.finfo(z.dtype).min)
-        return log_p.gather(1, out.token[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
-
-    exact, plain = statistics(z), statistics(logits(hidden, weight, torch.float32, **options)[1])
-    for name, got, want, eager in zip(ALL[1:], out[1:], exact, plain, strict=True):
-        assert_ok(tier1(got, want, eager), name)
+    plain = logits(hidden, weight, torch.float32, **options)[1]
+    exact, plain = (vocabulary.statistics(rows, out.token) for rows in (z, plain))
+    for name in ALL[1:]:
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
     return out
 
 

@@ -10,9 +10,9 @@ from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.dense import DIFFERENTIABLE
 from tests.kernels.test_gather_logprob import dense
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

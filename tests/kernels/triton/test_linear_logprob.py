@@ -14,11 +14,10 @@ from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.checks import same_bits
 from tests.kernels.cuda_graph import detached, repeated_and_captured
-from tests.kernels.test_linear_logprob import dense, double
+from tests.kernels.dense import DIFFERENTIABLE, dense, double
 
 OPS = torch.ops.rlhf_kernels
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
 INPUTS = ("hidden", "weight", "bias", "A", "B")
 NAN = float("nan")

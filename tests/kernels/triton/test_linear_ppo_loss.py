@@ -12,7 +12,7 @@ from rlhf_kernels.vocab import triton_sweep as sweep
 
 from tests.kernels.checks import same_bits
 from tests.kernels.cuda_graph import detached, repeated_and_captured
-from tests.kernels.test_linear_logprob import dense as dense_logprob
+from tests.kernels.dense import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense
 from tests.kernels.test_linear_ppo_loss import make as make_batch
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
