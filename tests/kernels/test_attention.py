@@ -72,6 +72,37 @@ def with_gradients(tensors, lengths, d_out, dtype=None, **options):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
 
 
+def hold(backend, tier, families, heads, options, tensors_of, device="cpu"):
+    """Output and gradients of packed sequences, and of such with shared prompts, to float64 by a tier."""
+    for lengths, parents in families:
+        tensors = tensors_of(lengths)
+        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=tensors[0].dtype, seed=9).to(device)
+        given = options | {"parents": parents}
+        ours = with_gradients(tensors, lengths, d_out, backend=backend, **given)
+        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **given)
+        with pytest.MonkeyPatch.context() as patch:
+            if tensors[0].dtype != torch.float32:  # every op rounds, as in a model in that dtype
+                patch.setattr(reference, "attention", reference.in_its_dtype)
+            plain = with_gradients(tensors, lengths, d_out, backend="reference", **given)
+        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, plain, strict=False):
+            testing.assert_ok(tier(*parts), what)
+
+
+def bits_of_families(tensors, lengths, d_out, **options):
+    """Forward and backward of [three sequences, one] have the bits of either alone, and of both the other way round."""
+    parents = (-1, 0, 0, -1)
+    whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
+    n = sum(lengths[:3])
+    for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
+        alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
+        same_bits(alone, [y[part] for y in whole])
+    turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]  # and behind an empty sequence
+    sizes, above = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
+    moved = with_gradients(turned[:3], sizes, turned[3], parents=above, **options)
+    same_bits([torch.cat([x[-n:], x[:-n]]) for x in moved], whole)
+    return whole
+
+
 FAMILIES = (17, 20, 0, 33, 5, 16, 40, 1)
 PARENTS = (-1, 0, -1, -1, 0, 3, 3, 2)
 
@@ -109,22 +140,11 @@ def test_bits_of_decode_attention_over_pages(isa):
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_nothing_beside_a_family(isa, dtype):
     """Alone, between others, with one and two threads; forward and backward."""
-    lengths, parents = (40, 70, 33, 100), (-1, 0, 0, -1)
-    heads = (4, 2, 64)
-    tensors, options = case(heads, lengths, dtype), {"scale": 0.125, "window": 90}
-    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9)
+    lengths = (40, 70, 33, 100)
+    tensors = case((4, 2, 64), lengths, dtype)
+    d_out = numbers(sum(lengths), 4, 64, seed=9)
     with registry.use_backend("cpu"):
-        whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
-        threads_change_no_bit(lambda: with_gradients(tensors, lengths, d_out, parents=parents, **options), 1, 2)
-        n = sum(lengths[:3])
-        for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
-            alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
-            assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
-        # the other way round, behind an empty sequence
-        turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
-        sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
-        moved = with_gradients(turned[:3], sizes, turned[3], **options)
-        assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
+        threads_change_no_bit(lambda: bits_of_families(tensors, lengths, d_out, scale=0.125, window=90), 1, 2)
 
 
 @each("name", ["plain", "window", "all"])
@@ -145,45 +165,23 @@ def test_a_shared_prompt_gives_the_bits_of_copies(isa, name, prompt):
 @each("heads", HEADS)
 @each(("name", "size"), [("plain", 1.0), ("window", 1e-3), ("all", 1.0)])
 def test_tier1(isa, heads, name, size):
+    families = (LENGTHS, None), (FAMILIES, PARENTS)
     options = options_of(name, heads)
-    for lengths, parents in ((LENGTHS, None), (FAMILIES, PARENTS)):
-        tensors = [x * size for x in case(heads, lengths)]
-        d_out = numbers(sum(lengths), heads[0], heads[2], seed=9)
-        options["parents"] = parents
-        ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, plain, strict=False):
-            testing.assert_ok(testing.tier1(*parts), what)
+    hold("cpu", testing.tier1, families, heads, options, lambda lengths: [x * size for x in case(heads, lengths)])
 
 
 @each("heads", HEADS)
 @each("name", ["plain", "all"])
 def test_tier3_bf16(isa, heads, name):
+    families = (LENGTHS, None), (FAMILIES, PARENTS)
     options = options_of(name, heads)
-    for lengths, parents in ((LENGTHS, None), (FAMILIES, PARENTS)):
-        tensors = case(heads, lengths, torch.bfloat16)
-        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=torch.bfloat16, seed=9)
-        options["parents"] = parents
-        ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        with pytest.MonkeyPatch.context() as patch:  # every op rounds, as in a model in bf16
-            patch.setattr(reference, "attention", reference.in_its_dtype)
-            eager = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, eager, strict=False):
-            testing.assert_ok(testing.tier3(*parts), what)
+    hold("cpu", testing.tier3, families, heads, options, lambda lengths: case(heads, lengths, torch.bfloat16))
 
 
 @needs_native
 def test_long_sums_are_tier1():
-    heads, lengths = (4, 1, 64), (300, 200)
-    tensors, d_out = case(heads, lengths), numbers(sum(lengths), heads[0], heads[2], seed=9)
-    options = {"scale": heads[2] ** -0.5, "parents": (-1, 0)}
-    ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-    exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-    plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-    for parts in zip(ours, exact, plain, strict=True):
-        testing.assert_ok(testing.tier1(*parts))
+    heads = (4, 1, 64)
+    hold("cpu", testing.tier1, [((300, 200), (-1, 0))], heads, {"scale": 1 / 8}, lambda lengths: case(heads, lengths))
 
 
 @needs_native

@@ -40,7 +40,27 @@ def random_case(B, T, *, dtype=torch.float32, scale=1.0, holes=0.3, seed=0):
     reward, value = scale * torch.randn(2, B, T, generator=generator, dtype=torch.float64)
     mask = torch.rand(B, T, generator=generator) >= holes
     bootstrap = scale * torch.randn(B, generator=generator, dtype=torch.float64)
-    return reward.to(dtype), value.to(dtype), mask, bootstrap.to(dtype)
+    return reward.float().to(dtype), value.float().to(dtype), mask, bootstrap.float().to(dtype)
+
+
+def run_gae(inputs, device, backend, dtype=torch.float32, *, gamma=0.99, lam=0.95, with_bootstrap=True):
+    """Outputs and gradients by name, on the CPU."""
+    reward, value, mask, bootstrap = (x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in (reward, value, bootstrap)][: 3 if with_bootstrap else 2]
+    out = gae(*leaves[:2], mask, gamma=gamma, lam=lam, bootstrap=(*leaves, None)[2], backend=backend)
+    weight = torch.linspace(-1, 1, reward.numel(), dtype=torch.float64).reshape(reward.shape).to(device)
+    loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
+    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
+    return dict(zip(names, (x.detach().cpu() for x in (*out, *torch.autograd.grad(loss, leaves))), strict=False))
+
+
+def hold(inputs, device, backend, names=None, **knobs):
+    """All of `run_gae`, or these of it, in float32 by tier 1."""
+    exact, plain = (run_gae(inputs, "cpu", "reference", dtype, **knobs) for dtype in (torch.float64, torch.float32))
+    for name, actual in run_gae(inputs, device, backend, **knobs).items():
+        assert actual.dtype == torch.float32
+        if name in (names or exact):
+            assert_ok(tier1(actual, exact[name], plain[name]), name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,21 +96,7 @@ def test_equals_definition_in_fp64(device, backend, with_bootstrap, gamma, lam):
 @each("scale", [1.0, 1e-3])
 @each(("B", "T"), [(1, 1), (2, 129), (15, 64), (64, 127)])
 def test_tier1(backend, scale, B, T):
-    inputs = random_case(B, T, scale=scale)
-    wide = [x.double() if x.is_floating_point() else x for x in inputs]
-
-    def run(reward, value, mask, bootstrap, backend):
-        reward, value, bootstrap = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
-        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap, backend=backend)
-        weight = torch.linspace(-1, 1, B * T, dtype=torch.float64).reshape(B, T)
-        loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
-        return [*out, *torch.autograd.grad(loss, (reward, value, bootstrap))]
-
-    exact, plain = run(*wide, "reference"), run(*inputs, "reference")
-    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
-    for name, actual, e, p in zip(names, run(*inputs, backend), exact, plain, strict=True):
-        assert actual.dtype == torch.float32
-        assert_ok(tier1(actual.detach(), e.detach(), p.detach()), name)
+    hold(random_case(B, T, scale=scale), "cpu", backend)
 
 
 @needs_native

@@ -7,37 +7,9 @@ from rlhf_kernels.gae import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
 from tests.kernels.checks import each
+from tests.kernels.test_gae import hold, random_case, run_gae
 
 NAN = float("nan")
-
-
-def random_case(B, T, *, scale=1.0, holes=0.3, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    reward, value = (scale * torch.randn(2, B, T, generator=g, dtype=torch.float64)).float()
-    mask = torch.rand(B, T, generator=g) >= holes
-    return reward, value, mask, (scale * torch.randn(B, generator=g, dtype=torch.float64)).float()
-
-
-def run_gae(inputs, device, backend, *, gamma=0.99, lam=0.95, with_bootstrap=True):
-    """Outputs and gradients, on the CPU."""
-    reward, value, mask, bootstrap = (x.to(device) for x in inputs)
-    reward, value, bootstrap = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
-    leaves = [reward, value, bootstrap] if with_bootstrap else [reward, value]
-    out = gae(
-        reward, value, mask, gamma=gamma, lam=lam, bootstrap=bootstrap if with_bootstrap else None, backend=backend
-    )  # fmt: skip
-    weight = torch.linspace(-1, 1, reward.numel(), device=device).reshape(reward.shape)
-    loss = (out.advantage * weight).sum() + (out.ret * weight.square()).sum()
-    grads = torch.autograd.grad(loss, leaves)
-    return {"advantage": out.advantage, "ret": out.ret, **{f"grad {i}": x for i, x in enumerate(grads)}}
-
-
-def compare(inputs, device, **options):
-    wide = [x.double() if x.is_floating_point() else x for x in inputs]
-    exact, plain = run_gae(wide, "cpu", "reference", **options), run_gae(inputs, "cpu", "reference", **options)
-    for name, actual in run_gae(inputs, device, "triton", **options).items():
-        assert actual.dtype == torch.float32
-        assert_ok(tier1(actual.detach().cpu(), exact[name].detach(), plain[name].detach()), name)
 
 
 @pytest.fixture(params=[32, ours.BLOCK_T], ids=["blocks of 32", "one block"])
@@ -51,18 +23,18 @@ def block_t(request, monkeypatch):
 def test_gae_tier1(device, B, T, scale):
     inputs = random_case(B, T, scale=scale)
     inputs[2][-1] = True
-    compare(inputs, device)
+    hold(inputs, device, "triton")
 
 
 @pytest.mark.parametrize("with_bootstrap", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
 def test_gae_coefficients(device, gamma, lam, with_bootstrap):
-    compare(random_case(3, 33), device, gamma=gamma, lam=lam, with_bootstrap=with_bootstrap)
+    hold(random_case(3, 33), device, "triton", gamma=gamma, lam=lam, with_bootstrap=with_bootstrap)
 
 
 def test_gae_several_rows_per_program(device, monkeypatch):
     monkeypatch.setattr(ours, "_rows", lambda x: (2, 4, 16, 1))
-    compare(random_case(7, 40), device)
+    hold(random_case(7, 40), device, "triton")
 
 
 @pytest.mark.usefixtures("block_t")
@@ -79,7 +51,7 @@ def test_gae_masked_garbage_and_empty_rows(device):
         assert torch.equal(outputs[2][name], expected), name
         if expected.dim() == 2:
             assert (expected.cpu()[~mask] == 0).all()
-    compare([torch.where(mask, x, 0.0) for x in (reward, value)] + [mask, bootstrap], device)
+    hold([torch.where(mask, x, 0.0) for x in (reward, value)] + [mask, bootstrap], device, "triton")
 
 
 def test_gae_layouts_and_dtypes(device):
@@ -191,7 +163,7 @@ def test_whiten_hostile(device):
 @pytest.mark.parametrize(("B", "T"), [(64, 512), (4096, 50), (3, 5000)])
 def test_large_same_bits_every_time_and_in_a_graph(device, B, T):
     inputs = random_case(B, T)
-    compare(inputs, device)
+    hold(inputs, device, "triton")
     reward, value, mask, bootstrap = (x.to(device) for x in inputs)
 
     def step():
