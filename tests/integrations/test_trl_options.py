@@ -27,8 +27,14 @@ from rlhf_engine.integrations.trl import (
     HydraRLOOTrainer,
     ReMaxConfig,
 )
-from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
+from rlhf_engine.integrations.trl.config import (
+    ALSO_DEFAULT,
+    HARMLESS,
+    OF_ALGORITHMS,
+    REFUSED,
+    SERVED,
+    HydraConfig,
+)
 from rlhf_engine.integrations.trl.reward import SERVED_FOR_THUMBS
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
 from tests.training.test_data import PROMPTS, write_model

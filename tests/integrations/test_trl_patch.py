@@ -205,7 +205,7 @@ def test_undo_and_order():
     assert utils._ChunkedLogProbFunction is original
     third = patch()
     utils._ChunkedLogProbFunction = original
-    with pytest.raises(RuntimeError, match="expected _ChunkedLogProbFunction to be one of our patches, got"):
+    with pytest.raises(RuntimeError, match="undo: expected _ChunkedLogProbFunction of trl.trainer.utils as this exchange"):
         third.undo()
     with pytest.raises(ValueError, match="inside"), patch():
         raise ValueError("inside")

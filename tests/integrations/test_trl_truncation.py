@@ -42,13 +42,8 @@ def make(kind, folder, output, **changes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_over_the_words_that_drew(kind, folder, tmp_path):
     trainer, seen = make(kind, folder, tmp_path, max_steps=1, steps_per_generation=2), []
-    learn = trainer._loss_of
-
-    def watch(model, micro, mode, **options):
-        seen.append(micro)
-        return learn(model, micro, mode, **options)
-
-    trainer._loss_of = watch
+    terms = trainer.algorithm.terms
+    trainer.algorithm.terms = lambda micro: seen.append(micro) or terms(micro)
     before = trained(trainer)
     trainer.train()
     assert 1 < trainer.state.log_history[0]["support/mean"] < 30

@@ -257,10 +257,7 @@ def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
 
     theirs, remax = go(), core.get_adv_estimator_fn("remax")
     with ours.patch() as first:
-        second = ours.patch()
-        with pytest.raises(RuntimeError, match="expected the last patch to be undone first"):
-            first.undo()
-        second.undo()
+        ours.patch().undo()
         # verl draws greedy answers for this name alone
         assert core.get_adv_estimator_fn(core.AdvantageEstimator.REMAX).__wrapped__ is ours.remax_advantage
         assert core.compute_gae_advantage_return.__wrapped__ is ours.gae_advantage_return

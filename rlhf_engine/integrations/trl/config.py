@@ -1,22 +1,106 @@
 """Options of our trainers behind TRL: GRPOConfig, with what an algorithm reads beside it.
 
-Every option of GRPOConfig stands in one of the three sets of `options`, or among those that some algorithms read. One
-that stands nowhere, as of a newer TRL, has to stay at its default.
+Every option of GRPOConfig is served, harmless, refused, or one that some algorithms read. These four sets name every
+option of the versions of TRL and transformers that this package knows. One that stands nowhere, as of a newer TRL, has
+to stay at its default.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmFacts, AlgorithmOptions
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
-from rlhf_engine.integrations.trl.versions import require_trl
+from rlhf_engine.integrations.trl.patching import require_trl
 
 require_trl()
 from trl import GRPOConfig  # noqa: E402
+
+_SERVED = (
+    "accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon "
+    "bf16 chat_template_kwargs dataloader_drop_last ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb "
+    "ddp_find_unused_parameters ddp_static_graph ddp_timeout disable_dropout enable_jit_checkpoint entropy_coef "
+    "eval_delay eval_on_start eval_steps eval_strategy fp16 full_determinism generation_batch_size "
+    "gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better "
+    "ignore_data_skip learning_rate load_best_model_at_end loss_type lr_scheduler_kwargs lr_scheduler_type "
+    "mask_truncated_completions max_completion_length max_grad_norm max_steps metric_for_best_model min_p "
+    "model_init_kwargs num_generations num_generations_eval num_iterations num_train_epochs optim optim_args "
+    "optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size remove_unused_columns "
+    "restore_callback_states_from_checkpoint reward_weights save_on_each_node save_only_model save_steps save_strategy "
+    "save_total_limit seed shuffle_dataset steps_per_generation temperature tf32 top_k top_p torch_compile "
+    "torch_compile_backend torch_compile_mode trust_remote_code use_cpu warmup_steps weight_decay"
+)
+SERVED = frozenset(_SERVED.split())
+"""Options of GRPOConfig that are read by all of our trainers, or for them by TRL, transformers and accelerate."""
+
+_HARMLESS = (
+    "dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers "
+    "dataloader_pin_memory dataloader_prefetch_factor debug disable_tqdm do_eval do_predict do_train "
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object hub_always_push hub_model_id "
+    "hub_private_repo hub_revision hub_strategy hub_token local_rank log_completions log_completions_hub_repo "
+    "log_level log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step "
+    "logging_nan_inf_filter logging_steps logging_strategy num_completions_to_print pad_to_multiple_of "
+    "prediction_loss_only project push_to_hub report_to resume_from_checkpoint run_name skip_memory_metrics "
+    "torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id"
+)
+HARMLESS = frozenset(_HARMLESS.split())
+"""Options that no number of a run depends on: logging, the hub, how rows are loaded, how padding is sized."""
+
+_REFUSED = {
+    "`entropy_coef` is a constant": (
+        "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy"
+    ),
+    "`num_tokens` counts them": "include_num_input_tokens_seen",
+    "a rollout is cut up by fixed sizes": "auto_find_batch_size",
+    "answers call no tools": "max_tool_calling_iterations",
+    "answers come from this package's rollout engine": (
+        "cache_implementation generation_kwargs transformers_continuous_batching_config "
+        "use_transformers_continuous_batching use_transformers_paged use_vllm vllm_enable_sleep_mode "
+        "vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode "
+        "vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port "
+        "vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size"
+    ),
+    "answers have no labels": "label_smoothing_factor",
+    "evaluation and training share the base, which would stay rounded": "bf16_full_eval fp16_full_eval",
+    "evaluation makes no predictions": "batch_eval_metrics include_for_metrics label_names",
+    "every process holds the whole base": "deepspeed ds3_gather_for_generation fsdp fsdp_config parallelism_config",
+    "log-probs are in fp32 from the base's own head": "cast_lm_head_to_fp32",
+    "no KL is weighed by the ratio": "use_bias_correction_kl",
+    "only the rollout engine has a cache": "use_cache",
+    "prompts are drawn in TRL's order for groups": "length_column_name train_sampling_strategy",
+    "prompts are shuffled by `seed`": "data_seed",
+    "ratios are to the policy without it": "repetition_penalty",
+    "ratios would be to a policy without the noise": "neftune_noise_alpha",
+    "rewards are summed": "multi_objective_aggregation",
+    "the base runs on this package's kernels": "liger_kernel_config use_liger_kernel",
+    "the loss is not GRPO's": (
+        "importance_sampling_level off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos "
+        "top_entropy_quantile vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"
+    ),
+    "the reference stays the policy that the run started from": (
+        "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model"
+    ),
+    "the router is frozen with the base": "router_aux_loss_coef",
+    "tokens are always counted over all processes": "average_tokens_across_devices",
+}
+REFUSED = {name: why for why, names in _REFUSED.items() for name in names.split()}
+"""Options that have to stay at their defaults, and why."""
+
+_AS_OURS = (
+    "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef whiten_advantages"
+)
+OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange_high"}
+"""Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
+
+ALSO_DEFAULT: dict[str, tuple[Any, ...]] = {
+    **{"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
+}
+"""Other ways to write a default."""
+Checks = dict[str, tuple[bool, str]]
+"""Option → (whether it can be served, what is expected)."""
 
 
 @dataclass
@@ -120,12 +204,12 @@ class HydraConfig(GRPOConfig):
             read["loss_type"] = self.loss_type
         return AlgorithmOptions(algorithm=self.algorithm, entropy_coef=self.entropy_coef, **read)
 
-    def _require(self, checks: dict[str, tuple[bool, str]]) -> None:
+    def _require(self, checks: Checks) -> None:
         for name, (fine, expected) in checks.items():
             if not fine:
                 raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
-    def _ranges(self) -> dict[str, tuple[bool, str]]:
+    def _ranges(self) -> Checks:
         length, bounds, rate = self.max_completion_length, self.reward_clip_range, self.critic_learning_rate
         kinds = self.facts.loss_types or (self.algorithm,)
         upper = 1 + (self.epsilon_high or self.epsilon)
@@ -155,11 +239,11 @@ class HydraConfig(GRPOConfig):
             ),
         }
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
+    def checks(self) -> Checks:
         """Checks of the options that depend on each other.
 
         Returns:
-            option → (whether it can be served, what is expected).
+            The checks by option.
         """
         own = "the HydraModel recomputes activations in its own way"
         return {
@@ -174,10 +258,10 @@ class HydraConfig(GRPOConfig):
             **self._sizes(),
         }
 
-    def _sizes(self) -> dict[str, tuple[bool, str]]:
+    def _sizes(self) -> Checks:
         """Answers per prompt and updates per rollout, by what the algorithm can learn from."""
         facts, options = self.facts, self.algorithm_options()
-        checks: dict[str, tuple[bool, str]] = {}
+        checks: Checks = {}
         if facts.with_greedy:
             checks["num_generations"] = (self.num_generations == 1, "1")
         elif not facts.has_critic and not self.hidden_answers:
@@ -191,7 +275,7 @@ class HydraConfig(GRPOConfig):
             checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
         return checks
 
-    def unread(self, *names: str) -> dict[str, tuple[bool, str]]:
+    def unread(self, *names: str) -> Checks:
         """Checks of options that are not read. They have to stay at their defaults.
 
         Args:
@@ -229,7 +313,7 @@ class HydraReinforceConfig(HydraConfig):
 
     algorithm: str = field(default="reinforce", metadata={"help": "reinforce"})
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
+    def checks(self) -> Checks:
         """Checks of `HydraConfig`, and that `beta` is at most 1. See `HydraConfig.checks`."""
         return {**super().checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
 
@@ -282,7 +366,7 @@ class HydraOnlineDPOConfig(HydraConfig):
 
     hidden_answers = 1
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
+    def checks(self) -> Checks:
         """Checks of `HydraConfig`, and of how many answers are drawn. See `HydraConfig.checks`."""
         return {
             **super().checks(),

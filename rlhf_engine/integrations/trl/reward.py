@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_engine.data.types import template_arguments
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.integrations.peft import Fusion, fuse_lora
-from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
+from rlhf_engine.integrations.trl.trainers import PERL
 from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.tokenizing import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.training.reward_model.metrics import pointwise_metrics
@@ -71,7 +71,7 @@ class PerlRewardTrainer(RewardTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "reward-trainer")
     _name = "PERL"
-    _paper = papers.PERL
+    _paper = PERL
 
     def __init__(
         self,
