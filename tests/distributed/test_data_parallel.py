@@ -26,7 +26,7 @@ from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.ray.connect import generators_on_ray
+from rlhf_engine.generators.ray import generators_on_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
-from rlhf_engine.generators import policy_store as versions
-from rlhf_engine.generators.policy_store import digest
-from rlhf_engine.generators.worker import Worker
+from rlhf_engine.generators import work as versions
+from rlhf_engine.generators.thread import Worker
+from rlhf_engine.generators.work import digest
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.runs.metrics import read_metrics
@@ -189,7 +189,7 @@ def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "clone", slow_clone)
             snapshot = take(slot, version)
-        known[version] = snapshot.digest()
+        known[version] = digest(snapshot.tensors)
         return snapshot
 
     def watched(engine):
@@ -320,7 +320,7 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
     trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="replay", learning_rate=0.05))
     trainer.step()
     trainer.step()
-    worker, hold = trainer.source._worker, trainer.source._hold
+    draw, hold = Worker.__call__, trainer.source._hold
 
     def mistaken(policy):
         with torch.no_grad():
@@ -329,7 +329,7 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
         hold(policy)
 
     # the learner scores by frozen roles itself
-    monkeypatch.setattr(trainer.source, "_worker", lambda item: dataclasses.replace(worker(item), frozen=None))
+    monkeypatch.setattr(Worker, "__call__", lambda *args: dataclasses.replace(draw(*args), frozen=None))
     monkeypatch.setattr(trainer.source, "_hold", mistaken)
     with (
         contextlib.closing(trainer.source),

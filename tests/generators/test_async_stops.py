@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_engine.generators import policy_store
+from rlhf_engine.generators import work
 from rlhf_engine.training.rl import RlTrainer
 from tests.generators.test_async_runs import steps_of
 from tests.training.test_data import train_config, write_model
@@ -24,11 +24,11 @@ import sys, time
 from pathlib import Path
 import torch
 from rlhf_engine.commands import main
-from rlhf_engine.generators import policy_store, sources
+from rlhf_engine.generators import sources, work
 from rlhf_engine.training import run
 
 run.plot_curves = lambda *paths: None  # most of a short run's time
-take, clone, calls = policy_store.take, torch.Tensor.clone, []
+take, clone, calls = work.take, torch.Tensor.clone, []
 
 def slow_take(slot, version):
     if version != 3:
@@ -68,10 +68,10 @@ def test_a_run_that_breaks_in_the_middle_of_a_publication_goes_on(model, whole, 
 
     def break_off(slot, version):
         if version != 3:
-            return policy_store.take(slot, version)
+            return work.take(slot, version)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "clone", lambda tensor: (next(copies), clone(tensor))[1])
-            return policy_store.take(slot, version)
+            return work.take(slot, version)
 
     with monkeypatch.context() as patch:
         patch.setattr("rlhf_engine.generators.sources.take", break_off)

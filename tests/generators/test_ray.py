@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError
-from rlhf_engine.generators.ray import transport as ray_transport
-from rlhf_engine.generators.ray.connect import _import_ray, generators_on_ray
-from rlhf_engine.generators.ray.generator import Generator
-from rlhf_engine.generators.ray.transport import RayTransport
-from rlhf_engine.generators.transport import Drawn
+from rlhf_engine.generators import ray as ray_transport
+from rlhf_engine.generators.ray import Generator, RayTransport, _import_ray, generators_on_ray
+from rlhf_engine.generators.scheduler import Drawn
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
+from tests.generators.test_ray_transport import pids
 from tests.training.test_data import train_config, write_model
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -93,7 +92,7 @@ class Run:
 def when_all_are_up(run: Run) -> None:
     """Steps are faster here than processes start."""
     until = time.monotonic() + 60
-    while len(run.transport.pids) < run.config.ray_generators:
+    while len(pids(run.transport)) < run.config.ray_generators:
         assert time.monotonic() < until
         time.sleep(0.1)
 
@@ -126,7 +125,7 @@ def test_other_processes_draw_what_this_one_draws(ray, model, tmp_path, generato
     slot = sum(p.numel() * p.element_size() for p in run.trainer.model.backbone().slot("actor").parameters())
     assert generators * slot < sent[-1] < generators * (slot + 4096)  # and the names of its tensors
     assert not run.transport.losses
-    assert run.transport.pids == {}  # all ended with the run
+    assert pids(run.transport) == {}  # all ended with the run
     assert torch.get_num_threads() == threads
 
 
@@ -174,7 +173,7 @@ def test_one_that_is_killed_while_it_draws_is_replaced(ray, model, tmp_path):
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
             when_all_are_up(run)
-            pid = run.transport.pids["generator 1"]
+            pid = pids(run.transport)["generator 1"]
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(1.0, lambda: (killed.append(pid), os.kill(pid, signal.SIGKILL))).start()
 
@@ -193,9 +192,9 @@ def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, t
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 1:
-            os.kill(run.transport.pids["generator 1"], signal.SIGKILL)
+            os.kill(pids(run.transport)["generator 1"], signal.SIGKILL)
         elif run.trainer.state.step == 3:
-            assert list(run.transport.pids) == ["generator 2"]
+            assert list(pids(run.transport)) == ["generator 2"]
 
     run(on_step)
     require_same_answers(run, Run(model, tmp_path / "replay", async_mode="replay")())
@@ -210,7 +209,7 @@ def test_one_that_falls_silent_is_replaced(ray, model, tmp_path):
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
             when_all_are_up(run)
-            os.kill(run.transport.pids["generator 2"], signal.SIGSTOP)
+            os.kill(pids(run.transport)["generator 2"], signal.SIGSTOP)
 
     run(on_step)
     (loss,) = run.transport.losses

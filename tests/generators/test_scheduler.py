@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.generators.policy_store import Snapshot, VersionStore
-from rlhf_engine.generators.scheduler import Scheduler
-from rlhf_engine.generators.staleness import StalenessRule
-from rlhf_engine.generators.thread import WORKER, GeneratorThread
-from rlhf_engine.generators.transport import Drawn, Joined, Lost
-from rlhf_engine.generators.work import WorkItem
-from rlhf_engine.generators.worker import StoppedError
+from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
+from rlhf_engine.generators.thread import WORKER, GeneratorThread, StoppedError
+from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
@@ -58,6 +54,7 @@ class Stage:
 
     def __init__(self, seconds=lambda item: 0.0) -> None:
         self.seconds, self.items, self.stop = seconds, [], threading.Event()
+        self.beat = 0.0
 
     def __call__(self, item: WorkItem) -> Rollout:
         self.items.append(item)
@@ -65,10 +62,13 @@ class Stage:
             raise StoppedError
         return answers_of(item)
 
+    def close(self) -> None:
+        pass
+
 
 def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
     store = VersionStore()
-    transport = GeneratorThread(stage, store, stop=stage.stop)
+    transport = GeneratorThread(stage, store)
     return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
 
 
@@ -129,7 +129,7 @@ def test_a_step_takes_as_long_as_the_longer_stage():
 def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
     stage = Stage()
     policies = {steps: policy(steps) for steps in (3, 4, 5)}
-    transport = GeneratorThread(stage, VersionStore(), stop=stage.stop)
+    transport = GeneratorThread(stage, VersionStore())
     scheduler = Scheduler(
         transport, make_items, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
     )
@@ -138,14 +138,12 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
 
 
 def test_what_a_generator_raises_reaches_the_learner():
-    def draw(item: WorkItem) -> Rollout:
+    def raises(item: WorkItem) -> float:
         if item.step == 2:
             raise ZeroDivisionError("of the third step")
-        return answers_of(item)
+        return 0.0
 
-    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
-    rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5)
+    scheduler, _ = scheduler_of(Stage(raises), StalenessRule(max_staleness=1), 5)
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
     ) as found:
@@ -157,14 +155,8 @@ def test_what_a_generator_raises_reaches_the_learner():
 def test_a_generator_that_hangs_is_given_up():
     release = threading.Event()
 
-    def draw(item: WorkItem) -> Rollout:
-        if item.step == 1:
-            release.wait(20)
-        return answers_of(item)
-
-    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
-    rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5, timeout=0.5)
+    stage = Stage(lambda item: item.step == 1 and release.wait(20) and 0.0)
+    scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=1), 5, timeout=0.5)
     began = time.monotonic()
     with pytest.raises(GeneratorError, match="no token of the answers of step 2 for"):
         learn(scheduler, range(5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_engine.generators.staleness import StalenessRule, newest_after
+from rlhf_engine.generators.scheduler import StalenessRule, newest_after
 
 
 def ages(rule: StalenessRule, steps: int) -> list[int]:

@@ -205,7 +205,7 @@ def test_undo_and_order():
     assert utils._ChunkedLogProbFunction is original
     third = patch()
     utils._ChunkedLogProbFunction = original
-    with pytest.raises(RuntimeError, match="undo: expected _ChunkedLogProbFunction of trl.trainer.utils as this exchange"):
+    with pytest.raises(RuntimeError, match=r"undo: expected _ChunkedLogProbFunction of trl\.trainer\.utils as this"):
         third.undo()
     with pytest.raises(ValueError, match="inside"), patch():
         raise ValueError("inside")
