@@ -38,7 +38,7 @@ from rlhf_engine.devices import is_gpu, keep_freed_memory, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
-from rlhf_engine.generators.scheduler import Drawn, Event, Joined, Lost
+from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.sources import Connect
 from rlhf_engine.generators.thread import Worker
 from rlhf_engine.hydra import HydraModel
@@ -133,7 +133,7 @@ class _Worker:
     ask_at: float = 0.0  # when to ask next whether it is at work; never while it has not answered
 
 
-class RayTransport:
+class RayTransport(GeneratorTransport):
     """Actors, their start and their end. What they answer is queued, and looked at in `next_event`."""
 
     def __init__(
@@ -178,8 +178,7 @@ class RayTransport:
         return len(parcel.data) * len(receivers)
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Generators hear of it with their next work item."""
-        with self._lock:
+        with self._lock:  # generators hear of it with their next work item
             self._held = {version: sent for version, sent in self._held.items() if version in versions}
 
     def submit(self, worker: str, item: work.WorkItem) -> None:
@@ -200,20 +199,6 @@ class RayTransport:
 
             self._ask(generator, "draw", work.pack_item(item), sorted(self._held), then=drawn)
 
-    def next_event(self, timeout: float) -> Event | None:
-        """Wait for the next event; None after `timeout` seconds without one."""
-        until = time.monotonic() + timeout
-        while True:
-            self._look_after()
-            try:
-                note = self._notes.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                return None
-            with self._lock:
-                event = note()
-            if event is not None:
-                return event
-
     def silent_for(self, worker: str) -> float:
         """Seconds since the last token that it reported."""
         with self._lock:
@@ -221,7 +206,6 @@ class RayTransport:
             return 0.0 if generator is None else time.monotonic() - generator.seen
 
     def expects_more(self) -> bool:
-        """Whether one that was started has not joined yet."""
         with self._lock:
             return any(worker.pid is None for worker in self._workers.values())
 
@@ -270,15 +254,16 @@ class RayTransport:
         self._ask(worker, "hold", version, sent, data, then=arrived)
 
     def _lose(self, worker: _Worker, cause: BaseException) -> Lost | None:
-        if self._workers.pop(worker.name, None) is None:
-            return None  # it was lost before, or all is closed
-        if self._ray.is_initialized():
-            self._ray.kill(worker.actor)
-        self.losses.append(Lost(worker.name, cause))
-        text = f"{worker.name}, {worker.place}, is lost: {type(cause).__name__}: {cause}"
-        if self._restarts > 0 and not isinstance(cause, ConfigError):  # that, the next one would find as well
-            self._restarts -= 1
-            text += f"; {self._start()} takes its place"
+        with self._lock:
+            if self._workers.pop(worker.name, None) is None:
+                return None  # it was lost before, or all is closed
+            if self._ray.is_initialized():
+                self._ray.kill(worker.actor)
+            self.losses.append(Lost(worker.name, cause))
+            text = f"{worker.name}, {worker.place}, is lost: {type(cause).__name__}: {cause}"
+            if self._restarts > 0 and not isinstance(cause, ConfigError):  # that, the next one would find as well
+                self._restarts -= 1
+                text += f"; {self._start()} takes its place"
         warnings.warn(text, stacklevel=2)
         return self.losses[-1]
 
@@ -292,15 +277,16 @@ class RayTransport:
             call = call.options(concurrency_group="beat")
 
         def settle(future: Future[Any]) -> Event | None:
-            if worker.name not in self._workers:
-                return None
-            error = future.exception()
-            if error is not None:
-                return self._lose(worker, _cause(error))
-            try:
-                return then(future.result())
-            except EngineError as damage:
-                return self._lose(worker, damage)
+            with self._lock:
+                if worker.name not in self._workers:
+                    return None
+                error = future.exception()
+                if error is not None:
+                    return self._lose(worker, _cause(error))
+                try:
+                    return then(future.result())
+                except EngineError as damage:
+                    return self._lose(worker, damage)
 
         called = call.remote(*arguments).future()
         called.add_done_callback(lambda future: self._notes.put(lambda: settle(future)))

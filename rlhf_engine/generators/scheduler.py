@@ -16,6 +16,7 @@ The policy after s steps is what the first s steps have made of the start. The a
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -32,19 +33,13 @@ _LOOK = 0.2
 """Seconds between two looks at generators that may hang."""
 
 
-# ---- which policy draws ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
     """Rule for the age of answers when they are learned from."""
 
-    max_staleness: int = 0
-    """Steps, k above."""
-    batches_per_policy: int = 1
-    """n above."""
-    newest: bool = False
-    """Draw by the newest policy rather than by that after `earliest` steps."""
+    max_staleness: int = 0  # steps, k above
+    batches_per_policy: int = 1  # n above
+    newest: bool = False  # draw by the newest policy rather than by that after `earliest` steps
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -86,9 +81,6 @@ def newest_after(known: Collection[int], done: int) -> int:
     return max((steps for steps in known if steps <= done), default=min(known))
 
 
-# ---- generators, wherever they are -----------------------------------------------------------------------------------
-
-
 class Drawn(NamedTuple):
     """A generator has drawn the answers of a work item."""
 
@@ -116,6 +108,9 @@ Event = Drawn | Lost | Joined
 class GeneratorTransport(Protocol):
     """Generators, each of which draws one work item at a time. Its methods are called by one thread at a time."""
 
+    _notes: queue.SimpleQueue[Callable[[], Event | None]]
+    """Of what has happened; what is made of it is an event, or nothing."""
+
     def publish(self, snapshot: Snapshot) -> int:
         """Let every generator draw by a policy, and those that join later as well; the bytes that it sends."""
 
@@ -127,6 +122,18 @@ class GeneratorTransport(Protocol):
 
     def next_event(self, timeout: float) -> Event | None:
         """Wait up to `timeout` seconds for what happens next; None: nothing. May be called while other methods are."""
+        until = time.monotonic() + timeout
+        while True:
+            self._look_after()
+            try:
+                note = self._notes.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return None
+            if (event := note()) is not None:
+                return event
+
+    def _look_after(self) -> None:
+        """Do what is due before a wait for an event."""
 
     def silent_for(self, worker: str) -> float:
         """Seconds since a generator with work has last shown that it is at work."""
@@ -141,19 +148,13 @@ class GeneratorTransport(Protocol):
         """Stop all generators and wait until they have; without effect the second time."""
 
 
-# ---- the scheduler ---------------------------------------------------------------------------------------------------
-
-
 class Taken(NamedTuple):
     """The answers of a step, and how the generators do."""
 
     rollout: Rollout
-    wait_seconds: float
-    """Seconds that the learner had to wait."""
-    ready: int
-    """Steps beyond whose answers are there."""
-    busy_seconds: float
-    """Seconds that all generators have been at work, since the first began."""
+    wait_seconds: float  # that the learner had to wait
+    ready: int  # steps beyond whose answers are there
+    busy_seconds: float  # that all generators have been at work, since the first began
 
 
 class Scheduler:
@@ -269,9 +270,7 @@ class Scheduler:
         first = newest_after(self._after, self._rule.earliest(self._done))
         drawn = {version for step, version in self._drawn_by.items() if step >= self._done}
         asked = {version for step, version in self._asked.items() if step >= self._done}
-        self._after = {
-            done: version for done, version in self._after.items() if done >= first or version in drawn | asked
-        }
+        self._after = {done: v for done, v in self._after.items() if done >= first or v in drawn | asked}
         self._drawn_by = {step: version for step, version in self._drawn_by.items() if step >= self._done}
         self._transport.keep(frozenset(self._after.values()))
 
@@ -344,9 +343,5 @@ class Scheduler:
         for worker, (item, _) in list(self._running.items()):
             silent = self._transport.silent_for(worker)
             if silent > self._timeout:
-                self._transport.give_up(
-                    worker,
-                    TimeoutError(
-                        f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds (async_timeout)"
-                    ),
-                )
+                said = f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds (async_timeout)"
+                self._transport.give_up(worker, TimeoutError(said))

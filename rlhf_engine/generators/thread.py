@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rlhf_engine.errors import RolloutServerError
-from rlhf_engine.generators.scheduler import Drawn, Event, Joined, Lost
+from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem, put
 from rlhf_engine.hydra import HydraModel, Scores
 from rlhf_engine.policy.build import BEHAVIOUR
@@ -166,7 +166,7 @@ class ServedWorker:
         self._rollouts.close()
 
 
-class GeneratorThread:
+class GeneratorThread(GeneratorTransport):
     """The transport to the thread: work items and policies go over as objects."""
 
     def __init__(
@@ -184,47 +184,40 @@ class GeneratorThread:
         self._worker, self._store, self._threads = worker, store, threads
         self._device = torch.device(device)
         self._items: queue.SimpleQueue[WorkItem | None] = queue.SimpleQueue()
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[Callable[[], Event | None]] = queue.SimpleQueue()
         self._began = time.monotonic()
         self._given_up = False
         self._cuda_stream: torch.cuda.Stream | None = None
         self._thread = threading.Thread(target=self._work, name=WORKER, daemon=True)
         self._thread.start()
-        self._events.put(Joined(WORKER))
+        self._tell(Joined(WORKER))
+
+    def _tell(self, event: Event) -> None:
+        self._notes.put(lambda: event)
 
     def publish(self, snapshot: Snapshot) -> int:
-        """Let work items name a policy from here on; a copy goes into the generator's slot."""
-        self._store.add(snapshot)
+        self._store.add(snapshot)  # a copy goes into the generator's slot
         return snapshot.n_bytes
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Forget the others."""
         self._store.keep(versions)
 
     def submit(self, worker: str, item: WorkItem) -> None:
-        """The thread draws it next."""
         self._began = time.monotonic()
         self._items.put(item)
-
-    def next_event(self, timeout: float) -> Event | None:
-        """Wait for the next event; None after `timeout` seconds without one."""
-        with contextlib.suppress(queue.Empty):
-            return self._events.get(timeout=timeout)
-        return None
 
     def silent_for(self, worker: str) -> float:
         """Seconds since the last token, or since the work came."""
         return time.monotonic() - max(self._began, self._worker.beat)
 
     def expects_more(self) -> bool:
-        """Whether a generator is on its way: never, because there is one thread and no other comes after it."""
         return False
 
     def give_up(self, worker: str, cause: BaseException) -> None:
         """A thread cannot be killed: it is told to stop, and not waited for."""
         self._given_up = True
         self._worker.stop.set()
-        self._events.put(Lost(worker, cause))
+        self._tell(Lost(worker, cause))
 
     def close(self) -> None:
         """Ends after the token that is being drawn."""
@@ -246,9 +239,9 @@ class GeneratorThread:
             except StoppedError:
                 return
             except BaseException as error:  # whatever it is, the learner has to hear of it, and raises it
-                self._events.put(Lost(WORKER, error))
+                self._tell(Lost(WORKER, error))
                 return
-            self._events.put(Drawn(WORKER, item, rollout))
+            self._tell(Drawn(WORKER, item, rollout))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:

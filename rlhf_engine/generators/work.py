@@ -42,9 +42,6 @@ _PACKAGE = "package "
 """Prefix of the names of packages among a run's fixed parts."""
 
 
-# ---- policies --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
     """A policy as it was. Nobody writes into its tensors."""
@@ -124,11 +121,6 @@ class VersionStore:
                 raise EngineError("policy version: expected one that is held, got none")
             return self._held[max(self._held)]
 
-    def versions(self) -> list[int]:
-        """Those held, oldest first."""
-        with self._lock:
-            return sorted(self._held)
-
     def keep(self, versions: Iterable[int]) -> None:
         """Forget all others."""
         wanted = set(versions)
@@ -136,20 +128,14 @@ class VersionStore:
             self._held = {version: snapshot for version, snapshot in self._held.items() if version in wanted}
 
 
-# ---- work items and answers ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
     """Answers for a generator to draw: those of a step, or a share of them."""
 
-    step: int
-    """They are learned from in that step, counted from 0."""
-    share: int
-    """Number of the share among those of the step, from 0."""
+    step: int  # that learns from them, counted from 0
+    share: int  # number of the share among those of the step, from 0
     n_shares: int
-    version: int
-    """Version of the policy that is to draw them."""
+    version: int  # of the policy that is to draw them
     prompts: PromptBatch
     sampling: SamplingConfig
 
@@ -234,9 +220,6 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
     return join([put_together(values, received) for values, received in parts])
 
 
-# ---- on their way ----------------------------------------------------------------------------------------------------
-
-
 def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Plain values and tensors of a rollout, by name, to be sent."""
     batch, frozen = rollout.batch, rollout.frozen
@@ -284,10 +267,8 @@ class Parcel(NamedTuple):
     """A policy on its way."""
 
     version: int
-    digest: str
-    """SHA-256 over names and bytes of its tensors, see `digest`."""
-    data: bytes
-    """A safetensors file."""
+    digest: str  # of its tensors
+    data: bytes  # a safetensors file
 
 
 def pack_policy(snapshot: Snapshot) -> Parcel:

@@ -44,7 +44,6 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import (
     HEADS,
-    forward_through,
     has_learned,
     hydra_on,
     is_on_same_tensors,
@@ -146,25 +145,19 @@ class HydraTrainer(GRPOTrainer):
         args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
         self._facts = args.facts
         self._tag_names = (*HydraTrainer._tag_names, args.algorithm.replace("_", "-"))
-        self.algorithm = find_algorithm(args.algorithm)(
-            args.algorithm_options(),
-            temperature=args.temperature,
-            max_completion_length=args.max_completion_length,
-        )
+        sizes = {"temperature": args.temperature, "max_completion_length": args.max_completion_length}
+        self.algorithm = find_algorithm(args.algorithm)(args.algorithm_options(), **sizes)
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or REWARD_MODEL]
         self._uses_reward_model = REWARD_MODEL in functions
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="You are using 'rollout_func'"
-                )  # which is this package's choice
+                # which is this package's choice
+                warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
                 super().__init__(
                     model=model,
-                    reward_funcs=[
-                        self._model_rewards if function == REWARD_MODEL else function for function in functions
-                    ],
+                    reward_funcs=[self._model_rewards if f == REWARD_MODEL else f for f in functions],
                     args=args,
                     peft_config=peft_config,
                     rollout_func=_draw,
@@ -184,10 +177,8 @@ class HydraTrainer(GRPOTrainer):
                 f"train_dataset: expected at least the {prompts} prompts of a rollout (generation_batch_size / "
                 f"num_generations), got {len(self.train_dataset)}"
             )
-        self.reward_func_names = [
-            REWARD_MODEL if f == REWARD_MODEL else name
-            for f, name in zip(functions, self.reward_func_names, strict=True)
-        ]
+        names = zip(functions, self.reward_func_names, strict=True)
+        self.reward_func_names = [REWARD_MODEL if f == REWARD_MODEL else name for f, name in names]
         self.hydra = self._build(source, args)
         """Model of all roles, on the tensors of the PeftModel."""
         if self.optimizer is not None:
@@ -266,9 +257,7 @@ class HydraTrainer(GRPOTrainer):
                 theirs = [p for p in group["params"] if id(p) in critic]
                 group["params"] = [p for p in group["params"] if id(p) not in critic]
                 if theirs:
-                    optimizer.add_param_group(
-                        {**{k: v for k, v in group.items() if k != "params"}, "params": theirs, "lr": rate}
-                    )
+                    optimizer.add_param_group({**group, "params": theirs, "lr": rate})
         if self.lr_scheduler is None and schedule is not None:
             self.lr_scheduler = schedule(optimizer)
         return optimizer
@@ -441,7 +430,8 @@ class HydraTrainer(GRPOTrainer):
         assert ref_logprobs_M is not None
         kl_M = token_kl(logprobs_M, ref_logprobs_M, self.args.kl_estimator)
         self._require_finite("KL of an answer is not finite; no update was made from it", kl_M)
-        groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // self._answers_per_prompt()
+        together = int(self.num_generations if mode == "train" else self.num_generations_eval)
+        groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // together
         greedy_N = self._hidden_totals[0][0] if self._facts.with_greedy else None
         experience = Experience(
             batch=batch,
@@ -469,7 +459,7 @@ class HydraTrainer(GRPOTrainer):
         whole_N = output["completion_mask"].bool().any(1)  # false where mask_truncated_completions leaves one out
         # advantages are to all answers, as in TRL; an answer that is chosen to be learned has to be whole
         scored_N = self._scored if self._facts.maximises_reward else self._scored & whole_N
-        columns, mask_M = self._prepare(mode, experience, self._usable(scored_N, groups_N))
+        columns, mask_M = self._prepare(mode, experience, self._usable(scored_N, groups_N, together))
         learned_N = mask_M[batch.last_completion_rows_N]
         mask_M = mask_M & whole_N[batch.sequence_of_M]
         if "advantages_M" in columns:
@@ -485,18 +475,15 @@ class HydraTrainer(GRPOTrainer):
             **to_columns(batch, padded),
         }
 
-    def _answers_per_prompt(self) -> int:
-        return int(self.num_generations if self.model.training else self.num_generations_eval)
-
-    def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
-        """Mask of the answers that have a score and can be learned from: [N] bool.
+    def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
+        """Mask of the answers that have a score and can be learned from, [N] bool, where k are in a group.
 
         An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
         """
         if self._facts.with_greedy:
             ((_, scored_N),) = self._hidden_totals
             keep_N = keep_N & scored_N
-        k, n = self._answers_per_prompt(), len(keep_N)
+        n = len(keep_N)
         if n % k:
             raise ConfigError(
                 f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
@@ -630,7 +617,8 @@ class HydraTrainer(GRPOTrainer):
         self.hydra.train(self.model.training)
         place = self._step * self.accelerator.num_processes + self.accelerator.process_index
         seed = int(self.args.seed * 1_000_003 + place)
-        results = forward_through(model, (micro.batch, tuple(term.output for term in terms)), dropout_seed=seed)
+        asked = (micro.batch, tuple(term.output for term in terms)), {"dropout_seed": seed}
+        results = model(hydra=asked)
         loss = torch.stack([term.weight * result.loss for term, result in zip(terms, results, strict=True)]).sum()
         loss = loss * counts
         self._require_finite("the loss is not finite", loss.detach())
@@ -678,9 +666,8 @@ def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
         for p in hydra.trainable_parameters(role).values():
             p.requires_grad_(True)
     if not is_on_same_tensors(hydra, peft_model):
-        raise EngineError(
-            "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
-        )
+        said = "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
+        raise EngineError(said)
 
 
 def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:

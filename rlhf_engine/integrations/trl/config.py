@@ -95,12 +95,15 @@ _AS_OURS = (
 OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange_high"}
 """Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
 
-ALSO_DEFAULT: dict[str, tuple[Any, ...]] = {
-    **{"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
-}
+ALSO_DEFAULT = {"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
 """Other ways to write a default."""
 Checks = dict[str, tuple[bool, str]]
 """Option → (whether it can be served, what is expected)."""
+
+
+def _option(default: Any, text: str) -> Any:
+    """An option with its help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -116,34 +119,30 @@ class HydraConfig(GRPOConfig):
         entropy_coef: coefficient of the mean entropy per token.
     """
 
-    algorithm: str = field(default="ppo", metadata={"help": f"One of {', '.join(ALGORITHMS)}."})
-    loss_type: str | None = field(default=None, metadata={"help": "Kind of loss; none: the algorithm's first."})
-    scale_rewards: str | None = field(
-        default=None, metadata={"help": "For algorithms with groups: group or none; none of both: group."}
+    algorithm: str = _option("ppo", f"One of {', '.join(ALGORITHMS)}.")
+    loss_type: str | None = _option(None, "Kind of loss; none: the algorithm's first.")
+    scale_rewards: str | None = _option(None, "For algorithms with groups: group or none; none of both: group.")
+    num_generations: int | None = _option(None, "Answers per prompt; none: the algorithm's.")
+    beta: float = _option(0.05, "Coefficient of the KL to the reference.")
+    num_iterations: int = _option(1, "Epochs over each rollout.")
+    kl_estimator: str = _option("k1", "Estimate of the KL per token: k1 or k3.")
+    gamma: float = _option(1.0, "Discount factor of the return.")
+    lam: float = _option(0.95, "Lambda of generalised advantage estimation.")
+    vf_coef: float = _option(0.1, "Weight of the value loss.")
+    cliprange_value: float | None = _option(
+        0.2, "Values are clipped to the old value plus or minus this; none: no clipping."
     )
-    num_generations: int | None = field(default=None, metadata={"help": "Answers per prompt; none: the algorithm's."})
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL to the reference."})
-    num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
-    kl_estimator: str = field(default="k1", metadata={"help": "Estimate of the KL per token: k1 or k3."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount factor of the return."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    cliprange_value: float | None = field(
-        default=0.2, metadata={"help": "Values are clipped to the old value plus or minus this; none: no clipping."}
+    whiten_advantages: bool = _option(True, "Advantages with mean 0 and variance 1.")
+    critic_learning_rate: float | None = _option(None, "Of critic and value head; none: as actor.")
+    missing_eos_penalty: float | None = _option(None, "Subtracted where an answer never ends.")
+    reward_clip_range: tuple[float, float] | None = _option(
+        None, "Bounds of an answer's weighted rewards, before any penalty."
     )
-    whiten_advantages: bool = field(default=True, metadata={"help": "Advantages with mean 0 and variance 1."})
-    critic_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of critic and value head; none: as actor."}
-    )
-    missing_eos_penalty: float | None = field(default=None, metadata={"help": "Subtracted where an answer never ends."})
-    reward_clip_range: tuple[float, float] | None = field(
-        default=None, metadata={"help": "Bounds of an answer's weighted rewards, before any penalty."}
-    )
-    reward_adapter: str | None = field(
-        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `reward_model`."}
+    reward_adapter: str | None = _option(
+        None, "PEFT folder of a LoRA reward model, for the reward function `reward_model`."
     )
 
-    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Refused where it is True."})
+    use_bias_correction_kl: bool = _option(False, "Refused where it is True.")
 
     hidden_answers: ClassVar[int] = 0
     """Further answers to each prompt that TRL is not shown; a greedy one is not counted."""
@@ -158,7 +157,7 @@ class HydraConfig(GRPOConfig):
         self._require({"algorithm": self._fits_class()})
         of_grpo = {option.name for option in dataclasses.fields(GRPOConfig)} - SERVED - HARMLESS - OF_ALGORITHMS.keys()
         of_others = {name for name, ours in OF_ALGORITHMS.items() if not self.facts.reads_option(ours)}
-        self._require(self.unread(*sorted(of_grpo | of_others)))
+        self._require(self._unread(*sorted(of_grpo | of_others)))
         self._fill_in()
         try:
             super().__post_init__()
@@ -166,13 +165,12 @@ class HydraConfig(GRPOConfig):
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         self._require(self._ranges())
-        self._require(self.checks())
+        self._require(self._checks())
 
     def _fits_class(self) -> tuple[bool, str]:
         """The check of `algorithm` against the class: one that names an algorithm has no other."""
-        if any(
-            "algorithm" in vars(cls).get("__annotations__", {}) for cls in type(self).__mro__ if cls is not HydraConfig
-        ):
+        classes = [cls for cls in type(self).__mro__ if cls is not HydraConfig]
+        if any("algorithm" in vars(cls).get("__annotations__", {}) for cls in classes):
             default = next(option.default for option in dataclasses.fields(self) if option.name == "algorithm")
             return self.algorithm == default, f"{default!r} for {type(self).__name__}; HydraConfig takes others"
         single = self.facts.answers_together == 1
@@ -239,12 +237,8 @@ class HydraConfig(GRPOConfig):
             ),
         }
 
-    def checks(self) -> Checks:
-        """Checks of the options that depend on each other.
-
-        Returns:
-            The checks by option.
-        """
+    def _checks(self) -> Checks:
+        """Checks of the options that depend on each other."""
         own = "the HydraModel recomputes activations in its own way"
         return {
             "torch_compile": (
@@ -268,22 +262,15 @@ class HydraConfig(GRPOConfig):
             checks["num_generations"] = ((self.num_generations or 0) >= 2, "at least 2")
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
-                checks |= self.unread("epsilon", "epsilon_high")
+                checks |= self._unread("epsilon", "epsilon_high")
             why = f"one update per rollout: {self.loss_type} has no ratio that would correct the others"
             once = self.steps_per_generation == self.gradient_accumulation_steps
             checks["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
             checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
         return checks
 
-    def unread(self, *names: str) -> Checks:
-        """Checks of options that are not read. They have to stay at their defaults.
-
-        Args:
-            names: names of options; those that this TRL does not have are skipped.
-
-        Returns:
-            option → (whether it is at its default, what is expected and why).
-        """
+    def _unread(self, *names: str) -> Checks:
+        """Checks of options that are not read: they have to stay at their defaults."""
         options = {option.name: option for option in dataclasses.fields(self)}  # not every TRL has each
         checks = {}
         for name in names:
@@ -301,7 +288,7 @@ class HydraConfig(GRPOConfig):
 class HydraPPOConfig(HydraConfig):
     """`HydraConfig` of PPO: one answer per prompt, and a critic. `beta` weighs the KL in a token's reward."""
 
-    algorithm: str = field(default="ppo", metadata={"help": "ppo"})
+    algorithm: str = _option("ppo", "ppo")
 
 
 @dataclass
@@ -311,18 +298,17 @@ class HydraReinforceConfig(HydraConfig):
     `beta`, at most 1, weighs the KL, and 1 − `beta` the reward (arXiv 2403.10704).
     """
 
-    algorithm: str = field(default="reinforce", metadata={"help": "reinforce"})
+    algorithm: str = _option("reinforce", "reinforce")
 
-    def checks(self) -> Checks:
-        """Checks of `HydraConfig`, and that `beta` is at most 1. See `HydraConfig.checks`."""
-        return {**super().checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
+    def _checks(self) -> Checks:
+        return {**super()._checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
 
 
 @dataclass
 class ReMaxConfig(HydraConfig):
     """`HydraConfig` of ReMax: one drawn answer per prompt; the greedy one comes on top and is not counted."""
 
-    algorithm: str = field(default="remax", metadata={"help": "remax"})
+    algorithm: str = _option("remax", "remax")
 
 
 @dataclass
@@ -332,44 +318,41 @@ class HydraRLOOConfig(HydraConfig):
     Its `loss_type` is `proximal`, which clips the ratio of a whole answer, or `vanilla`, which does not.
     """
 
-    algorithm: str = field(default="rloo", metadata={"help": "rloo"})
-    normalize_advantages: bool = field(
-        default=False, metadata={"help": "Advantages of a rollout with mean 0 and deviation 1."}
-    )
+    algorithm: str = _option("rloo", "rloo")
+    normalize_advantages: bool = _option(False, "Advantages of a rollout with mean 0 and deviation 1.")
 
 
 @dataclass
 class HydraGRPOConfig(HydraConfig):
     """`HydraConfig` of GRPO, with GRPOConfig's defaults. `beta` weighs the KL as a term of the loss."""
 
-    algorithm: str = field(default="grpo", metadata={"help": "grpo"})
-    loss_type: str | None = field(default="dapo", metadata={"help": "grpo, dapo or dr_grpo."})
-    num_generations: int | None = field(default=8, metadata={"help": "Answers per prompt."})
-    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL to the reference."})
+    algorithm: str = _option("grpo", "grpo")
+    loss_type: str | None = _option("dapo", "grpo, dapo or dr_grpo.")
+    num_generations: int | None = _option(8, "Answers per prompt.")
+    beta: float = _option(0.0, "Coefficient of the KL to the reference.")
 
 
 @dataclass
 class HydraBestOfNConfig(HydraConfig):
     """`HydraConfig` of best-of-N: of `num_generations` answers to a prompt, the best one is learned."""
 
-    algorithm: str = field(default="best_of_n", metadata={"help": "best_of_n"})
+    algorithm: str = _option("best_of_n", "best_of_n")
 
 
 @dataclass
 class HydraOnlineDPOConfig(HydraConfig):
     """`HydraConfig` of online DPO, whose rows are pairs. `beta` is the temperature of the loss."""
 
-    algorithm: str = field(default="online_dpo", metadata={"help": "online_dpo"})
-    beta: float = field(default=0.1, metadata={"help": "Temperature of the loss."})
-    num_generations: int | None = field(default=1, metadata={"help": "1: see answers_per_prompt."})
-    answers_per_prompt: int = field(default=2, metadata={"help": "Answers of which the best and the worst are taken."})
+    algorithm: str = _option("online_dpo", "online_dpo")
+    beta: float = _option(0.1, "Temperature of the loss.")
+    num_generations: int | None = _option(1, "1: see answers_per_prompt.")
+    answers_per_prompt: int = _option(2, "Answers of which the best and the worst are taken.")
 
     hidden_answers = 1
 
-    def checks(self) -> Checks:
-        """Checks of `HydraConfig`, and of how many answers are drawn. See `HydraConfig.checks`."""
+    def _checks(self) -> Checks:
         return {
-            **super().checks(),
+            **super()._checks(),
             "beta": (self.beta > 0, "a number > 0"),
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),

@@ -168,7 +168,6 @@ def patch(*, backend: str = "auto") -> Patch:
     function = getattr(utils, _FUNCTION, None)
     if function is None:
         raise ConfigError(f"trl: expected {_FUNCTION} in trl.trainer.utils, which has none")
-    require_parameters(
-        f"{_FUNCTION}.apply", function.apply if isinstance(function, Patch) else function.forward, _PARAMETERS
-    )
+    called = function.apply if isinstance(function, Patch) else function.forward
+    require_parameters(f"{_FUNCTION}.apply", called, _PARAMETERS)
     return Patch(backend)
