@@ -159,8 +159,7 @@ class RayTransport(GeneratorTransport):
         self._class = ray.remote(concurrency_groups={"beat": 1})(Generator)
         self._lock = threading.RLock()
         self._notes: queue.SimpleQueue[Callable[[], Event | None]] = queue.SimpleQueue()
-        self._held: dict[int, tuple[str, Any]] = {}
-        """Digest by version, and the reference to the bytes in Ray's store."""
+        self._held: dict[int, tuple[str, Any]] = {}  # digest by version, and the reference to the bytes in Ray's store
         self._workers: dict[str, _Worker] = {}
         self._started = 0
         self.losses: list[Lost] = []  # so far

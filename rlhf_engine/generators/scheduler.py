@@ -29,8 +29,7 @@ from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.work import Snapshot, WorkItem, join
 from rlhf_engine.rollout import Rollout
 
-_LOOK = 0.2
-"""Seconds between two looks at generators that may hang."""
+_LOOK = 0.2  # seconds between two looks at generators that may hang
 
 
 @dataclass(frozen=True, kw_only=True)

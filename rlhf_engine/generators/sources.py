@@ -112,8 +112,7 @@ class _ByPast:
         self._after[prompts.first_step] = self._present
         for snapshot in self._after.values():
             self._store.add(snapshot)
-        self._mixed = config.async_policy == "in_flight"
-        """Whether an answer may be of several policies."""
+        self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
         self._threads = _generator_threads(config, model.role_backbone(BEHAVIOUR).device)
         self._served = None if serve is None else ServedWorker(model, self._store, serve)
         self._worker: Worker | ServedWorker | None = self._served  # then the learner scores: no pass is made beside it

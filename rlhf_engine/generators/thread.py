@@ -28,10 +28,8 @@ from rlhf_engine.rollout.generate import collect
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 
 WORKER = "generator"
-_PAUSE = 1.0
-"""Seconds before a server that has failed is looked for again."""
-_ATTEMPTS = 3
-"""Times that a work item is drawn, where the server fails meanwhile."""
+_PAUSE = 1.0  # seconds before a server that has failed is looked for again
+_ATTEMPTS = 3  # times that a work item is drawn, where the server fails meanwhile
 
 
 class StoppedError(Exception):

@@ -34,12 +34,10 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
-_FROZEN = "frozen/"
-"""Prefix of the names of frozen scores among the tensors of a rollout."""
+_FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
 _WORDS, _LENGTHS = "supports/words", "supports/lengths"
 """Names of the parts of supports among them."""
-_PACKAGE = "package "
-"""Prefix of the names of packages among a run's fixed parts."""
+_PACKAGE = "package "  # prefix of the names of packages among a run's fixed parts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

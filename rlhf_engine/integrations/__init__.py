@@ -20,8 +20,7 @@ class Exchange:
 
     def __init__(self, parts: Iterable[tuple[Any, str, Any]]) -> None:
         """Make the exchange. parts: (owner, name, ours); an owner has the attribute, or is a dict with that key."""
-        self._parts: list[list[Any]] = []
-        """[owner, name, ours, what stood there before]"""
+        self._parts: list[list[Any]] = []  # [owner, name, ours, what stood there before]
         for owner, name, ours in parts:
             self._parts.append([owner, name, ours, _get(owner, name)])
             _set(owner, name, ours)

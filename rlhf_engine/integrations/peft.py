@@ -99,12 +99,6 @@ def fuse_lora(model: PeftModel) -> Fusion:
     return Fusion(model, fused, left)
 
 
-def _remake(module: Any, reduced: Any) -> Any:
-    """Reduction by which a copy or a pickle makes a module again: its class is not one that can be imported."""
-    mixin, own = type(module).__bases__
-    return (_new, (mixin, own), *reduced[2:])
-
-
 def _new(mixin: Any, own: Any) -> Any:
     cls = _class_with(mixin, own)
     return cls.__new__(cls)
@@ -137,15 +131,20 @@ def _refused_adapter(layer: LoraLayer, name: str) -> str | None:
     return None
 
 
-class _FusedLayer(nn.Module):
+class _Fused(nn.Module):
+    """Class of a module whose own class cannot be imported: a copy or a pickle makes it again from its two parts."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, type(self).__bases__, *reduced[2:])
+
+
+class _FusedLayer(_Fused):
     """Stands before one of PEFT's classes; a layer's forward on `lora_linear` and `lora_delta_`."""
 
     dropout_stream: int
     named = False
     """Whether the last forward in training was one by sample."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake(self, super().__reduce_ex__(protocol))
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_recomputed(kwargs.get("adapter_names") is not None)
@@ -249,11 +248,8 @@ def _runs(x: torch.Tensor, names: Sequence[str], known: Any) -> tuple[list[str],
     )
 
 
-class _FusedModel(nn.Module):
+class _FusedModel(_Fused):
     """Stands before LoraModel: adapters by sample also in training mode."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake(self, super().__reduce_ex__(protocol))
 
     @contextmanager
     def _enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:

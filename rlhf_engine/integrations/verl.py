@@ -31,15 +31,12 @@ from rlhf_engine.algorithms.rloo import leave_one_out
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations import Exchange, as_autocast
 
-PREFIX = "rlhf_engine_"
 _CORE, _FUSED = "verl.trainer.ppo.core_algos", "verl.utils.experimental.torch_functional"
 _LIGER = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
 _KERNEL, _TRITON = "verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"
-_MEGATRON = "verl.models.mcore."
-"""Modules that hold the function _TRITON from when they were imported."""
+_MEGATRON = "verl.models.mcore."  # modules that hold the function _TRITON from when they were imported
 _ESTIMATORS = "ADV_ESTIMATOR_REGISTRY"
-_MAX_LOG_RATIO = 20.0
-"""Bound at which verl clamps log-ratios; it has gradients up to there."""
+_MAX_LOG_RATIO = 20.0  # bound at which verl clamps log-ratios; it has gradients up to there
 
 
 def ppo_policy_loss(
@@ -243,10 +240,6 @@ class FusedLogProb:
         return swept.logprob.view(input_ids.shape), swept.entropy.to(hidden_states.dtype).view(input_ids.shape)
 
 
-POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
-ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {f"{PREFIX}rloo": rloo_advantage}
-
-
 def register() -> None:
     """Make the losses and estimators known to verl by their names. May be called again.
 
@@ -254,10 +247,8 @@ def register() -> None:
         ImportError: verl is not installed.
     """
     core = importlib.import_module(_CORE)
-    for name, loss in POLICY_LOSSES.items():
-        core.register_policy_loss(name)(loss)
-    for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        core.register_adv_est(name)(estimator)
+    core.register_policy_loss("rlhf_engine_ppo")(ppo_policy_loss)
+    core.register_adv_est("rlhf_engine_rloo")(rloo_advantage)
 
 
 class VerlPatch(Exchange):

@@ -64,8 +64,7 @@ REWARD_MODEL = "reward_model"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
-_EPS = 1e-4
-"""Constant that RLOOTrainer adds to the deviation of advantages."""
+_EPS = 1e-4  # constant that RLOOTrainer adds to the deviation of advantages
 REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
 REWARD_ROLE = "reward"

@@ -59,19 +59,14 @@ from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient,
 
 CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
-_HIGHEST_RANK = 512
-"""The largest --max-lora-rank that vLLM knows."""
-_LOOK_SECONDS = 0.2
-"""Seconds between two looks at whether the run has stopped."""
-_PARTING_SECONDS = 10.0
-"""Longest wait for a server at a run's end, where it may be what has ended the run."""
-_DIGEST = 8
-"""Hexadecimal digits of the digests in names."""
+_HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
+_LOOK_SECONDS = 0.2  # seconds between two looks at whether the run has stopped
+_PARTING_SECONDS = 10.0  # longest wait for a server at a run's end, where it may be what has ended the run
+_DIGEST = 8  # hexadecimal digits of the digests in names
 CANARY_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean |log-prob difference| per token, by the backbone's dtype. Another engine rounds in other places: on a
 real server with the story model the mean was 1.2e-6 in float32 and 0.020 in bf16."""
-_CANARY_TOKENS = 16
-"""Most tokens drawn after each canary prompt."""
+_CANARY_TOKENS = 16  # most tokens drawn after each canary prompt
 _MOVED = 0.02
 """Share of the bound by which our own log-probs must have moved for equal ones of the server to count as stale."""
 

@@ -30,10 +30,8 @@ VLLM = Server(
 )
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
-_LOWEST = -9999.0
-"""Number that the server writes in place of −∞."""
-_SHOWN = 200
-"""Most characters of an answer in a message."""
+_LOWEST = -9999.0  # number that the server writes in place of −∞
+_SHOWN = 200  # most characters of an answer in a message
 
 
 class ServedModel(NamedTuple):
