@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
+from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule, newest_after
 from rlhf_engine.generators.thread import WORKER, GeneratorThread, StoppedError
 from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem
 from rlhf_engine.hydra import PackedBatch
@@ -18,6 +18,42 @@ from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
 SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
+
+
+# ---- which policy draws for which step -------------------------------------------------------------------------------
+
+
+def ages(rule: StalenessRule, steps: int) -> list[int]:
+    """Of the answers of each step when it learns from them, policies one update apart."""
+    return [step - rule.drawn_after(step, rule.earliest(step)) for step in range(steps)]
+
+
+def test_ages_by_the_rule():
+    """One batch ahead is one update behind but for the first; batches of one policy grow old together."""
+    assert ages(StalenessRule(max_staleness=1), 6) == [0, 1, 1, 1, 1, 1]
+    assert ages(StalenessRule(max_staleness=3), 6) == [0, 1, 2, 3, 3, 3]
+    assert ages(StalenessRule(batches_per_policy=4), 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert ages(StalenessRule(), 4) == [0, 0, 0, 0]
+    for rule in (StalenessRule(), StalenessRule(max_staleness=2), StalenessRule(batches_per_policy=3)):
+        for done in range(12):  # drawable is the inverse of earliest
+            allowed = [step for step in range(done, 40) if rule.earliest(step) <= done]
+            assert allowed == list(range(done, rule.drawable(done)))
+    newest = StalenessRule(max_staleness=3, newest=True)
+    assert [newest.drawn_after(5, done) for done in (2, 3, 4, 5)] == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match="after 1 steps"):
+        newest.drawn_after(5, 1)
+    # a policy from before the run was taken up is the oldest one known
+    assert [newest_after({4: "a", 7: "b"}, done) for done in (2, 4, 6, 7, 9)] == [4, 4, 4, 7, 7]
+    for name, options in {
+        "max_staleness": {"max_staleness": -1},
+        "batches_per_policy": {"batches_per_policy": 0},
+        "batches_per_policy: expected 1 with": {"max_staleness": 1, "batches_per_policy": 2},
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            StalenessRule(**options)
+
+
+# ---- work for generators ---------------------------------------------------------------------------------------------
 
 
 def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:
