@@ -133,6 +133,7 @@ class GeneratorTransport(Protocol):
 
     def _look_after(self) -> None:
         """Do what is due before a wait for an event."""
+        return
 
     def silent_for(self, worker: str) -> float:
         """Seconds since a generator with work has last shown that it is at work."""

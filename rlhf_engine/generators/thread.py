@@ -135,8 +135,9 @@ class ServedWorker:
             for left in reversed(range(_ATTEMPTS)):
                 try:
                     self._rollouts.sync(item.version)
-                    sampled = {"sample_ids": prompts.sample_ids, "greedy": prompts.greedy}
-                    drawn = self._rollouts.generate(prompts.prompts, item.sampling, role=BEHAVIOUR, **sampled)
+                    ids, greedy = prompts.sample_ids, prompts.greedy
+                    draw = self._rollouts.generate
+                    drawn = draw(prompts.prompts, item.sampling, role=BEHAVIOUR, sample_ids=ids, greedy=greedy)
                     return _timed(drawn, began)
                 except RolloutServerError:
                     if not left or self.stop.is_set():

@@ -79,7 +79,7 @@ def _called(owner: Any) -> str:
     return getattr(owner, "__name__", type(owner).__name__)
 
 
-def as_autocast(hidden: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def as_autocast(hidden: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
     """Hidden states, and what they are multiplied by, in the dtype that an autocast context asks for."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:

@@ -42,12 +42,12 @@ class Fusion(Exchange):
     def __init__(self, model: PeftModel, fused: dict[str, Any], left: dict[str, str]) -> None:
         """Fuse the layers in `fused`, and let the model take adapters by sample."""
         self.model, self.fused, self.left = model, tuple(fused), left
-        self._changed = {**fused, "the model": model.base_model}
+        self._changed: dict[str, Any] = {**fused, "the model": model.base_model}
         for stream, layer in enumerate(fused.values()):
             layer.dropout_stream = stream
         mixins = {name: _FusedLayer if name in fused else _FusedModel for name in self._changed}
         # the same objects, with the methods of the mixin before their own
-        super().__init__((m, "__class__", _class_with(mixins[name], type(m))) for name, m in self._changed.items())
+        super().__init__((m, "__class__", _class_with(mixins[name], m.__class__)) for name, m in self._changed.items())
 
     def undo(self) -> None:
         """Give every layer its own forward back. Does nothing the second time.

@@ -26,11 +26,6 @@ from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ran
 from tests.training.test_data import PROMPTS, write_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def config(output, **changes) -> HydraPPOConfig:
     return HydraPPOConfig(**{**QUICK, "output_dir": str(output), "steps_per_generation": 4, **changes})
 

@@ -28,55 +28,45 @@ from rlhf_engine.integrations.trl.config import (
 from rlhf_engine.integrations.trl.rollouts import to_columns
 
 
-def _paper(key: str, arxiv: str, title: str, authors: str) -> dict[str, str]:
+def _paper(arxiv: str, title: str, authors: str) -> dict[str, str]:
     """A paper that model cards cite, as TRL's card wants it. arxiv: its number, which begins with the year."""
-    fields = {"title": f"{{{title}}}", "author": authors, "year": f"20{arxiv[:2]}", "eprint": arxiv}
-    fields["archivePrefix"] = "arXiv"
+    year, surname = f"20{arxiv[:2]}", authors.partition(" and ")[0].split()[-1]
+    key = f"{surname}{year}{title.split()[0].rstrip(':')}".lower()
+    fields = {"title": f"{{{title}}}", "author": authors, "year": year, "eprint": arxiv, "archivePrefix": "arXiv"}
     lines = [f"    {name:<13} = {{{value}}}," for name, value in fields.items()]
     return {"title": title, "id": arxiv, "citation": "\n".join([f"@article{{{key},", *lines, "}"])}
 
 
 HYDRA = _paper(
-    "santacroce2023efficient",
     "2309.00754",
     "Efficient RLHF: Reducing the Memory Usage of PPO",
     "Michael Santacroce and Yadong Lu and Han Yu and Yuanzhi Li and Yelong Shen",
 )
 REMAX = _paper(
-    "li2023remax",
     "2310.10505",
     "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
     "Ziniu Li and Tian Xu and Yushun Zhang and Zhihang Lin and Yang Yu and Ruoyu Sun and Zhi-Quan Luo",
 )
 RLOO = _paper(
-    "ahmadian2024back",
     "2402.14740",
     "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
     "Arash Ahmadian and Chris Cremer and others",
 )
 ONLINE_DPO = _paper(
-    "guo2024direct",
-    "2402.04792",
-    "Direct Language Model Alignment from Online AI Feedback",
-    "Shangmin Guo and Biao Zhang and others",
+    "2402.04792", "Direct Language Model Alignment from Online AI Feedback", "Shangmin Guo and Biao Zhang and others"
 )
 PERL = _paper(
-    "sidahmed2024perl",
     "2403.10704",
     "PERL: Parameter Efficient Reinforcement Learning from Human Feedback",
     "Hakim Sidahmed and Samrat Phatale and others",
 )
 GRPO = _paper(
-    "shao2024deepseekmath",
     "2402.03300",
     "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
     "Zhihong Shao and Peiyi Wang and others",
 )
 BEST_OF_N = _paper(
-    "stiennon2020learning",
-    "2009.01325",
-    "Learning to summarize from human feedback",
-    "Nisan Stiennon and Long Ouyang and others",
+    "2009.01325", "Learning to summarize from human feedback", "Nisan Stiennon and Long Ouyang and others"
 )
 
 
