@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.attention.cost import longest
 from rlhf_kernels.runtime.device_tables import Cache, upload
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
@@ -449,6 +448,11 @@ def _options(kernel: str, q: Tensor, n_kv: int, most: int, window: int | None, s
         "num_stages": STAGES,
         "enable_fp_fusion": False,  # a product and a sum are rounded where the code says so, in every variant
     }
+
+
+def longest(lengths: Sequence[int], parents: Sequence[int]) -> int:
+    """Positions that the last query of some sequence sees at most, without a window."""
+    return max((n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)), default=0)
 
 
 def attention(

@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.attention import triton as attention
-from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.vocab.triton_logits import exponentials
 
 WARPS, STAGES = 4, 3  # never by the batch
+SPLIT, MAX_SPLITS = 256, 64  # positions of a split, and most splits; beyond, splits grow
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
