@@ -628,7 +628,7 @@ def aot_cases() -> list[AotCase]:
         no_sink: dict[str, Any] = {} if sinks else {"sink_ptr": None}
         unpaged = dict.fromkeys(("length_ptr", "table_ptr")) | {"PAGED": False}
         paged = {"tile_ptr": None, "totals_ptr": None, "PAGED": True, "length_stride": 1, "table_column": 1}
-        found = []
+        cases = []
         for kernel, more, suffix in (
             (attend_kernel, unpaged | no_sink, "packed"),
             (attend_kernel, paged | no_sink, "paged"),
@@ -639,7 +639,7 @@ def aot_cases() -> list[AotCase]:
             num_warps = tile.pop("num_warps")
             constexprs = common | more | tile
             types = signature(kernel, dtype, constexprs)
-            found.append(
+            cases.append(
                 AotCase(
                     name=f"{name}, {suffix}",
                     kernel=kernel,
@@ -653,7 +653,7 @@ def aot_cases() -> list[AotCase]:
                     ),
                 )
             )
-        return found
+        return cases
 
     return [
         *cases("bf16", 4, 128),

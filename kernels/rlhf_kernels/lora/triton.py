@@ -368,8 +368,8 @@ def _one_dtype(name: str, weights: list[Tensor]) -> list[Tensor]:
             raise TypeError(f"{name}[{i}]: expected {allowed} for backend='triton', got {w.dtype}")
     same = len({w.dtype for w in weights}) == 1
     if not same and registry.is_exact():
-        found = sorted({str(w.dtype) for w in weights})
-        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {found}")
+        dtypes = sorted({str(w.dtype) for w in weights})
+        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {dtypes}")
     return [(w if same else w.float()).contiguous() for w in weights]
 
 
