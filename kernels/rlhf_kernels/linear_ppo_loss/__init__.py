@@ -135,14 +135,18 @@ def linear_ppo_loss(
     if ref_logprob is not None:
         check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
     options = PpoOptions.checked(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, ref_logprob=ref_logprob)
-    constants = (
-        None if x is None else x.detach() for x in (old_logprob, advantage, mask, as_denom(denom, hidden), ref_logprob)
+    tokens = PpoTokens(
+        old_logprob.detach(),
+        advantage.detach(),
+        mask.detach(),
+        as_denom(denom, hidden),
+        None if ref_logprob is None else ref_logprob.detach(),
     )
     loss, statistics, logprob, *_ = _linear_ppo_loss(
         hidden,
         weight,
         target,
-        PpoTokens(*constants),
+        tokens,
         head,
         ignore_index,
         options,

@@ -125,16 +125,17 @@ def _(ddelta, x, lora_call, need_x, need_A, need_B, backend):  # type: ignore[no
 
 def _save(ctx, inputs, *tensors: Tensor) -> None:  # type: ignore[no-untyped-def]
     """Keep tensors, and the call that `_saved` puts together again."""
-    A, B, *ctx.numbers, row_ids, ctx.stream = inputs.lora_call
-    ctx.save_for_backward(*tensors, *A, *B, row_ids)
-    ctx.n_slots, ctx.backend = len(A), inputs.backend
+    call = inputs.lora_call
+    ctx.save_for_backward(*tensors, *call.A, *call.B, call.row_ids)
+    ctx.lora_call = call._replace(A=[], B=[], row_ids=None)
+    ctx.n_slots, ctx.backend = len(call.A), inputs.backend
 
 
 def _saved(ctx) -> tuple[list[Tensor], LoraCall]:  # type: ignore[no-untyped-def]
     """Tensors that `_save` was given, and the call."""
     *tensors, row_ids = ctx.saved_tensors
     n = ctx.n_slots
-    return tensors[: -2 * n], LoraCall(tensors[-2 * n : -n], tensors[-n:], *ctx.numbers, row_ids, ctx.stream)
+    return tensors[: -2 * n], ctx.lora_call._replace(A=tensors[-2 * n : -n], B=tensors[-n:], row_ids=row_ids)
 
 
 def _delta_backward(ctx, ddelta):  # type: ignore[no-untyped-def]
