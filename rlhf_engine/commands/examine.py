@@ -17,7 +17,7 @@ from rlhf_engine import __version__
 from rlhf_engine.hydra import varlen
 from rlhf_engine.runs.text import summary_table
 
-_CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton")
+_CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "datasets", "triton")
 _OPTIONAL = {
     "flash-attn": "pip install 'rlhf-engine[flash-attn]'",
     "trl": "pip install 'rlhf-engine[trl]'",

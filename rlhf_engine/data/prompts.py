@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tally import Tally
+from rlhf_engine.data.read import Tally
 from rlhf_engine.data.tokenize import Truncation, tokenize_rows
 from rlhf_engine.data.types import PromptOnly, Row, Text
 

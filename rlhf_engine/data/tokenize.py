@@ -37,8 +37,17 @@ from typing import Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tally import RowError, Tally, shown
-from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, Text, UnpairedPreference
+from rlhf_engine.data.read import Tally
+from rlhf_engine.data.types import (
+    Message,
+    Preference,
+    PromptCompletion,
+    Row,
+    RowError,
+    Text,
+    UnpairedPreference,
+    shown,
+)
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 
@@ -86,7 +95,7 @@ def tokenize_rows(
                 _require_known(tokens, vocabulary, tokenizer)
             one = fit_to_length(tokens, max_length, truncation, limit_name, tokenizer=tokenizer, end_ids=end_ids)
         except RowError as error:
-            tally.bad(row.place, error)
+            tally.refuse(row.place, error)
             continue
         if one is None:
             tally.dropped += 1

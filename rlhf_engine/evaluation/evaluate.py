@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.evaluate import BASE, REWARD
-from rlhf_engine.data.load import with_options
+from rlhf_engine.data.read import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
@@ -96,7 +96,7 @@ class Evaluation:
             vocabulary=self._vocabulary,
         )
         self.n_prompts = len(self.prompts.ids)
-        self.report = tally.report()
+        self.report = tally
         by_place = {row.place: row for row in rows}
         self._rows = [by_place[row.place] for row in self.prompts.rows]
         answers = map(_reference, self._rows)

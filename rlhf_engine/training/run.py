@@ -23,7 +23,7 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
-from rlhf_engine.data import Report, batch_indices, side_by_side
+from rlhf_engine.data import Tally, batch_indices, side_by_side
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel, PackedBatch
@@ -60,7 +60,7 @@ class Run(ABC, Generic[State]):
     output: Path
     policy: Policy[State]
     total_steps: int
-    reports: dict[str, Report]
+    reports: dict[str, Tally]
     """Rows read, left out and cut, by the option that names their source."""
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

@@ -244,7 +244,7 @@ class SftTrainer(SupervisedRun[SftState]):
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.rows, self.notes = drop_same("dataset_name", self.rows)
-        self.reports = {"dataset_name": tally.report()}
+        self.reports = {"dataset_name": tally}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
         self.start = start = SftState(
             step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from rlhf_engine.data import batch_indices, epoch_order, pack, side_by_side
+from rlhf_engine.data import batch_indices, pack, side_by_side
+from rlhf_engine.data.split import epoch_order
 from rlhf_engine.hydra import PackedBatch
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, Tally, group_fraction, load_rows, split_by_group
+from rlhf_engine.data import PromptOnly, Tally, load_rows, split_by_group
+from rlhf_engine.data.split import group_fraction
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import write_lines
 

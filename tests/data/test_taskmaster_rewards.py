@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, render_turn, split_by_group
+from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, split_by_group
+from rlhf_engine.data.types import render_turn
 from rlhf_engine.errors import ConfigError
 from tests.conftest import SHARED
 from tests.data.texts import write_lines
@@ -50,7 +51,7 @@ def test_a_context_is_lines_with_speakers(tmp_path):
     assert [(row.completion, row.label) for row in rows] == [(" Scream.", True), (' {"book": {"n": 2}}', False)]
     begins = "agent: Hi there. Films?\nuser: What is on at the Café?"
     assert (rows[0].group, rows[1].place) == (begins, f"{path}:2")
-    assert tally.report().is_plain
+    assert tally.is_plain
 
 
 def test_published_rows_are_known_by_their_columns(tmp_path):
@@ -59,7 +60,7 @@ def test_published_rows_are_known_by_their_columns(tmp_path):
     kinds = ("preference", "unpaired_preference", "implicit_preference")
     tally = Tally(source=str(path), max_bad_rows=1)
     assert load_rows(path, tally, kinds=kinds) == expected
-    assert tally.report().bad[0].places == (f"{path}:3",)
+    assert [places for _, places in tally.bad.values()] == [[f"{path}:3"]]
     prompts = load_rows(path, Tally(source=str(path), max_bad_rows=1), kinds=("prompt_only",))
     assert {type(row) for row in prompts} == {PromptOnly}
     assert [(row.prompt, row.group) for row in prompts] == [(row.prompt, row.group) for row in expected]
