@@ -131,7 +131,7 @@ def _fail(name: str, error: Exception, code: int) -> int:
 
 
 _COMMANDS = {
-    "demo": "rlhf_engine.commands.demo.command",
+    "demo": "rlhf_engine.commands.demo",
     "init": "rlhf_engine.commands.init",
     "sft": "rlhf_engine.commands.sft",
     "reward": "rlhf_engine.commands.reward",

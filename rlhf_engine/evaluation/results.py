@@ -23,7 +23,7 @@ from rich.table import Table
 from rlhf_engine.evaluation.evaluate import Evaluation, Measured
 from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 from rlhf_engine.runs.metrics import write_atomic
-from rlhf_engine.runs.page_parts import COLOURS, render
+from rlhf_engine.runs.page import COLOURS, render
 from rlhf_engine.runs.text import show_controls
 from rlhf_engine.scoring.rewards import mean_or_none
 

@@ -53,14 +53,7 @@ class Memory:
 
 
 def before_run(trainer: Run[Any]) -> Iterator[str]:
-    """Tell what memory a run will need.
-
-    Args:
-        trainer: a run that has been made ready, on the main rank.
-
-    Yields:
-        Memory; a warning where what is to come is more than is free. Nothing for a model that the formula cannot count.
-    """
+    """Lines on the memory that a run will need, which has been made ready; none for what the formula cannot count."""
     try:
         memory = memory_of(trainer)
     except ConfigError:
@@ -94,12 +87,8 @@ def memory_of(trainer: Run[Any]) -> Memory:
         assert isinstance(trainer, SupervisedRun)
         longest = sorted((row.tokens for row in trainer.next_rows()), reverse=True)
         tokens = sum(longest[: config.per_device_train_batch_size])  # type: ignore[attr-defined]
-        options |= {
-            "prompt_length": tokens // 2,
-            "completion_length": tokens - tokens // 2,
-            "batch": 1,
-            "micro_batch": 1,
-        }
+        lengths = {"prompt_length": tokens // 2, "completion_length": tokens - tokens // 2}
+        options |= {**lengths, "batch": 1, "micro_batch": 1}
     bits = [bits for bits in ("8bit", "4bit") if getattr(config, f"load_in_{bits}", False)]
     formula = Formula(
         lasting(model.roles),

@@ -73,27 +73,22 @@ def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
-    """Headline numbers of a run.
+    """Headline numbers of a run: what it is for, then its steps, time, speed and memory, as far as it has metrics.
 
-    Args:
-        rows: lines of its metrics, at least one.
-        record: its run.json.
-        state: `running`, `done`, `stopped`, or None where it is not known.
-
-    Returns:
-        What the run is for, then its steps, time, speed and memory. What a run has no metrics of is left out.
+    `rows` are the lines of its metrics, at least one; `record` is its run.json; `state` is `running`, `done`, `stopped`
+    or None.
     """
     kind = kind_of_run(rows)
-    found = []
+    shown = []
     for outcome in _OUTCOMES.get(kind or "", ()):
         held_out, training = _held_out(outcome, rows, record), _training(outcome, rows)
-        found += [] if held_out is None else [held_out]
-        found += [] if training is None else [training._replace(is_minor=held_out is not None)]
-    if kind == SUPERVISED and found and found[0].value < 100:
-        perplexity = math.exp(found[0].value)
-        shown = format_value(perplexity)
-        found.insert(1, Headline("Perplexity", "of a token", perplexity, shown, found[0].note, -1))
-    return [*found, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
+        shown += [] if held_out is None else [held_out]
+        shown += [] if training is None else [training._replace(is_minor=held_out is not None)]
+    if kind == SUPERVISED and shown and shown[0].value < 100:
+        perplexity = math.exp(shown[0].value)
+        text = format_value(perplexity)
+        shown.insert(1, Headline("Perplexity", "of a token", perplexity, text, shown[0].note, -1))
+    return [*shown, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
 
 
 def total_steps(record: Mapping[str, Any]) -> int | None:
@@ -152,21 +147,23 @@ def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | No
 
 
 def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Headline]:
-    found = []
+    resources = []
     seconds = [value for _, value in numbers(rows, "seconds/step")]
     if seconds:
         steps = rows[-1]["step"] - numbers(rows, "seconds/step")[0][0] + 1
         note = f"mean; all steps {format_duration(_mean(seconds) * steps)}"
-        found.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
+        resources.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
     speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
     if speeds:
         label = "Generation" if kind == RL else "Training speed"
         shown = format_value(_mean(speeds))
-        found.append(Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1))
+        resources.append(
+            Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1)
+        )
     peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
     if peaks:
-        found.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
-    return found
+        resources.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
+    return resources
 
 
 def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[int, float]]:

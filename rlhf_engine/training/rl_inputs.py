@@ -20,7 +20,7 @@ from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.build import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 

@@ -33,10 +33,9 @@ from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
 from rlhf_engine.runs.checkpoint import read_counters, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
-from rlhf_engine.runs.live import LivePage
-from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.metrics import MetricsWriter, Trackers, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.page import LivePage
 from rlhf_engine.runs.progress import TrainingProgress
-from rlhf_engine.runs.trackers import Trackers
 from rlhf_engine.training.data_parallel import (
     require_same_options,
     require_same_start,

@@ -63,8 +63,7 @@ from rlhf_engine.runs.folder import (
     drop_later_checkpoints,
     require_unlocked,
 )
-from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import read_metrics, require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model.data import drop_same, with_margins
 from rlhf_engine.training.reward_model.model import pairwise_loss

@@ -45,7 +45,7 @@ from rlhf_engine.runs.folder import (
     require_unlocked,
     write_final,
 )
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
