@@ -98,7 +98,6 @@ def run_trainer(
 
     `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
     """
-    from rlhf_engine.planning.before_run import before_run
     from rlhf_engine.runs.page import PAGE_FILE
 
     finished = trainer.world.gather(trainer.finished())[0]
@@ -111,8 +110,6 @@ def run_trainer(
     for note in notes:
         print(note, file=sys.stderr)
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
-    for line in before_run(trainer):
-        print(line, file=sys.stderr, flush=True)
     code = _run_until_stopped(name, trainer)
     if not code:
         pushed = {} if trainer.config.push_to_hub is None else {"pushed": _push(name, trainer.config, trainer.output)}

@@ -46,17 +46,14 @@ from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
 
 PHASES = ("generation", "inference", "update")
-FULL_SFT = "full_sft"
-"""`sft --full` without a reward head, beside the methods of RL."""
+FULL_SFT = "full_sft"  # `sft --full` without a reward head, beside the methods of RL
 _ROLES = ("actor", "reference", "critic", "reward")
-_GATHERED_BLOCKS = 3
-"""Blocks beside a share: the one that runs, the buffer that it came in, and the next one's."""
+_GATHERED_BLOCKS = 3  # blocks beside a share: the one that runs, the buffer that it came in, and the next one's
 _NATIVE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Linears of the blocks that a CPU's decoding step serves."""
 _QUANTISED = {"8bit": 1.0, "4bit": 0.516}
 """Bytes of an element; NF4 has a byte of scale per 64, and a second scale per 256 of those."""
-_COMPOSED = {"gelu_new", "gelu_fast"}
-"""Activations that transformers composes, of 3 I more that are saved."""
+_COMPOSED = {"gelu_new", "gelu_fast"}  # activations that transformers composes, of 3 I more that are saved
 
 
 def roles_of(method: str) -> dict[str, RoleSpec]:
@@ -71,27 +68,20 @@ class Setting:
     config: PreTrainedConfig
     dtype: torch.dtype
     adapter_dtype: torch.dtype
-    device_type: str
-    """`cuda` or `cpu`: which kernels run."""
+    device_type: str  # `cuda` or `cpu`: which kernels run
     slot: SlotConfig
     prompt_length: int
     completion_length: int
-    batch: int
-    """Answers per step of one process."""
+    batch: int  # answers per step of one process
     num_generations: int = 1
     num_mini_batches: int
-    micro_batch: int
-    """Sequences per forward and backward."""
+    micro_batch: int  # sequences per forward and backward
     token_budget: int
     gradient_checkpointing: bool
     optim: Optim = "adamw"
     quantization: Quantization = "none"
     processes: int = 1
     shard_base: bool = False
-    max_rows: int | None = None
-    """Most answers that are written at once."""
-    cache_limit: int | None = None
-    """Most bytes of the KV cache."""
 
 
 def _out_in(linear: nn.Module) -> tuple[int, int]:
@@ -101,14 +91,10 @@ def _out_in(linear: nn.Module) -> tuple[int, int]:
 class _Block(NamedTuple):
     """Bytes of a token in one decoder block."""
 
-    saved: int
-    """For the backward pass, with a slot."""
-    saved_whole: int
-    """The same where the block itself is trained."""
-    forward: int
-    """Most that are alive without gradients."""
-    backward: int
-    """Most that its backward pass adds."""
+    saved: int  # for the backward pass, with a slot
+    saved_whole: int  # the same where the block itself is trained
+    forward: int  # most that are alive without gradients
+    backward: int  # most that its backward pass adds
     parameters: int
 
 
@@ -273,11 +259,9 @@ class Formula:
     def cache_bytes(self) -> int:
         """Keys and values of a step's answers of full length; those to one prompt share its full blocks."""
         s = self.setting
-        rows = min(s.batch, s.max_rows or s.batch)
-        blocks = rows * -(-(s.prompt_length + s.completion_length - 1) // BLOCK)  # the last token is never read
-        blocks -= (rows - -(-rows // s.num_generations)) * (s.prompt_length // BLOCK)
-        needed: int = blocks * BLOCK * 2 * self._keys * len(self.blocks) * s.dtype.itemsize
-        return needed if s.cache_limit is None else min(needed, s.cache_limit)
+        blocks = s.batch * -(-(s.prompt_length + s.completion_length - 1) // BLOCK)  # the last token is never read
+        blocks -= (s.batch - -(-s.batch // s.num_generations)) * (s.prompt_length // BLOCK)
+        return blocks * BLOCK * 2 * self._keys * len(self.blocks) * s.dtype.itemsize
 
     # ---- activations -----------------------------------------------------------------------------------------------
 
