@@ -97,8 +97,7 @@ class _Printer:
         self._json = session.config.json
         self._order = [i for i in range(len(session.texts)) if i not in session.done]
         self._held: dict[int, dict[str, Any]] = {}
-        self.seen = len(session.done)
-        """Answers that have finished, here or before."""
+        self.seen = len(session.done)  # answers that have finished, here or before
 
     def add(self, row: dict[str, Any]) -> None:
         self.seen += 1

@@ -22,8 +22,7 @@ _STATE = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
 }
-_WIDTH = 110
-"""Columns of what is printed to a file."""
+_WIDTH = 110  # columns of what is printed to a file
 
 
 def run(argv: Sequence[str]) -> int:

@@ -20,12 +20,9 @@ _TAKEN = ("prompts", "completion", "completions", "completion_ids")
 class PromptSet:
     """Prompts, tokenized."""
 
-    rows: list[Row]
-    """Rows that the prompts come from."""
-    prompts: list[str]
-    """Text that the model reads, without what was cut; messages as the chat template writes them."""
-    ids: list[list[int]]
-    """Token ids of the prompts."""
+    rows: list[Row]  # rows that the prompts come from
+    prompts: list[str]  # text that the model reads, without what was cut; messages as the chat template writes them
+    ids: list[list[int]]  # token ids of the prompts
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
         """Other columns of the rows at some places, for reward functions; None where a row lacks the column."""

@@ -66,28 +66,21 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.I
 """Beginning of the name of a file that holds one part of a data set."""
 _BOM = b"\xef\xbb\xbf"
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
-PLACES_SHOWN = 3
-"""Places kept of every reason why rows are bad."""
+PLACES_SHOWN = 3  # places kept of every reason why rows are bad
 
 
 @dataclass(kw_only=True)
 class Tally:
     """Counts of the rows of a data source, while they are read and tokenized."""
 
-    source: str
-    """Name of the source."""
-    argument: str = "dataset_name"
-    """Name of the option that names the source, for messages."""
+    source: str  # name of the source
+    argument: str = "dataset_name"  # name of the option that names the source, for messages
     max_bad_rows: float = 0.0
     """Bad rows allowed: below 1 a share of the rows read, from 1 on a number of rows; 0 allows none."""
-    read: int = 0
-    """Rows read so far."""
-    dropped: int = 0
-    """Rows that were left out as too long."""
-    truncated: int = 0
-    """Rows of which tokens were cut."""
-    without_prompt: int = 0
-    """Rows that are used and have an answer to an empty prompt."""
+    read: int = 0  # rows read so far
+    dropped: int = 0  # rows that were left out as too long
+    truncated: int = 0  # rows of which tokens were cut
+    without_prompt: int = 0  # rows that are used and have an answer to an empty prompt
     bad: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     """What was expected of bad rows → number of them, and places of the first few."""
     _first: str | None = None
@@ -296,12 +289,9 @@ def join_groups(rows: Sequence[Row]) -> list[Row]:
 class Record:
     """One row as read."""
 
-    place: str
-    """`file:line`, or `file: row i` where rows have no lines."""
-    value: Any
-    """Row as read, whose columns are not checked."""
-    error: RowError | None = None
-    """Reason why there is no value; None where there is one."""
+    place: str  # `file:line`, or `file: row i` where rows have no lines
+    value: Any  # row as read, whose columns are not checked
+    error: RowError | None = None  # reason why there is no value; None where there is one
 
 
 def read_records(

@@ -37,10 +37,8 @@ R = TypeVar("R", bound=Grouped)
 class Split(Generic[R]):
     """Two parts without a group in common."""
 
-    train: list[R]
-    """Rows for training."""
-    held_out: list[R]
-    """Rows for judging."""
+    train: list[R]  # rows for training
+    held_out: list[R]  # rows for judging
 
 
 def group_fraction(group: str, seed: int) -> float:
@@ -124,8 +122,7 @@ def pack(
     # room[leaves + b]: of micro-batch b, all of them empty at first; above, the most of both halves
     room = [most] * (2 * leaves)
     batches: list[list[int]] = []
-    latest: dict[int, int] = {}
-    """The leaf of the micro-batch that holds the row before with a key."""
+    latest: dict[int, int] = {}  # the leaf of the micro-batch that holds the row before with a key
     for row, length in enumerate(lengths):
         node = 1
         if shared is not None:

@@ -58,16 +58,12 @@ Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
 class Tokenized:
     """A row with its token ids."""
 
-    row: Row
-    """Row that the tokens are of; where turns of a conversation were cut, without these."""
-    prompt: list[int]
-    """Token ids of the prompt, at least one."""
+    row: Row  # row that the tokens are of; where turns of a conversation were cut, without these
+    prompt: list[int]  # token ids of the prompt, at least one
     answers: tuple[list[int], ...]
     """Token ids of the answers: none of a prompt alone, one completion, or chosen and rejected."""
-    text: str = ""
-    """Prompt as the model reads it; without the beginning that the tokenizer adds."""
-    truncated: bool = False
-    """Whether tokens were cut."""
+    text: str = ""  # prompt as the model reads it; without the beginning that the tokenizer adds
+    truncated: bool = False  # whether tokens were cut
 
 
 def tokenize_rows(

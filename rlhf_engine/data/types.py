@@ -96,16 +96,11 @@ def shown(value: Any) -> str:
 class Row:
     """One row of data, whatever its type. Texts are strings or messages."""
 
-    prompt: Text
-    """Prompt, a string or messages."""
-    group: str
-    """Rows of one group are never on both sides of a split; the prompt itself where no column was named."""
-    place: str
-    """Place in the source, for messages."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template beside the messages."""
+    prompt: Text  # prompt, a string or messages
+    group: str  # rows of one group are never on both sides of a split; the prompt itself where no column was named
+    place: str  # place in the source, for messages
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template beside the messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,28 +112,23 @@ class PromptOnly(Row):
 class PromptCompletion(Row):
     """A prompt with its answer."""
 
-    completion: Text
-    """Answer, in the form of the prompt."""
+    completion: Text  # answer, in the form of the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Row):
     """A prompt with a better and a worse answer."""
 
-    chosen: Text
-    """Better answer, in the form of the prompt."""
-    rejected: Text
-    """Worse answer, in the form of the prompt."""
+    chosen: Text  # better answer, in the form of the prompt
+    rejected: Text  # worse answer, in the form of the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedPreference(Row):
     """A prompt with an answer and whether it was liked."""
 
-    completion: Text
-    """Answer, in the form of the prompt."""
-    label: bool
-    """Whether the answer was liked."""
+    completion: Text  # answer, in the form of the prompt
+    label: bool  # whether the answer was liked
 
 
 def recast(row: Row, kind: type[R], **texts: Any) -> R:

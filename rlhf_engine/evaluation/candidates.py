@@ -128,8 +128,7 @@ class Kept:
         """Read what is there."""
         self._file = LineFile(path)
         self._digests = digests
-        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-        """(candidate, prompt, draw, order) → line."""
+        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}  # (candidate, prompt, draw, order) → line
         if path.exists() and not resume:
             raise ConfigError(
                 f"output_dir: expected a folder without {path.name}, got {str(path.parent)!r}; --resume goes on with it"

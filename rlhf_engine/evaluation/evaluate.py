@@ -41,8 +41,7 @@ from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
-"""Called with (what is done, how many are, of how many)."""
+Progress = Callable[[str, int, int], None]  # called with (what is done, how many are, of how many)
 _PAIRS: tuple[Kind, ...] = ("preference", "implicit_preference", "unpaired_preference")
 KINDS: tuple[Kind, ...] = ("prompt_completion", *_PAIRS, "prompt_only")
 

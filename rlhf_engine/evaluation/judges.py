@@ -44,15 +44,11 @@ Judge by how well the answer serves the prompt. Neither the order nor the length
 answer A is better, B if answer B is better, TIE if they are equally good."""
 """Question to a server; {prompt}, {first} and {second} are replaced."""
 _FIELDS = ("{prompt}", "{first}", "{second}")
-_MOST_TOKENS = 1024
-"""Tokens of a judge's reply, some of which think first."""
+_MOST_TOKENS = 1024  # tokens of a judge's reply, some of which think first
 _SAID = {"A": 1.0, "B": 0.0, "TIE": 0.5, "C": 0.5}
-_BUSY = (429, 500)
-"""Statuses after which a server is given time, up to the timeout."""
-_FIRST_PAUSE = 1.0
-"""Seconds; doubled each time."""
-_AT_ONCE = 64
-"""Pairs that a function sees in one call."""
+_BUSY = (429, 500)  # statuses after which a server is given time, up to the timeout
+_FIRST_PAUSE = 1.0  # seconds; doubled each time
+_AT_ONCE = 64  # pairs that a function sees in one call
 
 
 class Pair(NamedTuple):

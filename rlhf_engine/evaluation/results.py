@@ -29,8 +29,7 @@ from rlhf_engine.scoring.rewards import mean_or_none
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 """Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
-MOST_PROMPTS = 400
-"""Prompts on the page; of more, every so many-th."""
+MOST_PROMPTS = 400  # prompts on the page; of more, every so many-th
 _LINES = (
     ("win_rate", "win rate", ".1%"),
     ("kl", "KL from the base, nats", ".3f"),

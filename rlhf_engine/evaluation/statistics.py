@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from scipy.stats import bootstrap
 
-RESAMPLES = 2000
-"""Resamples of the prompts for an interval."""
-_MOST_WEIGHTS = 2**22
-"""Weights that are held at once: 32 MiB."""
+RESAMPLES = 2000  # resamples of the prompts for an interval
+_MOST_WEIGHTS = 2**22  # weights that are held at once: 32 MiB
 
 
 class Interval(NamedTuple):

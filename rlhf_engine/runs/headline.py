@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
-MOST_AVERAGED = 20
-"""Most logged steps that a number of training is a mean of."""
+MOST_AVERAGED = 20  # most logged steps that a number of training is a mean of
 RL, REWARD_MODEL, SUPERVISED = "rl", "reward model", "supervised"
 
 
@@ -23,13 +22,10 @@ class Headline(NamedTuple):
 
     label: str
     unit: str
-    value: float
-    """The number now, by which runs are compared."""
-    text: str
-    """The number as it is shown: first → now where both are known."""
+    value: float  # the number now, by which runs are compared
+    text: str  # the number as it is shown: first → now where both are known
     note: str
-    better: int
-    """1 where more is better, -1 where less is, 0 where neither is."""
+    better: int  # 1 where more is better, -1 where less is, 0 where neither is
     is_minor: bool = False
     """Whether it matters only beside runs that have nothing better: the run has a held-out number as well."""
 
@@ -37,10 +33,8 @@ class Headline(NamedTuple):
 class _Outcome(NamedTuple):
     label: str
     unit: str
-    held_out: str | None
-    """Metric of the held-out rows or prompts."""
-    training: str | None
-    """Metric of the rows or answers that are trained on."""
+    held_out: str | None  # metric of the held-out rows or prompts
+    training: str | None  # metric of the rows or answers that are trained on
     better: int
 
 

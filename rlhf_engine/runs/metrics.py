@@ -45,10 +45,8 @@ from rlhf_engine.io import no_link
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 TENSORBOARD_FOLDER = "tensorboard"
-NAMES_FILE = "trackers.json"
-"""File with the names of a run elsewhere, by tracker."""
-_NAMED_BY = {"wandb": "id", "trackio": "name"}
-"""The argument by which a tracker finds a run again."""
+NAMES_FILE = "trackers.json"  # file with the names of a run elsewhere, by tracker
+_NAMED_BY = {"wandb": "id", "trackio": "name"}  # the argument by which a tracker finds a run again
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
 
@@ -297,8 +295,7 @@ class Clock:
     """Seconds by phase of a step, from its construction on. with_peaks: bytes at the peak of each phase as well."""
 
     def __init__(self, device: torch.device, *, with_peaks: bool = False) -> None:
-        self.seconds: dict[str, float] = {}
-        """phase → seconds"""
+        self.seconds: dict[str, float] = {}  # phase → seconds
         self._peaks: dict[str, int] | None = {} if with_peaks else None
         self._device = device
         if with_peaks:
@@ -343,8 +340,7 @@ class Clock:
 class Samples:
     """One look at the policy."""
 
-    step: int
-    """Steps done by then."""
+    step: int  # steps done by then
     prompts: list[str]
     completions: list[str]
     scores: list[float | None]

@@ -31,18 +31,15 @@ from rlhf_engine.runs.metrics import SampleLog, Samples, name_damaged, read_line
 from rlhf_engine.runs.text import format_value, show_controls
 
 PAGE_FILE = "page.html"
-MOST_POINTS = 500
-"""Most points of a line; where there are more, each point is the mean of several steps."""
+MOST_POINTS = 500  # most points of a line; where there are more, each point is the mean of several steps
 MOST_LOOKS, MOST_TEXT = 40, 1_000_000
 """Most looks at the answers, and most characters in them; where there are more, looks between first and last go."""
-SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")
-"""Files of the page's script, in their order."""
+SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")  # files of the page's script, in their order
 COLOURS = ("#2f6fde", "#d9590f", "#1c9a5b", "#a23bc4", "#b8860b", "#c2185b", "#00838f", "#8a6a5c")
 """Colours of runs, in their order; the script draws with the same."""
 _PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to")
 """Options that say where a run writes; they differ between any two."""
-_FEW = 4
-"""Most options that stand before the numbers in a comparison."""
+_FEW = 4  # most options that stand before the numbers in a comparison
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("rlhf_engine", "."),
@@ -55,8 +52,7 @@ TEMPLATES.filters |= {"visible": show_controls, "number": format_value}
 TEMPLATES.tests["contains"] = lambda texts, text: text in texts
 TEMPLATES.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
 _DRAWN = {name for panel in PANELS for name, _ in panel.lines}
-_PATIENCE = 600.0
-"""Seconds without news after which a page no longer reads itself again, unless 20 steps take longer."""
+_PATIENCE = 600.0  # seconds without news after which a page no longer reads itself again, unless 20 steps take longer
 
 
 def write_page(
@@ -270,8 +266,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
 _PLACE = re.compile(r"(?<![^\s=:,;'\"(\[{])(?:file://|~[^\s/]*|[A-Za-z]:)?(?:/(?!/)|\\)(?:[^/\\,\n'\"]*[/\\])*")
 """A path from the root or a home folder, up to the last name in it."""
 _ADDRESS = re.compile(r"\b(https?|ray|grpc|tcp|ssh)://[^\s/,'\"]+")
-_ADDRESSES = ("ray_address",)
-"""Options that are an address without a scheme."""
+_ADDRESSES = ("ray_address",)  # options that are an address without a scheme
 
 
 def shareable(value: Any) -> Any:
@@ -373,10 +368,8 @@ def _option(value: Any) -> dict[str, Any]:
 # ---- while a run goes on ---------------------------------------------------------------------------------------------
 
 
-SHORTEST = 5.0
-"""Least seconds between two pages."""
-SHARE = 0.005
-"""Most of a run's time that its page takes."""
+SHORTEST = 5.0  # least seconds between two pages
+SHARE = 0.005  # most of a run's time that its page takes
 
 
 class LivePage:

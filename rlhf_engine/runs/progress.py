@@ -49,8 +49,7 @@ WATCHED = {
 }
 """metric → label of the rows, in this order; a run has the rows that it has numbers for."""
 PHASES = {"seconds/generate": "generate", "seconds/score": "score", "seconds/update": "update"}
-COURSE_WIDTH = 36
-"""Columns of a course."""
+COURSE_WIDTH = 36  # columns of a course
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -117,10 +116,8 @@ _OF_ASYNC = {
     "async/speedup_bound": "of at most",
 }
 """Metrics of a run whose answers are drawn beside the updates, with their labels."""
-LONG_S = 60.0
-"""Seconds from which on a run says after two steps how long the others will take."""
-_FACTS = {"tokens_per_second": "tokens/s"}
-"""Shown by a dashboard in its last line anyway."""
+LONG_S = 60.0  # seconds from which on a run says after two steps how long the others will take
+_FACTS = {"tokens_per_second": "tokens/s"}  # shown by a dashboard in its last line anyway
 
 
 def how_long(seconds: float, steps: int, which: str = "the") -> str:
@@ -240,8 +237,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        """The first one, if any came."""
+        self.received: signal.Signals | None = None  # the first one, if any came
         self._seen: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -279,8 +275,7 @@ def _tell(text: bytes) -> None:
         os.write(2, text)
 
 
-TOLD = ("reward", "eval/reward", "kl", "lm_loss", "reward_loss")
-"""Of `WATCHED`, what is told as first → last."""
+TOLD = ("reward", "eval/reward", "kl", "lm_loss", "reward_loss")  # of `WATCHED`, what is told as first → last
 _JUDGED = ("Accuracy, held out", "Area under the ROC curve, held out")
 """Headline numbers of a reward model that are told in a line each, with the steps that they are of."""
 

@@ -32,8 +32,7 @@ _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
 """Files that RL reads from a folder that `make_start` has filled."""
 
-OnStep = Callable[[str, int, int, dict[str, float]], None]
-"""on_step(phase, step, total, metrics)"""
+OnStep = Callable[[str, int, int, dict[str, float]], None]  # on_step(phase, step, total, metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
