@@ -12,8 +12,7 @@ from rlhf_engine.config import InitConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-_SMALL = 512
-"""Hidden size below which a base takes the learning rate of a small one."""
+_SMALL = 512  # hidden size below which a base takes the learning rate of a small one
 _SFT = "rlhf-engine sft --config sft.yaml"
 _PPO = (
     "rlhf-engine train --config train.yaml",
@@ -27,10 +26,8 @@ _PPO = (
 class Template:
     """Files of a start and the commands that run it."""
 
-    readme: str
-    """Name of the README's template."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """File → its template."""
+    readme: str  # name of the README's template
+    files: Mapping[str, str] = field(default_factory=dict)  # file → its template
     commands: tuple[str, ...]
     """Commands, in their order. Braces name what `_values` gives."""
 

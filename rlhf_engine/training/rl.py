@@ -23,9 +23,8 @@ from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
-from rlhf_engine.runs.clock import Clock
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
-from rlhf_engine.runs.metrics import peak_memory_bytes
+from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
