@@ -37,7 +37,7 @@ SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
 	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py tests/policy/test_adamw.py \
-		tests/planning/test_predict.py -k "quantised or 8bit"
+		-k "quantised or 8bit"
 	$(TEST) -m "alone and not long and not gpu" $(ALONE)
 	! $(VENV)/python -c 'import triton' || TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "not long and not gpu" $(SPREAD)
 	$(TEST) -m "not alone and not long and not gpu" $(SPREAD) --ignore=tests/kernels/triton \
@@ -141,7 +141,7 @@ $(VERL): $(INSTALLED)
 # "torch>=2.11" becomes "torch==2.11", which pip takes for 2.11.0
 BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	extras = p["optional-dependencies"]; \
-	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"] + extras["data"])); \
+	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"])); \
 	print("\n".join(map("==".join, found)))
 
 $(GPU_LIKE):

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links that leave docs/ become the text that they have, because the site holds docs/ alone."""
+"""A hook of mkdocs: links that leave the site, to notes or out of docs/, become the text that they have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def replace(found: re.Match[str]) -> str:
         image, text, target = found.groups()
-        if not target.startswith("../" * (depth + 1)):
+        if not target.startswith(("../" * (depth + 1), "../" * depth + "decisions/")):
             return found[0]
         return f"*{text}: in the repository*" if image else text
 

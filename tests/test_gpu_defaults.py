@@ -90,7 +90,6 @@ RECORDS: dict[tuple[str, str], Proof] = {
     ("rotary", "triton"): profiled("rotate_kernel"),
     ("sample", "triton"): profiled("sample_kernel"),
     ("swiglu", "triton"): profiled("swiglu_kernel"),
-    ("whiten", "cuda"): OF_CUDA,
     ("whiten", "triton"): passed("tests/kernels/triton/test_gae.py"),
 }
 

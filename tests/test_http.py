@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_engine import http
-from rlhf_engine.errors import RolloutServerError
+from rlhf_engine.errors import ConfigError, RolloutServerError
 from rlhf_engine.http import RequestGroup, Transport
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
@@ -68,154 +68,149 @@ def get(url: str, *, timeout: float, again: bool = True) -> tuple[int, bytes]:
 # ---- a deadline for the whole answer ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "start",
-    [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"],
-    ids=["status", "header", "body-of-a-length", "body-to-the-end"],
-)
-def test_a_byte_now_and_then_is_no_answer_in_time(start):
-    def send(connection: socket.socket) -> None:
-        connection.sendall(start)
-        for _ in range(40):
-            connection.sendall(b"H")
-            time.sleep(0.1)
+def test_a_byte_now_and_then_is_no_answer_in_time():
+    for start in (
+        b"",
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ):
 
-    with answering(send) as (url, came):
-        began = time.monotonic()
-        with pytest.raises(
-            RolloutServerError, match=r"from /x within 0\.5 s \(vllm_server_timeout\), got none, or not"
-        ):
-            get(url, timeout=0.5)
-        assert 0.4 < time.monotonic() - began < 2
-    assert len(came) == 1  # from the same seed another would be as late
+        def send(connection: socket.socket, start: bytes = start) -> None:
+            connection.sendall(start)
+            for _ in range(40):
+                connection.sendall(b"H")
+                time.sleep(0.05)
+
+        late = r"from /x within 0\.3 s \(vllm_server_timeout\), got none, or not"
+        with answering(send) as (url, came):
+            began = time.monotonic()
+            with pytest.raises(RolloutServerError, match=late):
+                get(url, timeout=0.3)
+            assert 0.2 < time.monotonic() - began < 1.5
+        assert len(came) == 1  # from the same seed another would be as late
 
 
 def test_attempts_share_one_deadline(monkeypatch):
     monkeypatch.setattr(http, "PAUSES", (0.2, 30.0))
     with answering(lambda connection: None) as (url, came):
         began = time.monotonic()
-        with pytest.raises(RolloutServerError, match=r"got RemoteDisconnected: .*, after 2 attempts"):
+        with pytest.raises(RolloutServerError, match=r"got RemoteProtocolError: .*, after 2 attempts"):
             get(url, timeout=1.0)
         assert 0.2 < time.monotonic() - began < 2
     assert len(came) == 2
     assert came[1] - came[0] >= 0.2
 
 
-@pytest.mark.parametrize("head", ["Content-Length: 1001", "X: y", "Transfer-Encoding: chunked"])
-def test_an_endless_body_is_not_read(head, monkeypatch):
+def test_an_endless_body_is_not_read(monkeypatch):
     monkeypatch.setattr(http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(http, "_CHUNK", 100)
-    chunk = b"a\r\n0123456789\r\n" if "chunked" in head else b"0123456789"
-    sent = 0
+    for head in ("Content-Length: 1001", "X: y", "Transfer-Encoding: chunked"):
+        chunk = b"a\r\n0123456789\r\n" if "chunked" in head else b"0123456789"
+        sent = 0
 
-    def send(connection: socket.socket) -> None:
-        nonlocal sent
-        connection.sendall(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
-        while sent < 10_000_000 and "Length" not in head:  # of an announced length nothing has to come
-            connection.sendall(chunk * 1000)
-            sent += 10_000
-        time.sleep(0.5)
+        def send(connection: socket.socket, head: str = head, chunk: bytes = chunk) -> None:
+            nonlocal sent
+            connection.sendall(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+            while sent < 10_000_000 and "Length" not in head:  # of an announced length nothing has to come
+                connection.sendall(chunk * 1000)
+                sent += 10_000
 
-    message = "expected an answer of at most 1000 bytes from /x, got more"
-    with answering(send) as (url, came), pytest.raises(RolloutServerError, match=message):
-        get(url, timeout=20.0)
-    assert sent < 10_000_000
+        message = "expected an answer of at most 1000 bytes from /x, got more"
+        with answering(send) as (url, came), pytest.raises(RolloutServerError, match=message):
+            get(url, timeout=20.0)
+        assert sent < 10_000_000
+        assert len(came) == 1
+
+
+def test_a_body_of_the_most_bytes_comes_back_whole(monkeypatch):
+    monkeypatch.setattr(http, "MOST_BYTES", 1000)
+    body = bytes(i % 251 for i in range(1000))
+    for head in (b"Content-Length: 1000", b"X: y"):
+        raw = b"HTTP/1.1 418 No\r\n" + head + b"\r\n\r\n" + body
+        with answering(lambda connection, raw=raw: connection.sendall(raw)) as (url, _):
+            assert get(url, timeout=20.0) == (418, body)
+
+
+def test_no_redirect_is_followed_and_no_proxy_is_used(monkeypatch):
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    raw = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"
+    with answering(lambda connection: connection.sendall(raw)) as (url, came):
+        assert get(url, timeout=20.0) == (302, b"")
     assert len(came) == 1
 
 
-@pytest.mark.parametrize("length", [0, 1, 99, 100, 101, 1000])
-@pytest.mark.parametrize("kind", ["length", "end", "chunked"])
-def test_whole_bodies_come_back_whole(kind, length, monkeypatch):
-    monkeypatch.setattr(http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(http, "_CHUNK", 100)
-    body = bytes(i % 251 for i in range(length))
-    raw = {
-        "length": f"Content-Length: {length}\r\n\r\n".encode() + body,
-        "end": b"\r\n" + body,
-        "chunked": b"Transfer-Encoding: chunked\r\n\r\n"
-        + b"".join(b"%x\r\n%s\r\n" % (len(body[i : i + 7]), body[i : i + 7]) for i in range(0, length, 7))
-        + b"0\r\n\r\n",
-    }[kind]
-    with answering(lambda connection: connection.sendall(b"HTTP/1.1 418 No\r\n" + raw)) as (url, _):
-        assert get(url, timeout=20.0) == (418, body)
+def test_an_address_of_another_form_is_refused():
+    for url in ("ftp://localhost", "localhost:8000", "http://a:b", "http://user@host", "http://host?x=1", "http://"):
+        with pytest.raises(ConfigError, match="vllm_server_base_url: expected an address"):
+            Transport(url, VLLM, timeout=1.0)
 
 
 # ---- again -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("short_pauses")
-@pytest.mark.parametrize("fate", [0, 1, 502, 503, 504])
-def test_what_passes_is_tried_again(model, server, tmp_path, fate):
+def test_what_passes_is_tried_again(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
     expected = rollouts.generate(PROMPTS, sampling())
-    for path in ("/health", "/v1/models", COMPLETIONS):
-        server.passing[path] = [fate] * 2
-    rollouts.client.health()
-    assert [found.name for found in rollouts.client.models()] == ["base", rollouts.name]
-    found = rollouts.generate(PROMPTS, sampling())
-    assert found.batch.tokens_T.tolist() == expected.batch.tokens_T.tolist()
-    assert not any(server.passing.values())
+    for fate in (0, 1, 502, 503, 504):
+        for path in ("/health", "/v1/models", COMPLETIONS):
+            server.passing[path] = [fate] * 2
+        rollouts.client.health()
+        assert [served.name for served in rollouts.client.models()] == ["base", rollouts.name]
+        rollout = rollouts.generate(PROMPTS, sampling())
+        assert rollout.batch.tokens_T.tolist() == expected.batch.tokens_T.tolist()
+        assert not any(server.passing.values())
 
 
 @pytest.mark.usefixtures("short_pauses")
-@pytest.mark.parametrize("fate", [0, 1, 503])
-def test_loading_is_tried_again_and_not_done_twice(model, server, tmp_path, fate):
+def test_loading_is_tried_again_and_not_done_twice(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
-    server.passing[LOAD] = [fate]
-    rollouts.sync(0)  # fate 1: loaded, but the answer was lost; the second attempt is told that it is there
-    assert list(server.adapters) == [rollouts.name]
+    for version, fate in enumerate((0, 1, 503)):
+        server.passing[LOAD] = [fate]
+        rollouts.sync(version)  # fate 1: loaded, but the answer was lost; the second attempt is told that it is there
+        assert list(server.adapters) == [rollouts.name]
 
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_server_that_stays_away_is_given_up_after_three_attempts(server):
     client = VllmClient(server.url, timeout=20)
     server.passing["/v1/models"] = [0, 0, 0, 0]
-    with pytest.raises(RolloutServerError, match=r"got RemoteDisconnected: .*, after 3 attempts"):
+    with pytest.raises(RolloutServerError, match=r"got RemoteProtocolError: .*, after 3 attempts"):
         client.models()
     assert len(server.passing["/v1/models"]) == 1
     server.passing["/health"] = [503, 502, 504, 503]
     with pytest.raises(RolloutServerError, match="expected a healthy server, got status 504"):
         client.health()
     assert server.passing["/health"] == [503]
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_a_refused_connection_is_tried_again():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RolloutServerError, match=r"got ConnectionRefusedError: .*, after 3 attempts"):
+    with pytest.raises(RolloutServerError, match=r"got ConnectError: .*Connection refused, after 3 attempts"):
         get(url, timeout=20)
-
-
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 501])
-def test_other_failures_are_failures_at_once(server, status):
-    server.passing["/v1/models"] = [status, status]
-    with pytest.raises(RolloutServerError, match=f"got status {status}"):
-        VllmClient(server.url, timeout=20).models()
-    assert server.passing["/v1/models"] == [status]
-
-
-def test_an_answer_cut_short_is_a_failure_at_once():
-    send = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n12345"
-    message = r"got IncompleteRead: IncompleteRead\(5 bytes read, 5 more"
+    cut_short = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n12345"
     with (
-        answering(lambda connection: connection.sendall(send)) as (url, came),
-        pytest.raises(RolloutServerError, match=message),
+        answering(lambda connection: connection.sendall(cut_short)) as (url, came),
+        pytest.raises(RolloutServerError, match=r"received 5 bytes, expected 10\), after 3 attempts"),
     ):
         get(url, timeout=20)
-    assert len(came) == 1
+    assert len(came) == 3
 
 
-def test_unloading_is_not_tried_again(server):
+def test_other_failures_are_failures_at_once(server):
+    for status in (400, 404, 429, 500, 501):
+        server.passing["/v1/models"] = [status, status]
+        with pytest.raises(RolloutServerError, match=f"got status {status}"):
+            VllmClient(server.url, timeout=20).models()
+        assert server.passing["/v1/models"] == [status]
     server.passing[UNLOAD] = [0, 0]
-    with pytest.raises(RolloutServerError, match=r"got RemoteDisconnected: [^,]*$"):
+    with pytest.raises(RolloutServerError, match=r"got RemoteProtocolError: [^,]*$"):
         VllmClient(server.url, timeout=20).unload_adapter("a")
     assert server.passing[UNLOAD] == [0]
 
 
-# ---- ended together --------------------------------------------------------------------------------------------------
+# ---- together --------------------------------------------------------------------------------------------------------
 
 
 def no_threads_are_left() -> bool:
@@ -227,14 +222,13 @@ def no_threads_are_left() -> bool:
     return True
 
 
-@pytest.mark.parametrize("failing", range(4))
-def test_a_failure_does_not_wait_for_the_answers_beside_it(model, server, tmp_path, failing, monkeypatch):
+def test_a_failure_does_not_wait_for_the_answers_beside_it(model, server, tmp_path, monkeypatch):
     rollouts = connect(model, server, tmp_path, timeout=60.0)
     rollouts.sync(0)
     answer = server._work
 
     def work(method: str, path: str, body: dict[str, Any]) -> Any:
-        if body["prompt"] == PROMPTS[failing]:
+        if body["prompt"] == PROMPTS[1]:
             return 500, {}
         server._closing.wait(30)
         return answer(method, path, body)
@@ -277,3 +271,14 @@ def test_what_has_ended_sends_nothing_more(server):
     with pytest.raises(RolloutServerError, match="ConnectionAbortedError: the requests beside it have ended"):
         Transport(server.url, VLLM, timeout=20).exchange("POST", COMPLETIONS, {}, again=True, group=group)
     assert server.log == []
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as listening:  # nor does a connection stay open, on which a server waits
+        transport = Transport(f"http://127.0.0.1:{listening.getsockname()[1]}", VLLM, timeout=20)
+        with pytest.raises(RolloutServerError) as error:
+            transport.exchange("POST", COMPLETIONS, {}, again=True, group=group)
+        assert error.value.__cause__ is not None  # whose traceback would keep the socket alive
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(5)
+            assert connection.recv(1) == b""

@@ -26,31 +26,31 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 442,
-    "bench: lines": 14054,
-    "csrc: lines": 12059,
-    "docs: words of notes": 62361,
-    "docs: words of pages": 45821,
-    "engine: arrows between rooms": 143,
-    "engine: files": 242,
-    "engine: lines of code": 23286,
-    "engine: lines of the core": 21615,
-    "engine: lines": 39670,
+    "CHANGELOG.md: lines": 55,
+    "bench: lines": 12367,
+    "csrc: lines": 11837,
+    "docs: words of notes": 63365,
+    "docs: words of pages": 30800,
+    "engine: arrows between rooms": 141,
+    "engine: files": 223,
+    "engine: lines of code": 21599,
+    "engine: lines of the core": 20904,
+    "engine: lines": 35719,
     "engine: longest file": 809,
     "engine: longest function": 90,
-    "examples: lines": 505,
-    "kernels: lines": 17521,
-    "options of all commands": 175,
-    "options of train": 120,
+    "examples: lines": 539,
+    "kernels: lines": 16843,
+    "options of all commands": 171,
+    "options of train": 121,
     "step: engine files entered": 57,
     "step: frames to loss": 15,
     "step: frames to sampling": 17,
     "step: frames to scoring": 19,
-    "step: functions": 552,
+    "step: functions": 553,
     "step: types of records": 39,
     "tests: items in the interpreter": 554,
     "tests: items per push": 7560,
-    "tests: lines": 59397,
+    "tests: lines": 57316,
 }
 
 
@@ -112,7 +112,7 @@ def sizes() -> dict[str, int]:
         "csrc: lines": lines(csrc),
         "bench: lines": lines(python_files("bench")),
         "examples: lines": lines(python_files("examples")),
-        "tests: lines": 59397,
+        "tests: lines": lines(python_files("tests")),
         "docs: words of pages": words(set((ROOT / "docs").rglob("*.md")) - notes),
         "docs: words of notes": words(notes),
         "CHANGELOG.md: lines": lines([ROOT / "CHANGELOG.md"]),
@@ -121,7 +121,7 @@ def sizes() -> dict[str, int]:
 
 def option_counts() -> dict[str, int]:
     """Options of `train`, and different names of options of all commands."""
-    from rlhf_engine.commands.completion import CONFIGS
+    from tests.test_docs import CONFIGS
 
     names = {
         command: {field.name for field in dataclasses.fields(options) if field.init}

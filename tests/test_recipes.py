@@ -11,10 +11,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer
 
-from rlhf_engine.commands.completion import CONFIGS
 from rlhf_engine.commands.main import main
+from tests.commands.test_best_of import classifier
+from tests.test_docs import CONFIGS
+from tests.training.test_data import PROMPTS, write_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
@@ -131,7 +135,7 @@ def test_a_recipe_without_its_data_says_what_to_fetch(tmp_path):
     assert "recipe: expected one of async-gsm8k" in done.stderr
 
 
-def test_published_layouts_become_rows(tmp_path):
+def test_published_layouts_become_rows():
     sys.path.insert(0, str(RECIPES))
     try:
         from prepare import LAYOUTS
@@ -157,8 +161,26 @@ def test_published_layouts_become_rows(tmp_path):
     dialogues = [{row["dialogue"] for row in found["taskmaster"][f"thumbs{of}.jsonl"]} for of in ("", "_heldout")]
     assert all(dialogues)
     assert not dialogues[0] & dialogues[1]
-    drawn = [{"prompt": f"p{i}", "completion": text} for i in range(30) for text in ("a", "b" if i else "a")]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
-    pairs = LAYOUTS["sampled_pairs"](tmp_path)
-    assert [len(pairs[name]) for name in ("pairs.jsonl", "pairs_heldout.jsonl")] == [27, 2]  # p0's answers are equal
-    assert {(row["chosen"], row["rejected"]) for row in pairs["pairs.jsonl"]} == {("a", "b")}
+
+
+def test_a_gold_model_labels_sampled_pairs(runner, tmp_path):
+    """The better answer is first, by transformers' own classifier; equal ones are left out, held-out prompts apart."""
+    write_model(tmp_path / "base")
+    gold = classifier(tmp_path / "base").double()
+    gold.save_pretrained(tmp_path / "gold")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "gold")
+    texts = [(f"{prompt} {word}", word) for prompt in PROMPTS for word in ("sun", "sea", "red", "cat")]
+    drawn = [{"prompt": p, "completion": a} for p, word in texts for a in (" sea sea", f" the {word}")]
+    drawn += [{"prompt": "same", "completion": " sun"}] * 2
+    write_rows(tmp_path / "answers.jsonl", drawn)
+    runner.write_rows("sampled_pairs", tmp_path, tmp_path, tmp_path / "gold", "cpu")
+    labelled = [map(json.loads, (tmp_path / f"labelled{of}.jsonl").open()) for of in ("", "_heldout")]
+    rows = [list(part) for part in labelled]
+    assert [len(part) for part in rows] == [len(texts) - len(texts[::20]), len(texts[::20])]
+    assert len({row["chosen"] == " sea sea" for row in rows[0]}) == 2  # gold turned some
+    for row in rows[0]:
+        answers = [tokenizer(row["prompt"] + row[name]).input_ids for name in ("chosen", "rejected")]
+        with torch.no_grad():
+            better, worse = (float(gold(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits) for ids in answers)
+        assert better > worse

@@ -9,8 +9,7 @@ output}, where output is the end of what it printed. A lane that is done is skip
 sources are the same; the others come again, after those that never ran. DIR is bench/results/<name of the GPU>
 unless given, and results.tar.gz in it has all of it; `make gpu ARGS="--lane correct-gpu"` passes options on.
 
-A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps, then the
-kernels' tiles, whose table is to be copied to kernels/rlhf_kernels/runtime/tuned. With a budget
+A plan is what fits into eight minutes: first what is right, second the kernels' times, third whole steps. With a budget
 a lane that needs more than what is left is left out, and the others end in time.
 
 A rehearsal runs every lane on the CPU: Triton's interpreter, the smallest shapes, one test of each test function. Its
@@ -120,7 +119,6 @@ PLANS = {  # beginnings of lanes' names, in their order; benches before sanitize
     "first": ("environment", "small-shapes", "correct-"),
     "second": ("environment", "bench-", "memcheck", "racecheck"),
     "third": ("environment", "step-", "lanes", "overlap", "plan_check", "hydra_table"),
-    "tuning": ("environment", "tune"),
 }
 ON_A_GPU = (  # tests that put tensors on a GPU if there is one
     "tests/kernels/triton",
@@ -309,7 +307,6 @@ def gpu_lanes(folder: Path, size: str = FULL) -> list[Lane]:
         *_correct_lanes(size),
         *_timing_lanes(folder, size),
         *_step_lanes(folder, size),
-        _tuning_lane(folder, size),
     ]
     if size != REHEARSAL:
         return lanes
@@ -377,18 +374,6 @@ def _step_lanes(folder: Path, size: str) -> list[Lane]:
         absent = f"not rehearsed: hydra_table-{METHODS[-1]} is the same script with another method" if again else None
         lanes.append(replace(lane, interpreted=False, missing=absent))
     return lanes
-
-
-def _tuning_lane(folder: Path, size: str) -> Lane:
-    """A sweep that ends within the lane's time; the same command goes on with its table."""
-    command = (sys.executable, str(ROOT / "bench" / "gpu" / "tune.py"), "--out", str(folder / "tuned.json"))
-    options = {
-        FULL: ("--budget", f"{LIMIT_S - 60:.0f}"),
-        QUICK: ("--budget", f"{LIMIT_S - 60:.0f}", "--size", "quick"),
-        REHEARSAL: ("--device", "cpu", "--rehearse"),
-    }[size]
-    needs_s = 20.0 if size == REHEARSAL else LIMIT_S - 50  # less would kill the sweep rather than end it
-    return Lane(name="tune", command=(*command, *options), needs_s=needs_s)
 
 
 def _device(size: str) -> str:

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from rlhf_bench.memory import peak_of_process, peak_on_cuda, set_up_malloc
+from rlhf_bench.plain import plain_model
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from rlhf_engine.algorithms.base import Experience
@@ -46,9 +47,7 @@ from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import needs_lm_head
-from rlhf_engine.planning.phases import Setting, plain_model
-from rlhf_engine.planning.predict import Planner
-from rlhf_engine.planning.presets import find_config
+from rlhf_engine.planning.formula import Formula, Setting, find_config
 from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import Rollout, SamplingConfig, generate
 from rlhf_engine.runs.metrics import git_commit, write_json_atomic
@@ -240,11 +239,12 @@ def plan(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         token_budget=arguments.token_budget or default_token_budget(device, config.hidden_size),
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    found = Planner(method, setting).predict(parse_size("cap", arguments.cap))
-    fits = found.max_batch
-    micro = min(fits["update"], fits["generation"], arguments.limit)
-    rows = min(fits["generation"], arguments.limit) // micro * micro if micro else 0
-    return {"rows": rows, "micro": micro, "predicted": {"state": found.state_bytes, "peak": found.peak_bytes}}
+    formula = Formula(METHODS[method](), setting)
+    drawn, fits = formula.largest(parse_size("cap", arguments.cap))
+    micro = min(fits, drawn, arguments.limit)
+    rows = min(drawn, arguments.limit) // micro * micro if micro else 0
+    peaks = {phase: formula.peak(phase) for phase in formula.phases}
+    return {"rows": rows, "micro": micro, "predicted": {"state": formula.state, "peak": peaks}}
 
 
 def fits_device(arguments: argparse.Namespace, planned: dict[str, Any]) -> bool:

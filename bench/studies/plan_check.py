@@ -1,11 +1,10 @@
-"""Predicted against measured memory: every phase of every method with the real code, each in a process of its own.
+"""Predicted against measured memory: every phase of every method with the real code, a process per method.
 
-CPU: peak resident memory of the phase minus the resident memory before the model was built (see
-`bench/rlhf_bench/memory.py` for what that counts). CUDA: `torch.cuda.max_memory_allocated`. The models have
-random weights and the optimizer its moments.
+CPU: peak resident memory of the phase in the second step less the resident memory before the model was built (see
+`bench/rlhf_bench/memory.py` for what that counts); packed copies of weights are kept from the second micro-batch on.
+CUDA: `torch.cuda.max_memory_allocated`. The models have random weights. Exact mode is on where a run begins in it.
 
-    python bench/studies/plan_check.py --out bench/results/plan [--shape llama …] [--method hydra_ppo …]
-    python bench/studies/plan_check.py --out bench/results/plan/shared --num_generations 4 --method hydra_ppo full_ppo
+    python bench/studies/plan_check.py [--shape llama …] [--method hydra_ppo …] [--out bench/results/plan]
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from typing import Any, get_args
 import torch
 import transformers
 from rlhf_bench.memory import _status, set_up_malloc
+from rlhf_bench.plain import plain_model
+from rlhf_kernels.runtime import native, registry
 from transformers import AutoConfig
 
 from rlhf_engine.algorithms.base import TokenValues
@@ -31,11 +32,13 @@ from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.training import Optim
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
-from rlhf_engine.planning.phases import FULL_SFT, Setting, build_model
-from rlhf_engine.planning.predict import PHASES, Planner
+from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
+from rlhf_engine.planning.formula import FULL_SFT, PHASES, Formula, Setting, roles_of
+from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.policy.optimizer import RoleOptimizer
-from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.runs.metrics import git_commit
+from rlhf_engine.rollout import SamplingConfig, exactness, generate
+from rlhf_engine.runs.metrics import git_commit, reset_peak_memory
 from rlhf_engine.training.update import Schedule, update
 
 _COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
@@ -76,15 +79,30 @@ def setting_of(shape: str, device_type: str, **changes: Any) -> Setting:
     return dataclasses.replace(setting, **changes)
 
 
-def optimizer_with_state(model: HydraModel, optim: Optim) -> RoleOptimizer:
-    """An optimizer whose state exists, as after its first step."""
-    trained = [name for name, role in model.roles.items() if role.trainable]
-    optimizer = RoleOptimizer(model, dict.fromkeys(trained, 0.0), optim=optim)
-    for group in optimizer.groups.values():
-        for p in group.values():
-            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-    optimizer.step()
-    return optimizer
+def build_model(method: str, setting: Setting) -> HydraModel:
+    """The method's model as `training.build` makes it, with random weights."""
+    roles = roles_of(method)
+    model = HydraModel(
+        {
+            name: Backbone(
+                plain_model(setting.config, setting.dtype, needs_lm_head(roles, name)),
+                frozen=not base_is_trained(roles, name),
+            )
+            for name in dict.fromkeys(role.backbone for role in roles.values())
+        },
+        roles=roles,
+        slots={role.slot: setting.slot for role in roles.values() if role.slot is not None},
+        token_budget=setting.token_budget,
+        adapter_dtype=setting.adapter_dtype,
+    )
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad_dtype = gradient_dtype(setting.optim, p.dtype)
+    model.shares_prompts = setting.num_generations > 1
+    if setting.gradient_checkpointing:
+        for name in {role.backbone for role in roles.values() if role.trainable}:
+            model.backbone(name).enable_gradient_checkpointing()
+    return model.eval()
 
 
 def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Setting) -> None:
@@ -120,33 +138,44 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
     update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0)
 
 
-def measure(phase: str, method: str, shape: str, device: str, options: dict[str, Any]) -> int:
-    """Peak bytes of a phase above what was there before the model. Runs in a process that has not computed before."""
+def measure(method: str, shape: str, device: str, options: dict[str, Any]) -> dict[str, int]:
+    """Peak bytes by phase above what was there before the model. Runs in a process that has not computed before."""
     set_up_malloc()
     torch.manual_seed(0)
     setting = setting_of(shape, torch.device(device).type, **options)
     small = dataclasses.replace(setting, batch=2, micro_batch=1, prompt_length=4, completion_length=2)
     # what a process gets once: code, thread stacks, buffers of libraries
-    config = type(setting.config)(**{**CONFIGS[shape][1], "vocab_size": 64})
-    tiny = build_model(method, dataclasses.replace(small, config=config), 1).to(device)
-    run_phase(phase, tiny, optimizer_with_state(tiny, setting.optim), small)
-    del tiny
+    layers = "n_layer" if "n_layer" in CONFIGS[shape][1] else "num_hidden_layers"
+    config = type(setting.config)(**{**CONFIGS[shape][1], "vocab_size": 64, layers: 1})
+    phases = ("update",) if method == FULL_SFT else PHASES
+    with registry.use_exact(exactness.by_default(torch.device(device).type)):
+        tiny = build_model(method, dataclasses.replace(small, config=config)).to(device)
+        for phase in phases:
+            run_phase(phase, tiny, optimizer_of(tiny, setting.optim), small)
+        del tiny
+        _trim()
+        before = _status("VmRSS") if device == "cpu" else torch.cuda.memory_allocated()
+        model = build_model(method, setting).to(device)
+        optimizer = optimizer_of(model, setting.optim)
+        for phase in phases:
+            run_phase(phase, model, optimizer, setting)
+        return {
+            phase: _peak(lambda p=phase: run_phase(p, model, optimizer, setting), device) - before for phase in phases
+        }
+
+
+def optimizer_of(model: HydraModel, optim: Optim) -> RoleOptimizer:
+    return RoleOptimizer(
+        model, dict.fromkeys((n for n, role in model.roles.items() if role.trainable), 0.0), optim=optim
+    )
+
+
+def _peak(run: Callable[[], None], device: str) -> int:
+    """Most bytes of the process during a call."""
     _trim()
-    if device != "cpu":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = _status("VmRSS")
-    model = build_model(method, setting, setting.config.get_text_config().num_hidden_layers).to(device)
-    optimizer = optimizer_with_state(model, setting.optim)
-    _trim()
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        run_phase(phase, model, optimizer, setting)
-        return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")
-    run_phase(phase, model, optimizer, setting)
-    return _status("VmHWM") - before
+    reset_peak_memory(device)
+    run()
+    return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
 def _trim() -> None:
@@ -159,11 +188,10 @@ def _trim() -> None:
 
 
 def predict(method: str, shape: str, device: str, options: dict[str, Any]) -> dict[str, int]:
-    """Predicted peaks by phase, and what is resident through all of them once an update has packed weights."""
-    planner = Planner(method, setting_of(shape, torch.device(device).type, **options))
-    unpacked = {"generation": planner.state_bytes["packed_weights"], "inference": planner.state_bytes["packed_weights"]}
-    peaks = {phase: planner.peak(phase) - unpacked.get(phase, 0) for phase in planner.phases}
-    return {"resident": planner.resident} | peaks
+    """Predicted peaks by phase, and what is resident through all of them."""
+    with registry.use_exact(exactness.by_default(torch.device(device).type)):
+        formula = Formula(roles_of(method), setting_of(shape, torch.device(device).type, **options))
+        return {"resident": formula.held("generation"), **{phase: formula.peak(phase) for phase in formula.phases}}
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -192,22 +220,22 @@ def check(
     methods: list[str],
     device: str,
     options: dict[str, Any],
-    known: dict[tuple[str, str, str], int],
+    known: dict[tuple[str, str], dict[str, int]],
 ) -> Iterator[dict[str, Any]]:
     """One row per shape, method and phase. known: what need not be measured again."""
     for shape in shapes:
         for method in methods:
-            predicted = in_child(predict, method, shape, device, options)
-            for phase in [phase for phase in PHASES if phase in predicted]:
-                measured = known.get((shape, method, phase)) or in_child(measure, phase, method, shape, device, options)
+            predicted = predict(method, shape, device, options)
+            measured = known.get((shape, method)) or in_child(measure, method, shape, device, options)
+            for phase, peak in measured.items():
                 yield {
                     "shape": shape,
                     "method": method,
                     "phase": phase,
                     "resident_bytes": predicted["resident"],
                     "predicted_bytes": predicted[phase],
-                    "measured_bytes": measured,
-                    "error": predicted[phase] / measured - 1,
+                    "measured_bytes": peak,
+                    "error": predicted[phase] / peak - 1,
                 }
 
 
@@ -235,17 +263,17 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
-    parser.add_argument("--method", nargs="*", default=list(METHODS), choices=[*METHODS, FULL_SFT])
+    parser.add_argument("--method", nargs="*", default=[*METHODS, FULL_SFT], choices=[*METHODS, FULL_SFT])
     parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
     parser.add_argument("--num_generations", type=int, default=1, help="answers per prompt")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder for DEVICE.md and DEVICE.json")
     parser.add_argument("--again", type=Path, help="an earlier rows file: predict anew, keep what was measured")
     arguments = parser.parse_args()
-    known = {}
+    known: dict[tuple[str, str], dict[str, int]] = {}
     if arguments.again is not None:
         for row in json.loads(arguments.again.read_text())["rows"]:
-            known[row["shape"], row["method"], row["phase"]] = row["measured_bytes"]
+            known.setdefault((row["shape"], row["method"]), {})[row["phase"]] = row["measured_bytes"]
     importlib.import_module("torch._dynamo")
     for model_type, _, _ in CONFIGS.values():  # what a child would import for itself
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -259,6 +287,7 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {
             "device": arguments.device,
+            "isa": native.isa(),
             **options,
             "command": sys.argv,
             "git_commit": git_commit(Path(__file__)),

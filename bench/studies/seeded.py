@@ -22,13 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = (
-    "seconds",
-    "tokens_per_second",
-    "samples_per_second",
-    "peak_memory_bytes",
-    "step_time",
-    "train_",
-    "num_tokens",
+    *("seconds", "tokens_per_second", "samples_per_second", "peak_memory_bytes", "step_time", "train_", "num_tokens"),
+    *("async/generate_seconds", "async/generator_utilisation", "async/learner_utilisation", "async/speedup"),
 )
 RL: dict[str, Any] = {
     **{"max_completion_length": 16, "generation_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 1},
@@ -53,7 +48,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "two ranks": ("train", {}),
     "sft, lora": ("sft", {"mode": "lora"}),
     "sft, full": ("sft", {"mode": "full"}),
-    "reward": ("reward", {}),
+    "reward": ("reward", {"mode": "lora"}),
     "behind TRL": ("trl", {}),
     "fuse_lora": ("fuse_lora", {}),
     "demo": ("demo", {}),
@@ -109,7 +104,8 @@ def fused(request: dict[str, Any]) -> None:
     torch.manual_seed(5)
     base = AutoModelForCausalLM.from_pretrained(request["model"])
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
-    model = fuse_lora(get_peft_model(base, config)) or base
+    model = get_peft_model(base, config)
+    fuse_lora(model)
     ids = torch.randint(3, base.config.vocab_size, (4, 32))
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

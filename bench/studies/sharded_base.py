@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Several processes with a base each, against the base in shares (FSDP2): bytes held and seconds per step, in one run.
 
-Three arms: each process has all of the base; it has a share while it learns; it has a share at all times.
+Two arms: each process has all of the base, or a share while it learns.
 
     python bench/studies/sharded_base.py --out bench/results/cpu/sharded_base
     python bench/studies/sharded_base.py --quick --out runs/sharded_base                                  # a tiny model
@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.distributed.process_group import World, fingerprint_of_all
 
-ARMS = ("replicated", "sharded", "always")
-SHARES: dict[str, bool | str] = {"replicated": False, "sharded": True, "always": "always"}
+ARMS = ("replicated", "sharded")
 SHOWN = ("gather_base", *PHASES, "step")
 
 
@@ -50,8 +49,7 @@ def work(request: dict[str, Any]) -> dict[str, Any] | None:
         folder,
         Path(request["scratch"]),
         world=world,
-        shard_base=SHARES[request["arm"]],
-        decode_step=request["decode_step"],
+        shard_base=request["arm"] == "sharded",
         num_mini_batches=setting.mini_batches,
         num_ppo_epochs=setting.epochs,
     )
@@ -81,14 +79,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--decode_step", default="auto", help="transformers: the step that serves the last arm, in all of them"
-    )
     arguments = arguments_in_processes(parser, work, "sharded_base")
     if arguments is None:
         return
     setting = setting_of(arguments, batch=16)
-    options = {name: getattr(arguments, name) for name in ("device", "dtype", "processes", "decode_step")}
+    options = {name: getattr(arguments, name) for name in ("device", "dtype", "processes")}
     with tempfile.TemporaryDirectory() as folder:
         prepare(setting, Path(folder))
         rounds = in_turn(

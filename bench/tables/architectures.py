@@ -18,9 +18,11 @@ import multiprocessing
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -251,19 +253,37 @@ def page(rows: list[Row]) -> str:
     made = [row for row in rows if not row.served and not row.text.startswith(_NOT_MADE)]
     others = [row for row in rows if row.text.startswith(_NOT_MADE)]
     text = _HEADER.format(version=transformers.__version__, agree=_AGREE, served=len(served), all=len(rows))
-    for title, column, part in (
-        ("Served", "remark", served),
-        ("Refused", "why", made),
-        ("Not tried: transformers makes no model of the tiny config", "its error", others),
-    ):
-        text += f"## {title}\n\n| type | {column} |\n|---|---|\n"
-        text += "".join(f"| `{row.kind}` | {_cell(row.text)} |\n" for row in part) + "\n"
+    text += f"## Served\n\n{_names(row.kind for row in served)}.\n\n"
+    text += _by_reason("remark", [row for row in served if row.text])
+    text += "## Refused\n\n" + _by_reason("why", made)
+    text += "## Not tried: transformers makes no model of the tiny config\n\n" + _by_reason("its error", others)
     return text.rstrip() + "\n"
+
+
+def _names(kinds: Iterable[str]) -> str:
+    """Types as Markdown, in lines of at most 110 characters."""
+    words = ", ".join(f"`{kind}`" for kind in kinds)
+    return textwrap.fill(words, 110, break_on_hyphens=False, break_long_words=False)
+
+
+def _by_reason(column: str, rows: list[Row]) -> str:
+    """A table with a row for each reason and all types that have it, the most frequent first."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(_cell(row.text), []).append(f"`{row.kind}`")
+    of_reason = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    return (
+        f"| {column} | types |\n|---|---|\n"
+        + "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in of_reason)
+        + "\n"
+    )
 
 
 def _cell(text: str) -> str:
     """A reason without the numbers and names that differ between machines, short enough for a row."""
     text = re.sub(r"ones that differ by \S+ of their norm in (.*), where rounding explains \S+", r"others in \1", text)
+    text = re.sub(r"(ValueError: )\w+Config:", r"\1…Config:", text)
+    text = re.sub(r"'\w+Config'", "'…Config'", text)
     text = re.sub(r"^(not made|\w+): |\(model type '[^']*'\)", "", text).strip()
     return _shortened(text.replace("|", "\\|"), 80)
 

@@ -3,11 +3,10 @@
 
     python bench/tables/doc_tables.py [--check] [RESULTS.jsonl]
 
-RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/cpu/kernels/results.jsonl unless given, for
-docs/benchmarks.md; docs/cpus.md has those of bench/results/avx2. Of several records of a case the last one counts: a
-row per case, ours beside the fastest of the others. Between the marks
-`<!-- table: bench/results/….md -->` and `<!-- /table -->` comes the first table of that file, as its benchmark wrote
-it. --check writes nothing and exits with 1 if a page differs.
+RESULTS.jsonl is what `rlhf-engine bench --json` appends to, bench/results/avx2/kernels/results.jsonl unless given, for
+docs/benchmarks.md: a row per op and dtype, ours beside the fastest of the others. Of several records of a case the
+last one counts. Between the marks `<!-- table: bench/results/….md -->` and `<!-- /table -->` comes the first table of
+that file, as its benchmark wrote it. --check writes nothing and exits with 1 if a page differs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +23,38 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 QUOTING = tuple(sorted((ROOT / "docs" / "guides").glob("*.md")))
 """Pages that quote tables of other benchmarks."""
-RESULTS = ROOT / "bench" / "results" / "cpu" / "kernels" / "results.jsonl"
-CPUS = ROOT / "docs" / "cpus.md"
-AVX2 = ROOT / "bench" / "results" / "avx2" / "kernels" / "results.jsonl"
+RESULTS = ROOT / "bench" / "results" / "avx2" / "kernels" / "results.jsonl"
 BEGIN, END = "<!-- bench-table -->\n", "<!-- /bench-table -->"
 QUOTED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 HEADER = (
-    "| op | case | ms | of its floor | fastest other that computes the same | × faster | MiB | error (allowed) |\n"
-    "|---|---|---|---|---|---|---|---|\n"
+    "| op | dtype | cases | of its floor | × faster than the fastest other | behind in | error, % of allowed |\n"
+    "|---|---|---|---|---|---|---|\n"
 )
-
-
 _OP_NAMES = {"block": "llama_ops", "ppo_losses": "ppo_loss"}
 """Today's names of ops in older records."""
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown rows of the `cpu` backend, ops and their cases in the order in which they first came."""
-    last = {(r["op"], r["case"], r["dtype"]): r for r in records if r["backend"] == "cpu"}
-    ops = list(dict.fromkeys(op for op, _, _ in last))
-    mixed = len({dtype for _, _, dtype in last}) > 1
-    rows = sorted(last.values(), key=lambda r: ops.index(r["op"]))
-    return HEADER + "".join(_row(r, f"{r['case']}, {r['dtype']}" if mixed else r["case"]) for r in rows)
+    """Markdown rows of the `cpu` backend, one for each op and dtype."""
+    last = {(_OP_NAMES.get(r["op"], r["op"]), r["dtype"], r["case"]): r for r in records if r["backend"] == "cpu"}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for (op, dtype, _), record in last.items():
+        groups.setdefault((op, dtype), []).append(record)
+    return HEADER + "".join(_row(op, dtype, groups[op, dtype]) for op, dtype in sorted(groups))
 
 
-def _row(r: dict[str, Any], case: str) -> str:
-    other, factor = "–", "–"
-    if r["baseline"] is not None:
-        other, factor = f"{r['baseline']}, {_ms(r['baseline_ms'])} ms", f"{r['baseline_ms'] / r['ms']:.2f}"
-    mib = "–" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.1f}"
-    error = "–" if r["error"] is None else f"{r['error']:.1e} ({r['error_bound']:.1e})"
-    times = f"{r['ms'] / r['floor_ms']:.2f} ×"
-    op = _OP_NAMES.get(r["op"], r["op"])
-    return f"| `{op}` | {case} | {_ms(r['ms'])} | {times} | {other} | {factor} | {mib} | {error} |\n"
+def _row(op: str, dtype: str, cases: list[dict[str, Any]]) -> str:
+    """The range of an op's cases, and those in which a library is faster."""
+    factors = {r["case"]: r["baseline_ms"] / r["ms"] for r in cases if r["baseline"] is not None}
+    behind = ", ".join(f"{case} ({factor:.2f})" for case, factor in factors.items() if factor < 0.995)
+    errors = [100 * r["error"] / r["error_bound"] for r in cases if r["error"] is not None]
+    cells = (f"`{op}`", dtype, str(len(cases)), _range([r["ms"] / r["floor_ms"] for r in cases]))
+    return f"| {' | '.join(cells)} | {_range(factors.values())} | {behind} | {max(errors):.0f} |\n"
 
 
-def _ms(ms: float) -> str:
-    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+def _range(numbers: Collection[float]) -> str:
+    """The least and the largest."""
+    return f"{min(numbers):.2f}–{max(numbers):.2f}" if numbers else "–"
 
 
 def with_table(text: str, rows: str) -> str:
@@ -91,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     differs = False
-    for page, results in ((BENCHMARKS, options.results), (CPUS, AVX2), *((page, None) for page in QUOTING)):
+    for page, results in ((BENCHMARKS, options.results), *((page, None) for page in QUOTING)):
         before = page.read_text(encoding="utf-8")
         after = with_quoted(before)
         if results is not None:

@@ -1,7 +1,7 @@
 """Published data files as rows of TRL's types: one function for each layout.
 
-A function takes the folder with the files and returns file name → rows. It raises FileNotFoundError for a file that is
-not there.
+A function takes the folder with the files and returns file name → rows; `sampled_pairs` also takes a reward model that
+labels them. It raises FileNotFoundError for a file that is not there.
 """
 
 from __future__ import annotations
@@ -165,8 +165,12 @@ def taskmaster(folder: Path) -> Rows:
     }
 
 
-def sampled_pairs(folder: Path) -> Rows:
-    """Two answers that a model has drawn to each prompt, in any order: a gold reward model says which is better."""
+def sampled_pairs(folder: Path, gold: Path, device: str) -> Rows:
+    """Pairs of two answers that a model has drawn to a prompt, labelled by a gold reward model.
+
+    Gold takes the place of people (Gao and others, arXiv 2210.10760): it is known, so that what a policy gains by a
+    proxy of it can be compared with what it gains by gold.
+    """
     answers: dict[str, list[str]] = {}
     for row in _lines(folder, "answers.jsonl"):
         answers.setdefault(row["prompt"], []).append(row["completion"])
@@ -175,7 +179,36 @@ def sampled_pairs(folder: Path) -> Rows:
         for prompt, texts in sorted(answers.items())
         if texts[0] != texts[1]
     ]
-    return {name: rows for name, rows in _pairs(pairs).items() if name.startswith("pairs")}
+    train, held_out = (_label(rows, gold, device) for rows in _split(pairs))
+    return {"labelled.jsonl": train, "labelled_heldout.jsonl": held_out}
+
+
+def _label(pairs: list[dict[str, Any]], gold: Path, device: str) -> list[dict[str, Any]]:
+    """Put the answer first that a whole reward model prefers; pairs of equal rewards are left out."""
+    from rlhf_engine.data import Preference, tokenize_row
+    from rlhf_engine.data.tokenize import fit_to_length
+    from rlhf_engine.devices import resolve_device
+    from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
+    from rlhf_engine.hydra.loading import read_context_length
+    from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
+
+    tokenizer, roles = load_tokenizer(gold), {"reward": RoleSpec(slot=OFF, head="reward")}
+    model = HydraModel.from_pretrained(gold, roles=roles, device=resolve_device(device))
+    ends, context = read_eos_token_ids(tokenizer, gold), read_context_length(gold)
+    rows = [tokenize_row(Preference(**pair, group="", place="samples"), tokenizer, ends) for pair in pairs]
+    tokenized = [fit_to_length(row, context, "keep_end", "", tokenizer=tokenizer, end_ids=ends) for row in rows]
+    prompts = [row.prompt for row in tokenized for _ in row.answers]
+    answers = [answer for row in tokenized for answer in row.answers]
+    rewards_N = model.score(PackedBatch.from_lists(prompts, answers, device=model.device), ("reward",)).rewards_N
+    if not rewards_N.isfinite().all():
+        raise ValueError(f"{gold}: expected finite rewards, got others")
+    labelled = [
+        pair if first > second else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
+        for pair, (first, second) in zip(pairs, rewards_N.view(-1, 2).tolist(), strict=True)
+        if first != second
+    ]
+    print(f"{len(labelled)} pairs labelled by {gold}, {len(pairs) - len(labelled)} ties left out", flush=True)
+    return labelled
 
 
 LAYOUTS = {

@@ -92,10 +92,10 @@ def prepare(recipe: Mapping[str, Any], data: Path, out: Path) -> Path:
     return folder
 
 
-def write_rows(layout: str, source: Path, folder: Path) -> None:
-    """Write the rows that a layout makes of the files in a folder."""
+def write_rows(layout: str, source: Path, folder: Path, *given: Any) -> None:
+    """Write the rows that a layout makes of the files in a folder and of what else it is given."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in LAYOUTS[layout](source).items():
+    for name, rows in LAYOUTS[layout](source, *given).items():
         if not rows:
             raise RecipeError(f"data: expected rows for {name} in {str(source)!r}, got none")
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -249,7 +249,8 @@ def run(
         if done.returncode:
             raise RecipeError(f"stage {stage_name}: rlhf-engine {command} ended with {done.returncode}")
         if "rows" in stage:
-            write_rows(stage["rows"], out / stage_name, out / stage_name)
+            gold = elsewhere.get(stage["labelled_by"], out / stage["labelled_by"]) / "final"
+            write_rows(stage["rows"], out / stage_name, out / stage_name, gold, options.get("device", "auto"))
         mark.touch()
     print(f"{name}: done, see {out}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,10 +24,10 @@ C = TypeVar("C", bound="TrainingOptions")
 
 def prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
-    with as_request_errors():  # the environment may name an instruction set or a table that is not there
-        from rlhf_kernels.runtime import cores, registry, tuning
-
-        tuning.check_named()
+    if "RLHF_ENGINE_TUNED_TABLE" in os.environ:
+        raise ConfigError("RLHF_ENGINE_TUNED_TABLE: expected it unset; tuned tables are gone, tiles are fixed")
+    with as_request_errors():  # the environment may name an instruction set that is not there
+        from rlhf_kernels.runtime import cores, registry
     from transformers.utils import logging
 
     from rlhf_engine.devices import keep_freed_memory
@@ -75,7 +76,7 @@ def launched_world(config: C) -> Iterator[tuple[C, World]]:
 
 def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     """Check the device and the kernels of a command that draws answers, and settle exact mode; the device's type."""
-    from rlhf_kernels.runtime import registry, tuning
+    from rlhf_kernels.runtime import registry
 
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.rollout import exactness
@@ -83,7 +84,6 @@ def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     device_type = resolve_device(config.device).type
     check_kernels(config.kernels, device_type, DTYPES[config.dtype])
     registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)
-    tuning.begin_run()
     return device_type
 
 
@@ -98,8 +98,7 @@ def run_trainer(
 
     `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
     """
-    from rlhf_engine.planning.before_run import before_run
-    from rlhf_engine.runs.live import PAGE_FILE
+    from rlhf_engine.runs.page import PAGE_FILE
 
     finished = trainer.world.gather(trainer.finished())[0]
     if not trainer.world.is_main:
@@ -111,8 +110,6 @@ def run_trainer(
     for note in notes:
         print(note, file=sys.stderr)
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
-    for line in before_run(trainer):
-        print(line, file=sys.stderr, flush=True)
     code = _run_until_stopped(name, trainer)
     if not code:
         pushed = {} if trainer.config.push_to_hub is None else {"pushed": _push(name, trainer.config, trainer.output)}
@@ -131,14 +128,12 @@ def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
     place = output / "hub"
     remove(place)
     with as_request_errors():
-        return export(
-            ExportConfig(source=str(output), to=to, output_dir=str(place), push_to_hub=config.push_to_hub)
-        ).url
+        return export(ExportConfig(source=str(output), to=to, output_dir=str(place), push_to_hub=config.push_to_hub))[0]
 
 
 def _run_until_stopped(name: str, trainer: Run) -> int:
     """Make the remaining steps until a signal comes; 0, or the exit code where one has stopped the run."""
-    from rlhf_engine.runs.stop import StopSignals
+    from rlhf_engine.runs.progress import StopSignals
 
     with StopSignals() as signals:
         try:
@@ -153,8 +148,8 @@ def _run_until_stopped(name: str, trainer: Run) -> int:
 def _print_where_results_are(output: Path, results: Mapping[str, Any]) -> None:
     """Standard output of a run that is over."""
     from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
-    from rlhf_engine.runs.live import PAGE_FILE
-    from rlhf_engine.runs.summary import exit_summary
+    from rlhf_engine.runs.page import PAGE_FILE
+    from rlhf_engine.runs.progress import exit_summary
 
     metrics = output / METRICS_FILE
     files = {"curves": output / CURVES_FILE, "metrics": metrics, "page": output / PAGE_FILE}

@@ -15,10 +15,10 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.export.write import export
 
     with as_request_errors():
-        result = export(config)
-    for note in result.notes:
+        url, notes = export(config)
+    for note in notes:
         print(f"note: {note}")
-    print(f"{config.to:<8} {result.path}")
-    if result.url is not None:
-        print(f"pushed   {result.url}")
+    print(f"{config.to:<8} {config.output_dir}")
+    if url is not None:
+        print(f"pushed   {url}")
     return 0

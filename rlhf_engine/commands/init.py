@@ -12,8 +12,7 @@ from rlhf_engine.config import InitConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-_SMALL = 512
-"""Hidden size below which a base takes the learning rate of a small one."""
+_SMALL = 512  # hidden size below which a base takes the learning rate of a small one
 _SFT = "rlhf-engine sft --config sft.yaml"
 _PPO = (
     "rlhf-engine train --config train.yaml",
@@ -27,10 +26,8 @@ _PPO = (
 class Template:
     """Files of a start and the commands that run it."""
 
-    readme: str
-    """Name of the README's template."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """File → its template."""
+    readme: str  # name of the README's template
+    files: Mapping[str, str] = field(default_factory=dict)  # file → its template
     commands: tuple[str, ...]
     """Commands, in their order. Braces name what `_values` gives."""
 
@@ -101,7 +98,8 @@ def _values(config: InitConfig) -> dict[str, str]:
         "tokens": "40" if base is None else "96",
         "eos_penalty": "1.0" if base is None else "none",
         "sft_steps": "120" if is_reward_model else "240",
-        "beta": "0.30" if small and not is_reward_model else "0.05",
+        # The small model's folder has examples that its reward holds salad against; others have the KL alone.
+        "beta": "0.05" if is_reward_model or not small else "0.15" if base is None else "0.30",
         "learning_rate": "2.0e-3" if base is None else "1.0e-3" if small else "1.0e-4",
         "reward": "reward_funcs: [reward_model]\nreward_adapter: runs/reward/final"
         if is_reward_model

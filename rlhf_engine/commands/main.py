@@ -38,7 +38,6 @@ first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine tr
   plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
   doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
   bench      time, memory and error of the kernels: bench [OP] [--quick]
-  completion commands, options and choices in a shell: eval "$(rlhf-engine completion bash)", or zsh
 
 rlhf-engine COMMAND --help lists the options that are used most, --help_all all of them."""
 
@@ -54,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in _COMMANDS:
-        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
+        why = _GONE.get(name) or _nearest(name, list(_COMMANDS))
+        print(f"rlhf-engine: unknown command {name!r}{why}", file=sys.stderr)
         return 2
     try:
         if name in _ALONE and launched() > 1:
@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _SPINS = "10000"
 """Turns in which a thread waits for the others before it sleeps: its share of a core belongs to who has work to do."""
-_BROKEN_PIPE = 141
-"""Exit code of a program that SIGPIPE ends."""
+_BROKEN_PIPE = 141  # exit code of a program that SIGPIPE ends
 _THREADS_END_WITHIN = 5.0
 """Seconds that threads of other libraries or of a reward function have, once a command is done."""
 
@@ -131,7 +130,7 @@ def _fail(name: str, error: Exception, code: int) -> int:
 
 
 _COMMANDS = {
-    "demo": "rlhf_engine.commands.demo.command",
+    "demo": "rlhf_engine.commands.demo",
     "init": "rlhf_engine.commands.init",
     "sft": "rlhf_engine.commands.sft",
     "reward": "rlhf_engine.commands.reward",
@@ -143,11 +142,11 @@ _COMMANDS = {
     "plan": "rlhf_engine.commands.plan",
     "doctor": "rlhf_engine.commands.doctor",
     "bench": "rlhf_engine.commands.bench",
-    "completion": "rlhf_engine.commands.completion",
 }
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 
 
+_GONE = {"completion": "; it is gone, COMMAND --help lists options and their choices"}
 _ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 

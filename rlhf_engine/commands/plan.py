@@ -2,20 +2,136 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhf_engine.commands.common import as_request_errors, prepare
 from rlhf_engine.config import PlanConfig, parse_config
+from rlhf_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_engine.planning.formula import Formula
+
+_STATE = {
+    "frozen_weights": "frozen backbones",
+    "trained_weights": "trained backbones",
+    "adapters": "adapters",
+    "heads": "scalar heads",
+    "packed_weights": "packed weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+}
+_WIDTH = 110  # columns of what is printed to a file
 
 
 def run(argv: Sequence[str]) -> int:
     config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
-    from rlhf_engine.planning.report import is_tabled, run_plan
-
-    if is_tabled(config):
-        run_plan(config)
-        return 0
     prepare("auto")
-    with as_request_errors():
-        run_plan(config)
+    from rlhf_kernels.runtime import registry
+
+    from rlhf_engine.rollout import exactness
+
+    with as_request_errors(), registry.use_exact(exactness.by_default(config.device)):
+        rows = [(method, row) for method, formula in formulas(config).items() for row in [as_row(formula, config)]]
+    if config.json:
+        for method, row in rows:
+            print(json.dumps({"method": method, **row, "options": config.to_dict()}))
+        return 0
+    _print(dict(rows), config)
     return 0
+
+
+def formulas(config: PlanConfig) -> dict[str, Formula]:
+    """The memory of each method that is asked for. Raises ConfigError for a model that is none, or a short context."""
+    import torch
+
+    from rlhf_engine.devices import DTYPES
+    from rlhf_engine.hydra import METHODS, SlotConfig
+    from rlhf_engine.hydra.loading import context_length
+    from rlhf_engine.hydra.model import default_token_budget
+    from rlhf_engine.planning.formula import Formula, Setting, find_config, roles_of
+
+    shape, named = find_config(config.model), config.lora_target_modules
+    limit = context_length(shape)
+    if config.max_prompt_length + config.max_completion_length > limit:
+        raise ConfigError(
+            f"max_completion_length: expected prompt and answer within the model's context of {limit} tokens, got "
+            f"{config.max_prompt_length} + {config.max_completion_length}"
+        )
+    width = shape.get_text_config().hidden_size
+    setting = Setting(
+        config=shape,
+        dtype=DTYPES[config.dtype],
+        adapter_dtype=DTYPES[config.adapter_dtype],
+        device_type=config.device,
+        slot=SlotConfig(r=config.lora_r, target_modules="all-linear" if named == "all-linear" else tuple(named)),
+        prompt_length=config.max_prompt_length,
+        completion_length=config.max_completion_length,
+        batch=config.share,
+        num_generations=config.num_generations,
+        num_mini_batches=config.num_mini_batches,
+        micro_batch=config.per_device_train_batch_size,
+        token_budget=config.token_budget or default_token_budget(torch.device(config.device), width),
+        gradient_checkpointing=config.gradient_checkpointing,
+        optim=config.optim,
+        quantization="8bit" if config.load_in_8bit else "4bit" if config.load_in_4bit else "none",
+        processes=config.processes,
+        shard_base=config.shard_base,
+    )
+    methods = list(METHODS) if config.method == "all" else [config.method]
+    first = Formula(roles_of(methods[0]), setting)
+    return {methods[0]: first, **{name: Formula(roles_of(name), setting, first.model) for name in methods[1:]}}
+
+
+def as_row(formula: Formula, config: PlanConfig) -> dict[str, Any]:
+    """Bytes of one process. `max_batch` counts answers of all of them."""
+    peaks = {phase: formula.peak(phase) for phase in formula.phases}
+    batch, micro = formula.largest(config.budget_bytes)
+    return {
+        "state_parts": {part: formula.state[part] for part in _STATE},
+        "base_bytes": {phase: formula.base_bytes(phase) for phase in formula.phases},
+        "kv_cache_bytes": formula.cache_bytes if "generation" in peaks else 0,
+        "peak_bytes": peaks,
+        "max_batch": config.processes * batch,
+        "max_micro_batch": micro,
+        "budget_bytes": config.budget_bytes,
+    }
+
+
+def _print(rows: dict[str, dict[str, Any]], config: PlanConfig) -> None:
+    """A column per method: state by part, peak by phase, and what fits; GB of 10^9 bytes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    several = f" in each of {config.processes} processes" if config.processes > 1 else ""
+    table = Table(
+        title=f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
+        f"{config.max_completion_length} tokens: GB (10^9 bytes){several}",
+        title_justify="left",
+    )
+    table.add_column("", no_wrap=True)
+    for method in rows:
+        table.add_column(method, justify="right", no_wrap=True)
+    for part, name in _STATE.items():
+        table.add_row(name, *(_gigabytes(row["state_parts"][part]) for row in rows.values()))
+    table.add_row("KV cache", *(_gigabytes(row["kv_cache_bytes"]) for row in rows.values()))
+    table.add_section()
+    for phase, name in {"generation": "generation", "inference": "inference (scoring)", "update": "update"}.items():
+        table.add_row(f"peak, {name}", *(_gigabytes(row["peak_bytes"].get(phase, 0)) for row in rows.values()))
+    table.add_section()
+    table.add_row(f"largest batch in {config.gpu}", *(f"{row['max_batch']:,}" for row in rows.values()))
+    table.add_row(f"largest micro-batch in {config.gpu}", *(f"{row['max_micro_batch']:,}" for row in rows.values()))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # a file has no width, and five methods side by side need theirs
+    console.print(table)
+    print(
+        f"A formula, within 10 % of what was measured; 5 % of {config.gpu} are left to the driver and fragmentation. "
+        "`rlhf-engine train --dry_run` measures one step."
+    )
+
+
+def _gigabytes(n: int) -> str:
+    """Two decimals, a dash for nothing, and small numbers not as 0."""
+    return "–" if n == 0 else f"{n / 1e9:.2f}" if n >= 1e7 else f"{n / 1e9:.5f}"

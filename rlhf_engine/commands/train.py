@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlhf_engine.commands.common import as_request_errors, check_kernels, launched_world, prepare, run_trainer
 from rlhf_engine.config import TrainConfig, parse_config
+
+if TYPE_CHECKING:
+    from rlhf_engine.training.rl import RlTrainer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,10 +27,30 @@ def run(argv: Sequence[str]) -> int:
         with as_request_errors():
             connect = None
             if config.async_mode == "ray":
-                from rlhf_engine.generators.ray.connect import generators_on_ray
+                from rlhf_engine.generators.ray import generators_on_ray
 
                 connect = stack.enter_context(generators_on_ray(config, world))
             trainer = RlTrainer(config, world, connect=connect)
+        if config.dry_run:
+            return _measure(trainer)
         samples = {"samples": trainer.output / SAMPLES_FILE} if config.num_samples else {}
         results = {"model": trainer.output / FINAL_FOLDER, **samples}
         return run_trainer("train", trainer, lambda: results)
+
+
+def _measure(trainer: RlTrainer) -> int:
+    """Print seconds and peak memory by phase of a step; the one before it makes the optimizer's state."""
+    config = trainer.config
+    with trainer.resources(), trainer.steps():
+        trainer.step()
+        metrics = trainer.step()
+    if not trainer.world.is_main:
+        return 0
+    longest = max(map(len, trainer.train_set.ids))
+    each = f" in each of {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    print(f"{config.generation_batch_size} answers of up to {longest} + {config.max_completion_length} tokens{each}")
+    peaks = {name.partition("/")[2]: n for name, n in metrics.items() if name.startswith("peak_memory_bytes/")}
+    for phase, peak in peaks.items():
+        print(f"{phase:12} {metrics[f'seconds/{phase}']:9.2f} s {peak / 1e9:9.2f} GB")
+    print(f"{'step':12} {metrics['seconds/step']:9.2f} s {max(peaks.values()) / 1e9:9.2f} GB at the peak")
+    return 0

@@ -20,7 +20,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
-    """Models side by side: rewards, win rates, KL, perplexity, texts, and a page with their answers."""
+    """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
     FIRST = ("model_name_or_path", "models", "dataset_name", "reward_model_path", "output_dir")
     EXAMPLE = (

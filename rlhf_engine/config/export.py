@@ -12,7 +12,8 @@ from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.config.training import REPOSITORY, check_repository, not_empty
 from rlhf_engine.errors import ConfigError
 
-Format = Literal["merged", "peft", "sequence_classification", "gguf"]
+Format = Literal["merged", "peft", "sequence_classification"]
+GGUF = "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md"
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 _NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
 
@@ -30,8 +31,7 @@ class ExportConfig(Options):
 
     source: str = required("folder of a run (its final model, or else its newest checkpoint), a checkpoint or a model")
     to: Format = required(
-        "merged: a whole model for transformers; peft: the adapter; sequence_classification: a whole reward model; "
-        "gguf: a file for llama.cpp"
+        "merged: a whole model for transformers; peft: the adapter; sequence_classification: a whole reward model"
     )
     output_dir: str = required("new or empty folder to write")
     role: str | None = option(
@@ -47,18 +47,14 @@ class ExportConfig(Options):
         "auto", "dtype of merged weights; auto: the base's, and float32 with sequence_classification"
     )
     license: str | None = option(None, "licence of the result in the card, as the Hub writes it, such as apache-2.0")
-    llama_cpp: str | None = option(
-        None, "gguf: folder of llama.cpp, which has convert_hf_to_gguf.py; none: that file on PATH"
-    )
-    outtype: Literal["f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto"] = option(
-        "auto", "gguf: type of its weights, handed to the converter"
-    )
     push_to_hub: str | None = option(None, "owner/name on the Hub to upload the folder to")
     private: bool = option(False, "push_to_hub: make a new repository private")
 
     def __post_init__(self) -> None:
+        if self.to == "gguf":  # type: ignore[comparison-overlap]  # a format of before
+            raise ConfigError(f"to: expected merged, peft or sequence_classification, got 'gguf'; {GGUF}")
         super().__post_init__()
-        for name in ("source", "output_dir", "role", "model_name_or_path", "llama_cpp"):
+        for name in ("source", "output_dir", "role", "model_name_or_path"):
             if getattr(self, name) is not None:
                 not_empty(name, getattr(self, name))
         if self.license is not None and _LICENSE.fullmatch(self.license) is None:
@@ -68,14 +64,5 @@ class ExportConfig(Options):
         check_repository(self.push_to_hub)
         if self.private and self.push_to_hub is None:
             raise ConfigError("private: expected it together with push_to_hub, got no push_to_hub")
-        if self.to == "gguf" and self.push_to_hub is not None:
-            raise ConfigError(
-                "push_to_hub: expected none with gguf, whose file has no card; `hf upload` takes any file, got "
-                f"{self.push_to_hub!r}"
-            )
         if self.to == "peft" and self.dtype != "auto":
             raise ConfigError(f"dtype: expected auto with peft, which copies the adapter as it is, got {self.dtype!r}")
-        if self.to != "gguf":
-            for name, unset in (("llama_cpp", None), ("outtype", "auto")):
-                if getattr(self, name) != unset:
-                    raise ConfigError(f"{name}: expected it with gguf alone, got {getattr(self, name)!r}")

@@ -61,10 +61,16 @@ _WITHOUT = {
     "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
+    "reserve": "plan leaves 5 % of --gpu to the driver and fragmentation",
+    "out": "plan draws no chart; --json prints its numbers",
+    "llama_cpp outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of --to merged, see docs/guides/export.md",
+    "gold_model_path gold_adapter": "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it",
     "time": "a run tells the time that is left after its second step",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
 }
 """Names of options elsewhere, and the reason why there is none here."""
+_GONE = {"shard_base=always": "a vLLM server draws for a base that is larger than a GPU (rollout_backend vllm)"}
+"""Values of before, and what serves instead."""
 
 
 def option(
@@ -256,11 +262,13 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     for kind in _alternatives(hint):
         if typing.get_origin(kind) is list and _matches(kind, [value]):
             return _convert(kind, [value])
-    raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(hint, value)}")
+    raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(name, hint, value)}")
 
 
-def _meant(hint: Any, value: Any) -> str:
-    """The choice that is nearest to a value that is none."""
+def _meant(name: str, hint: Any, value: Any) -> str:
+    """The end of the message: what a value of before became, or the nearest choice."""
+    if f"{name}={value}" in _GONE:
+        return f"; {_GONE[f'{name}={value}']}"
     choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]
     if not isinstance(value, str) or not choices:
         return ""
@@ -400,8 +408,6 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
     if kind is bool:
         if text.lower() in _TRUE + _FALSE:
             return text.lower() in _TRUE
-        if any(typing.get_origin(other) is Literal and _matches(other, text) for other in _alternatives(hint)):
-            return text
     elif kind in (int, float) or typing.get_origin(kind) is dict:
         try:
             if typing.get_origin(kind) is dict:
@@ -413,7 +419,7 @@ def _from_string(name: str, hint: Any, kind: Any, text: str) -> Any:
             pass  # reported below, with the option's name
     else:
         return text
-    raise ConfigError(f"{name}: expected {_describe(hint)}, got {text!r}")
+    raise ConfigError(f"{name}: expected {_describe(hint)}, got {text!r}{_meant(name, hint, text)}")
 
 
 # ---- files and help ----------------------------------------------------------------------------------------

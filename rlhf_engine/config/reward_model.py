@@ -36,12 +36,6 @@ class RewardConfig(SupervisedOptions):
     center_rewards_coefficient: float | None = option(
         None, "adds this times mean((r_chosen + r_rejected)^2), which keeps rewards around 0; pairwise only", ge=0
     )
-    gold_model_path: str | None = option(
-        None,
-        "folder of a whole reward model that says which answer of each pair is better, in place of the data; pairwise "
-        "only",
-    )
-    gold_adapter: str | None = option(None, "the same by a PEFT folder of a LoRA reward model on this base")
     eval_dataset_name: str | None = option(None, "held-out rows, from what dataset_name may be")
     eval_share: float | None = option(None, "hold out this share of the groups of dataset_name", gt=0, lt=1)
     group_column: str | None = option(
@@ -67,14 +61,7 @@ class RewardConfig(SupervisedOptions):
                 "truncation: expected error, drop or keep_end for reward models, which judge an answer at its end, got "
                 f"{self.truncation!r}"
             )
-        if self.gold_model_path is not None and self.gold_adapter is not None:
-            raise ConfigError("gold_adapter: expected either gold_model_path or gold_adapter, got both")
-        if self.has_gold and self.objective == "pointwise":
-            raise ConfigError(
-                "gold_model_path, gold_adapter: expected them unset for objective 'pointwise', since they label pairs, "
-                f"got {self.gold_model_path or self.gold_adapter!r}"
-            )
-        for name in ("gold_model_path", "gold_adapter", "eval_dataset_name", "group_column"):
+        for name in ("eval_dataset_name", "group_column"):
             if getattr(self, name) is not None:
                 not_empty(name, getattr(self, name))
         if self.eval_dataset_name is not None and self.eval_share is not None:
@@ -93,11 +80,6 @@ class RewardConfig(SupervisedOptions):
                 "export: expected it unset for --full, whose final folder is a sequence classifier anyway, got "
                 f"{self.export!r}"
             )
-
-    @property
-    def has_gold(self) -> bool:
-        """Whether a gold reward model labels the pairs."""
-        return self.gold_model_path is not None or self.gold_adapter is not None
 
     @property
     def has_eval(self) -> bool:

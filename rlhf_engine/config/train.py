@@ -101,6 +101,11 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         None, "most tokens of all lanes together in one backbone forward; none: by device and model", ge=1
     )
 
+    dry_run: bool = option(
+        False,
+        "draw, score and learn from the longest prompts and answers twice, print seconds and peak memory by phase of "
+        "the second step, and write nothing",
+    )
     eval_steps: int = option(
         0, "evaluate on held-out prompts before the first step and every so many steps; 0: never", ge=0
     )
@@ -125,6 +130,11 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
             )
         self.check_prompts_kept()
+        if self.dry_run and (self.rollout_backend != "local" or self.is_async):
+            raise ConfigError(
+                "dry_run: expected false where answers are drawn elsewhere or beside updates (rollout_backend 'vllm', "
+                "async), got true"
+            )
         self._check_method()
         self.check_algorithm()
         self._check_correction()
@@ -193,11 +203,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 raise ConfigError(
                     f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
                 )
-        if self.shard_base == "always" and self.decode_step in ("native", "graph"):
-            raise ConfigError(
-                "decode_step: expected 'auto' or 'transformers' with shard_base always, where no process holds the "
-                f"weights that others read where they lie, got {self.decode_step!r}"
-            )
         if self.shard_base and self.async_mode == "overlap" and self.rollout_backend == "local":
             raise ConfigError(
                 "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "

@@ -100,11 +100,10 @@ class TrainingOptions(DataOptions, ModelOptions):
     ddp_timeout: float = option(
         1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
     )
-    shard_base: bool | Literal["always"] = option(
+    shard_base: bool = option(
         False,
         "several processes: each holds a share of every frozen backbone, as in any case of trained ones (FSDP2), and "
-        "all of it to draw, score and evaluate; always: never all of it, blocks are gathered as they run, for a base "
-        "that is larger than a GPU",
+        "all of it to draw, score and evaluate; with rollout_backend vllm never all of it",
     )
 
     @property

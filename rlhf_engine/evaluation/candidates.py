@@ -1,36 +1,44 @@
-"""Candidates of an evaluation: the base, adapters on it, other models, files of answers, and the data's own answers."""
+"""Candidates of an evaluation, and what is kept of them on disk.
+
+A candidate is the base, an adapter on it, another model, a file of answers, or the data's own answers. Each answer and
+each verdict is kept as it is made, so that an evaluation goes on.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+from rlhf_engine.config.data import SUFFIXES
 from rlhf_engine.config.evaluate import BASE, REFERENCES, EvaluateConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import read_config, require_lm_head
-from rlhf_engine.runs.folder import FINAL_FOLDER
+from rlhf_engine.io import LineFile
+from rlhf_engine.runs.folder import FINAL_FOLDER, find_model
 
+ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
+_DRAWN_BY = (
+    "model_name_or_path", "dtype", "seed", "dataset_name", "max_prompts", "max_prompt_length", "truncation",
+    "num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "greedy", "stop",
+)  # fmt: skip
+"""Options that an answer depends on."""
+_JUDGED_BY = ("judge", "judge_model", "against")
 CandidateKind = Literal["base", "adapter", "model", "answers", "references"]
-_ANSWERS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_MODEL_CONFIG = "config.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One of what is compared."""
+class Candidate(NamedTuple):
+    """A model or a set of answers that is compared."""
 
-    name: str
-    """Name in tables and files."""
-    kind: CandidateKind
-    """What draws its answers: the base, the base with an adapter, another model; or where they are written."""
-    place: str
-    """Folder or file; "" of the base and of the data's own answers."""
+    name: str  # in tables and files
+    kind: CandidateKind  # what draws its answers, or where they are written
+    place: str  # folder or file; "" of the base and of the data's own answers
 
     @property
     def is_drawn(self) -> bool:
@@ -49,18 +57,24 @@ def find_candidates(config: EvaluateConfig) -> list[Candidate]:
     Raises ConfigError for a place that holds neither a model, an adapter nor answers, a name that is given twice, or an
     `against` that is none of the names; ValueError for an adapter that is not served, or a model without an LM head.
     """
-    found = [_candidate(given) for given in config.models]
-    names = [candidate.name for candidate in found]
+    candidates = [_candidate(given) for given in config.models]
+    names = [candidate.name for candidate in candidates]
     if config.against not in names:
         if config.against not in (BASE, REFERENCES):
             raise ConfigError(
                 f"against: expected {BASE}, {REFERENCES} or one of the models {names}, got {config.against!r}"
             )
-        found.insert(0, _candidate(config.against))
-    if len(found) < 2 and config.against == REFERENCES:
-        found.append(_candidate(BASE))
-    _require_different(found)
-    return sorted(found, key=lambda candidate: candidate.name != config.against)
+        candidates.insert(0, _candidate(config.against))
+    if len(candidates) < 2 and config.against == REFERENCES:
+        candidates.append(_candidate(BASE))
+    for key in ("name", "role"):
+        names = [getattr(candidate, key) for candidate in candidates]
+        twice = [candidate.name for candidate in candidates if names.count(getattr(candidate, key)) > 1]
+        if twice:
+            raise ConfigError(
+                f"models: expected different names, got {twice[0]!r} and {twice[1]!r}; give them as name=PLACE"
+            )
+    return sorted(candidates, key=lambda candidate: candidate.name != config.against)
 
 
 def _candidate(given: str) -> Candidate:
@@ -70,34 +84,21 @@ def _candidate(given: str) -> Candidate:
     if not place:
         raise ConfigError(f"models: expected [name=]PLACE, got {given!r}")
     if place == BASE:
-        return Candidate(name=name or BASE, kind="base", place="")
+        return Candidate(name or BASE, "base", "")
     if place == REFERENCES:
-        return Candidate(name=name or REFERENCES, kind="references", place="")
+        return Candidate(name or REFERENCES, "references", "")
     name = name or _short_name(place)
-    if place.endswith(_ANSWERS):
+    if place.endswith(SUFFIXES):
         if not Path(place).is_file():
             raise ConfigError(f"models: expected a file with prompt and completion, got {place!r}, which is not there")
-        return Candidate(name=name, kind="answers", place=place)
-    folder = local_folder(place, "models", weights=True)
-    if (folder / FINAL_FOLDER).is_dir() and not _kind_of(folder):
-        folder = folder / FINAL_FOLDER
-    kind = _kind_of(folder)
-    if kind is None:
-        raise ConfigError(
-            f"models: expected a folder with {peft_io.CONFIG_FILE} or {_MODEL_CONFIG}, a run, a file of answers, "
-            f"{BASE} or {REFERENCES}, got {place!r}"
-        )
-    if kind == "adapter":  # one that is not served is refused before anything is drawn
-        peft_io.read_slot_config(folder)
-    else:
-        require_lm_head(read_config(folder), place, "models")
-    return Candidate(name=name, kind=kind, place=str(folder) if not is_hub_name(place) else place)
-
-
-def _kind_of(folder: Path) -> CandidateKind | None:
+        return Candidate(name, "answers", place)
+    folder = find_model(local_folder(place, "models", weights=True), "models")
+    place = place if is_hub_name(place) else str(folder)
     if (folder / peft_io.CONFIG_FILE).is_file():
-        return "adapter"
-    return "model" if (folder / _MODEL_CONFIG).is_file() else None
+        peft_io.read_slot_config(folder)  # one that is not served is refused before anything is drawn
+        return Candidate(name, "adapter", place)
+    require_lm_head(read_config(folder), place, "models")
+    return Candidate(name, "model", place)
 
 
 def _short_name(place: str) -> str:
@@ -105,17 +106,81 @@ def _short_name(place: str) -> str:
     parts = [part for part in Path(place).parts if part not in (os.path.sep, ".", "..")]
     while len(parts) > 1 and parts[-1] == FINAL_FOLDER:
         parts.pop()
-    return parts[-1].partition(".json")[0].removesuffix(".parquet") if parts else place
+    suffix = next((suffix for suffix in SUFFIXES if place.endswith(suffix)), "")
+    return parts[-1].removesuffix(suffix) if parts else place
 
 
-def _require_different(candidates: Sequence[Candidate]) -> None:
-    for field in ("name", "role"):
-        seen: dict[str, Candidate] = {}
-        for candidate in candidates:
-            key = getattr(candidate, field)
-            if key in seen:
+# ---- answers and verdicts on disk ------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """One answer of one candidate."""
+
+    text: str  # without special tokens and stop texts
+    ids: tuple[int, ...]  # by the tokenizer of `model_name_or_path`, the ending one included
+    finished: bool  # whether it ended by itself
+
+
+class Kept:
+    """Lines of a file that belong to this evaluation, by key."""
+
+    def __init__(self, path: Path, digests: Mapping[str, str], *, resume: bool) -> None:
+        """Read what is there."""
+        self._file = LineFile(path)
+        self._digests = digests
+        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}  # (candidate, prompt, draw, order) → line
+        if path.exists() and not resume:
+            raise ConfigError(
+                f"output_dir: expected a folder without {path.name}, got {str(path.parent)!r}; --resume goes on with it"
+            )
+        for number, row in self._file.read("output_dir"):
+            model = str(row.get("model"))
+            if digests.get(model) != row.get("settings"):
                 raise ConfigError(
-                    f"models: expected different names, got {seen[key].name!r} and {candidate.name!r}; give them as "
-                    "name=PLACE"
+                    f"output_dir: {path}:{number}: expected a line of this evaluation, got one of another model or "
+                    f"with other options ({model!r})"
                 )
-            seen[key] = candidate
+            self.rows[model, row["prompt"], row["draw"], row["order"]] = row
+
+    def add(self, model: str, prompt: int, draw: int, order: int = 0, **values: Any) -> None:
+        """Keep one line, on disk when this returns."""
+        row = {"model": model, "prompt": prompt, "draw": draw, "order": order, **values}
+        row["settings"] = self._digests[model]
+        self._file.add(row)
+        self.rows[model, prompt, draw, order] = row
+
+
+def answer_digests(
+    config: EvaluateConfig,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Sequence[int]],
+    written: Mapping[str, Sequence[Sequence[Answer]]],
+) -> dict[str, str]:
+    """Digests of what the answers of each candidate depend on: options, prompts, the weights of its adapter.
+
+    Answers that are written already stand for themselves. Returns name → digest.
+    """
+    options = config.to_dict()
+    kept = [{name: options[name] for name in _DRAWN_BY}, list(map(list, prompts))]
+    texts = {name: [[answer.text for answer in row] for row in rows] for name, rows in written.items()}
+    return {c.name: _digest([kept, c.kind, c.place, _weights(c), texts.get(c.name)]) for c in candidates}
+
+
+def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> dict[str, str]:
+    """Digests of what the verdicts on each candidate depend on: its answers, those of `against`, and the judge."""
+    options = config.to_dict()
+    template = None if config.judge_template is None else Path(config.judge_template).read_text(encoding="utf-8")
+    judged = [{name: options[name] for name in _JUDGED_BY}, template]
+    return {name: _digest([judged, digest, of_answers[config.against]]) for name, digest in of_answers.items()}
+
+
+def _weights(candidate: Candidate) -> str | None:
+    """Digest of an adapter's weights: a run may go on in the same folder. Of a whole model its place has to do."""
+    if candidate.kind != "adapter":
+        return None
+    folder = local_folder(candidate.place, "models", weights=True)
+    return hashlib.sha256((folder / peft_io.WEIGHTS_FILE).read_bytes()).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -7,6 +7,7 @@ by itself, one after the other. Answers draw from the same random numbers, which
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,41 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.evaluate import BASE, REWARD
-from rlhf_engine.data import (
-    Preference,
-    PromptCompletion,
-    PromptOnly,
-    PromptSet,
-    Row,
-    RowError,
-    Tally,
-    Tokenized,
-    UnpairedPreference,
-    load_rows,
-    tokenize_prompts,
-    tokenize_row,
-)
-from rlhf_engine.data.load import with_options
+from rlhf_engine.data.read import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
-from rlhf_engine.errors import ConfigError, EngineError, as_request_errors
-from rlhf_engine.evaluation import measure
-from rlhf_engine.evaluation.answers import (
-    ANSWERS_FILE,
-    VERDICTS_FILE,
-    Answer,
-    Kept,
-    answer_digests,
-    verdict_digests,
-)
-from rlhf_engine.evaluation.candidates import Candidate, find_candidates
-from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
-from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
+from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
+from rlhf_engine.evaluation import candidates as kept
+from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
+from rlhf_engine.evaluation.judges import Pair, by_reward, make_judge
+from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
@@ -58,15 +40,10 @@ from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is done, how many are, of how many)."""
-KINDS: tuple[Kind, ...] = (
-    "prompt_completion",
-    "preference",
-    "implicit_preference",
-    "unpaired_preference",
-    "prompt_only",
-)
+T = TypeVar("T")
+Progress = Callable[[str, int, int], None]  # called with (what is done, how many are, of how many)
+_PAIRS: tuple[Kind, ...] = ("preference", "implicit_preference", "unpaired_preference")
+KINDS: tuple[Kind, ...] = ("prompt_completion", *_PAIRS, "prompt_only")
 
 
 @dataclass(kw_only=True)
@@ -75,49 +52,40 @@ class Measured:
 
     candidate: Candidate
     answers: list[list[Answer]] = field(default_factory=list)
-    rewards: list[list[float | None]] | None = None
-    """Weighted rewards; None for an answer that a source left out."""
-    sources: dict[str, list[list[float | None]]] = field(default_factory=dict)
-    """Rewards by source."""
-    kl: list[list[float]] | None = None
-    """Exact KL from the base in nats, summed over an answer's tokens."""
-    surprise: list[float] | None = None
-    """−log-prob of the reference answers in nats, by prompt."""
-    reference_tokens: list[int] | None = None
-    """Tokens of the reference answers by this candidate's tokenizer, by prompt."""
+    rewards: list[list[float | None]] | None = None  # weighted; None for an answer that a source left out
+    sources: dict[str, list[list[float | None]]] = field(default_factory=dict)  # rewards by source
+    kl: list[list[float]] | None = None  # exact KL from the base in nats, summed over an answer's tokens
+    surprise: list[float] | None = None  # −log p of each reference, in nats, summed over its tokens
+    reference_tokens: list[int] = field(default_factory=list)  # of each reference
     preferences: list[list[float | None]] | None = None
     """1 where the answer was preferred to that of `against`, 0 where the other was; None without a verdict.
 
     Lists are by prompt and pair. Pair k has the k-th answer of both; the fewer answers are taken again from the first.
     """
-    missing: dict[str, str] = field(default_factory=dict)
-    """Metric → why it is not there."""
+    missing: dict[str, str] = field(default_factory=dict)  # metric → why it is not there
+
+    def by_prompt(self, values: Sequence[T]) -> list[list[T]]:
+        """One value for each answer, grouped as the answers are."""
+        left = iter(values)
+        return [[next(left) for _ in row] for row in self.answers]
 
 
 class Evaluation:
     """One evaluation. Construction finds all that can be wrong with the request before anything is drawn."""
 
     def __init__(self, config: EvaluateConfig) -> None:
-        """Read the prompts, find the candidates, and open the files.
-
-        Args:
-            config: the options.
-
-        Raises:
-            ConfigError: whatever cannot be served.
-            RewardError: a reward function that fails on two rows.
-        """
+        """Read the prompts, find the candidates, and open the files."""
         self.config = config
         self.candidates = find_candidates(config)
-        tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
-        rows = load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
+        tally = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
+        rows = data.load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self._vocabulary = read_vocabulary(config.model_name_or_path)
         if config.reward_model_path is not None:
             require_same_tokens(self.tokenizer, config.reward_model_path, self._vocabulary)
         self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
-        self.prompts: PromptSet = tokenize_prompts(
-            [recast(row, PromptOnly) for row in rows],
+        self.prompts: data.PromptSet = data.tokenize_prompts(
+            [recast(row, data.PromptOnly) for row in rows],
             self.tokenizer,
             tally,
             context_length=self._context,
@@ -126,24 +94,24 @@ class Evaluation:
             truncation=config.truncation,
             vocabulary=self._vocabulary,
         )
-        self.report = tally.report()
-        """Report on the rows of prompts."""
+        self.n_prompts = len(self.prompts.ids)
+        self.report = tally
         by_place = {row.place: row for row in rows}
         self._rows = [by_place[row.place] for row in self.prompts.rows]
         answers = map(_reference, self._rows)
-        self.references = [None if answer is None else text_of(answer) for answer in answers]
-        """Reference answers; None of a row without one."""
+        self.references = [None if answer is None else text_of(answer) for answer in answers]  # None: a row without one
         self.scorer = AnswerScorer(config.sources, config.reward_weights) if config.sources else None
         if self.scorer is not None:
             n = range(min(2, len(self.prompts.ids)))
             self.scorer.dry_run(self.prompts.written(list(n)), self.prompts.columns(list(n)))
-        self.judge: Judge | None = make_judge(config) if config.judged_by not in (None, REWARD) else None
+        self.judge = make_judge(config) if config.judged_by not in (None, REWARD) else None
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
-        digests = answer_digests(config, self.candidates, self.prompts.ids, self._written)
-        self._answers = Kept(self.output / ANSWERS_FILE, digests, resume=config.resume)
-        self._verdicts = Kept(self.output / VERDICTS_FILE, verdict_digests(config, digests), resume=config.resume)
+        digests = kept.answer_digests(config, self.candidates, self.prompts.ids, self._written)
+        self._answers = kept.Kept(self.output / kept.ANSWERS_FILE, digests, resume=config.resume)
+        digests = kept.verdict_digests(config, digests)
+        self._verdicts = kept.Kept(self.output / kept.VERDICTS_FILE, digests, resume=config.resume)
         self._sampling = SamplingConfig(
             max_completion_length=config.max_completion_length,
             eos_token_ids=(),
@@ -155,34 +123,19 @@ class Evaluation:
             seed=config.seed,
         )
 
-    @property
-    def n_prompts(self) -> int:
-        """Number of prompts."""
-        return len(self.prompts.ids)
-
     def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
-        """Draw what is missing, score and judge.
-
-        Args:
-            progress: see `Progress`.
-
-        Returns:
-            Name → what is known, in the order of the candidates.
-
-        Raises:
-            EngineError: a judge that fails, or that says nothing usable too often.
-        """
-        found = {c.name: Measured(candidate=c) for c in self.candidates}
+        """Draw what is missing, score and judge; name → what is known, in the order of the candidates."""
+        measured = {c.name: Measured(candidate=c) for c in self.candidates}
         for candidate in self.candidates:
             if candidate.kind == "model":
-                self._run_other(found[candidate.name], progress)
-        self._run_on_base(found, progress)
-        self._judge_all(found, progress)
-        return found
+                self._run_other(measured[candidate.name], progress)
+        self._run_on_base(measured, progress)
+        self._judge_all(measured, progress)
+        return measured
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _run_on_base(self, found: Mapping[str, Measured], progress: Progress) -> None:
+    def _run_on_base(self, measured: Mapping[str, Measured], progress: Progress) -> None:
         """The base, its adapters, answers that are written already, and every reward."""
         config = self.config
         on_base = [c for c in self.candidates if c.kind in ("base", "adapter")]
@@ -197,19 +150,19 @@ class Evaluation:
         if on_base:
             self._draw(model, on_base, self.tokenizer, self.prompts.ids, progress)
         for candidate in self.candidates:
-            of = found[candidate.name]
+            of = measured[candidate.name]
             if not of.answers:
                 of.answers = self._answers_of(candidate)
         for candidate in on_base:
-            self._measure_lm(model, found[candidate.name], candidate.role, self.tokenizer)
+            self._measure_kl(model, measured[candidate.name])
+            self._measure_surprise(model, measured[candidate.name], self.tokenizer)
         for candidate in self.candidates:
             if not candidate.is_drawn:
-                why = "no model is here"
-                found[candidate.name].missing |= {"kl": why, "perplexity": why}
+                measured[candidate.name].missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
         if self.scorer is not None:
-            for i, of in enumerate(found.values()):
+            for i, of in enumerate(measured.values()):
                 self._reward(of, model if wants_reward else None)
-                progress("scoring", i + 1, len(found))
+                progress("scoring", i + 1, len(measured))
 
     def _run_other(self, of: Measured, progress: Progress) -> None:
         """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
@@ -217,22 +170,19 @@ class Evaluation:
         tokenizer = load_tokenizer(candidate.place)
         same = tokenizer.get_vocab() == self.tokenizer.get_vocab()
         roles = {candidate.role: RoleSpec(slot=OFF)}
-        others = {}
-        if same:
-            roles["reference"] = RoleSpec(backbone="reference", slot=OFF)
-            others["reference"] = config.model_name_or_path
-        else:
-            of.missing["kl"] = f"its tokens are not those of {BASE}"
-        dtype, device = DTYPES[config.dtype], resolve_device(config.device)
         with as_request_errors():
             model = HydraModel.from_pretrained(
-                candidate.place, roles=roles, backbones=others, dtype=dtype, device=device
+                candidate.place,
+                roles={**roles, "reference": RoleSpec(backbone="reference", slot=OFF)} if same else roles,
+                backbones={"reference": config.model_name_or_path} if same else {},
+                dtype=DTYPES[config.dtype],
+                device=resolve_device(config.device),
             )
             exactness.settle(config.exact, model.role_backbone(candidate.role))
         ids = self.prompts.ids
         if not same:
-            tally = Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
-            ids = tokenize_prompts(
+            tally = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=0)
+            ids = data.tokenize_prompts(
                 self.prompts.rows,
                 tokenizer,
                 tally,
@@ -241,7 +191,11 @@ class Evaluation:
             ).ids
         self._draw(model, [candidate], tokenizer, ids, progress)
         of.answers = self._answers_of(candidate)
-        self._measure_lm(model, of, candidate.role, tokenizer)
+        self._measure_surprise(model, of, tokenizer)
+        if same:
+            self._measure_kl(model, of)
+        else:
+            of.missing["kl"] = f"its tokens are not those of {BASE}"
 
     def _draw(
         self,
@@ -253,14 +207,9 @@ class Evaluation:
     ) -> None:
         """Answers that are missing, of candidates on one backbone; each is kept as it finishes."""
         each = self.config.num_generations
+        wanted = itertools.product(range(self.n_prompts), candidates, range(each))
+        missing = [(c, i, draw) for i, c, draw in wanted if (c.name, i, draw, 0) not in self._answers.rows]
         total = len(candidates) * self.n_prompts * each
-        missing = [
-            (candidate, i, draw)
-            for i in range(self.n_prompts)
-            for candidate in candidates
-            for draw in range(each)
-            if (candidate.name, i, draw, 0) not in self._answers.rows
-        ]
         if not missing:
             return
         requests = [
@@ -281,28 +230,19 @@ class Evaluation:
         for answer in engine.run():
             candidate, i, draw = missing[answer.index]
             text = stops.cut(str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
-            self._answers.add(
-                candidate.name,
-                i,
-                draw,
-                text=text,
-                ids=list(answer.tokens) if own else list(self._encode(i, text, answer.finish_reason != "length")),
-                finished=answer.finish_reason != "length",
-            )
+            finished = answer.finish_reason != "length"
+            room = self._context - len(self.prompts.ids[i])
+            ids = list(answer.tokens) if own else self._encode(i, text, finished)[:room]
+            self._answers.add(candidate.name, i, draw, text=text, ids=ids, finished=finished)
             done += 1
             progress(what, done, total)
 
     def _answers_of(self, candidate: Candidate) -> list[list[Answer]]:
         if not candidate.is_drawn:
             return self._written[candidate.name]
-        rows = self._answers.rows
-        return [
-            [
-                Answer(text=row["text"], ids=tuple(row["ids"]), finished=row["finished"])
-                for row in (rows[candidate.name, i, draw, 0] for draw in range(self.config.num_generations))
-            ]
-            for i in range(self.n_prompts)
-        ]
+        draws = range(self.config.num_generations)
+        rows = [[self._answers.rows[candidate.name, i, draw, 0] for draw in draws] for i in range(self.n_prompts)]
+        return [[Answer(row["text"], tuple(row["ids"]), row["finished"]) for row in some] for some in rows]
 
     # ---- answers that are written already ---------------------------------------------------------------------------
 
@@ -312,11 +252,11 @@ class Evaluation:
             answers = [[] if text is None else [self._as_written(i, text)] for i, text in enumerate(self.references)]
             where = f"{candidate.name}: expected an answer (completion or chosen) for every row of dataset_name"
         else:
-            tally = Tally(source=candidate.place, argument="models")
-            rows = load_rows(candidate.place, tally, kinds=("prompt_completion",))
-            by_prompt: dict[str, list[PromptCompletion]] = {}
+            tally = data.Tally(source=candidate.place, argument="models")
+            rows = data.load_rows(candidate.place, tally, kinds=("prompt_completion",))
+            by_prompt: dict[str, list[data.PromptCompletion]] = {}
             for row in sorted(rows, key=_index):
-                assert isinstance(row, PromptCompletion)
+                assert isinstance(row, data.PromptCompletion)
                 asked = row if isinstance(row.prompt, str) else with_options(row, self.config)
                 by_prompt.setdefault(_key(asked.prompt), []).append(row)
             # `generate --out` writes the text of the chat template as the prompt
@@ -334,53 +274,44 @@ class Evaluation:
         return answers
 
     def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
-        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself."""
-        reason, ids = columns.get("finish_reason"), columns.get("completion_ids", [])
-        if not self._reads_as(ids, text, is_cut=reason == "stop"):
-            ids = self._encode(i, text, reason != "length")
-        ids = ids[: self._context - len(self.prompts.ids[i])]
-        return Answer(text=text, ids=tuple(ids), finished=reason != "length")
+        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself.
 
-    def _reads_as(self, ids: Any, text: str, *, is_cut: bool) -> bool:
-        """Whether ids are tokens of a text, or of one that a stop text cut. Those of another tokenizer are not."""
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
-            return False
-        read = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return bool(ids) and (read.startswith(text) if is_cut else read == text)
+        Ids that do not read as the text, or as what a stop text cut, are those of another tokenizer.
+        """
+        reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
+        is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
+        read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None
+        if read is None or not (read.startswith(text) if reason == "stop" else read == text):
+            ids = self._encode(i, text, reason != "length")
+        return Answer(text, tuple(ids[: self._context - len(self.prompts.ids[i])]), reason != "length")
 
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
-        """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
-        row = self.prompts.rows[i]
-        ids = _tokenized(row, text, self.tokenizer).answers[0]
-        if not finished:
-            ids = ids[:-1]
-        return ids[: self._context - len(self.prompts.ids[i])]
+        """Token ids of an answer to prompt i, with its end where it ended."""
+        return _tokenized(self.prompts.rows[i], text, self.tokenizer).answers[0][: None if finished else -1]
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
-    def _measure_lm(self, model: HydraModel, of: Measured, role: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Exact KL of the answers, and surprise of the references."""
-        if "kl" not in of.missing:
-            flat = [(i, answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
-            kl = iter(
-                measure.divergences(model, role, [self.prompts.ids[i] for i, _ in flat], [ids for _, ids in flat])
-            )
-            of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
+    def _measure_kl(self, model: HydraModel, of: Measured) -> None:
+        """KL from the base over the whole vocabulary, in nats at temperature 1, summed over each answer's tokens."""
+        flat = [(self.prompts.ids[i], answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
+        kl = iter(_sums(model, flat, LogprobPair(role=of.candidate.role, reference="reference"), "kl"))
+        of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
+
+    def _measure_surprise(self, model: HydraModel, of: Measured, tokenizer: PreTrainedTokenizerBase) -> None:
+        """−log p of the data's own answers in their context, in nats at temperature 1, cut where the context ends."""
         references = list(map(_reference, self._rows))
         if None in references:
             of.missing["perplexity"] = "the data have no answers of their own"
             return
+        place = of.candidate.place if of.candidate.kind == "model" else self.config.model_name_or_path
+        limit = read_context_length(place)
         encoded = []
         for row, cut, reference in zip(self.prompts.rows, self.prompts.ids, references, strict=True):
-            one = _tokenized(row, reference or "", tokenizer)
-            is_cut = tokenizer is self.tokenizer and isinstance(row.prompt, str)
-            encoded.append((cut if is_cut else one.prompt, one.answers[0]))
-        limit = read_context_length(
-            self.config.model_name_or_path if of.candidate.kind != "model" else of.candidate.place
-        )
-        encoded = [(prompt, ids[: limit - len(prompt)]) for prompt, ids in encoded]
-        of.surprise = measure.surprises(model, role, [p for p, _ in encoded], [ids for _, ids in encoded])
-        of.reference_tokens = [len(ids) for _, ids in encoded]
+            whole = _tokenized(row, reference or "", tokenizer)
+            prompt = cut if tokenizer is self.tokenizer and isinstance(row.prompt, str) else whole.prompt
+            encoded.append((prompt, whole.answers[0][: limit - len(prompt)]))
+        logprobs = _sums(model, encoded, Logprobs(role=of.candidate.role), "logprob")
+        of.surprise, of.reference_tokens = [-value for value in logprobs], [len(ids) for _, ids in encoded]
 
     def _reward(self, of: Measured, model: HydraModel | None) -> None:
         """Rewards of all answers of a candidate, by every source."""
@@ -388,7 +319,15 @@ class Evaluation:
         places = [i for i, row in enumerate(of.answers) for _ in row]
         flat = [answer for row in of.answers for answer in row]
         prompts = [self.prompts.ids[i] for i in places]
-        learned = None if model is None else measure.rewards(model, prompts, [answer.ids for answer in flat])
+        learned = None
+        if model is not None:
+            batch = PackedBatch.from_lists(prompts, [answer.ids for answer in flat], device=model.device)
+            rewards_N = model.score(batch, ("reward",)).rewards_N
+            assert rewards_N is not None
+            learned = rewards_N.float().cpu()
+            if not learned.isfinite().all():
+                place = int((~learned.isfinite()).int().argmax())
+                raise NonFiniteError(f"reward of answer {place} is {float(learned[place])}")
         scored = self.scorer(
             self.prompts.written(places),
             [answer.text for answer in flat],
@@ -397,20 +336,15 @@ class Evaluation:
             [True] * len(flat),  # scores of what did not end are as they are: the EOS rule is one of training
             learned,
         )
-
-        def grouped(values: Sequence[float | None]) -> list[list[float | None]]:
-            left = iter(values)
-            return [[next(left) for _ in row] for row in of.answers]
-
-        of.rewards = grouped(scored.totals)
-        of.sources = {name: grouped(values) for name, values in scored.sources.items()}
+        of.rewards = of.by_prompt(scored.totals)
+        of.sources = {name: of.by_prompt(values) for name, values in scored.sources.items()}
 
     # ---- verdicts ---------------------------------------------------------------------------------------------------
 
-    def _judge_all(self, found: Mapping[str, Measured], progress: Progress) -> None:
+    def _judge_all(self, measured: Mapping[str, Measured], progress: Progress) -> None:
         """Preferences of each candidate's answers over those of `against`, draw by draw."""
-        against = found[self.config.against]
-        for of in found.values():
+        against = measured[self.config.against]
+        for of in measured.values():
             if of is against or self.config.judged_by is None:
                 continue
             if self.judge is None:
@@ -451,14 +385,11 @@ class Evaluation:
                     f"{self.config.max_bad_verdicts:g}), got {bad} verdicts without it, such as {verdict.reply!r}; "
                     f"{done} of {len(keys)} verdicts are kept, --resume with a larger max_bad_verdicts goes on"
                 )
-        rows = self._verdicts.rows
-        return [
-            [_mean_of_both(*(rows[name, i, draw, order]["preference"] for order in (0, 1))) for draw in range(len(row))]
-            for i, row in enumerate(answers)
-        ]
+        return [[self._mean_of_both_orders(name, i, draw) for draw in range(len(row))] for i, row in enumerate(answers)]
 
-
-T = TypeVar("T")
+    def _mean_of_both_orders(self, name: str, i: int, draw: int) -> float | None:
+        first, second = (self._verdicts.rows[name, i, draw, order]["preference"] for order in (0, 1))
+        return None if first is None or second is None else (first + second) / 2
 
 
 def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
@@ -466,28 +397,37 @@ def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
     return [(mine[k % len(mine)], theirs[k % len(theirs)]) for k in range(max(len(mine), len(theirs)))]
 
 
-def _mean_of_both(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else (first + second) / 2
-
-
-def _reference(row: Row) -> Text | None:
+def _reference(row: data.Row) -> Text | None:
     """The answer that the data have: a completion, the chosen one, or one that was liked."""
-    if isinstance(row, PromptCompletion) or (isinstance(row, UnpairedPreference) and row.label):
+    if isinstance(row, data.PromptCompletion) or (isinstance(row, data.UnpairedPreference) and row.label):
         return row.completion
-    return row.chosen if isinstance(row, Preference) else None
+    return row.chosen if isinstance(row, data.Preference) else None
 
 
-def _tokenized(row: Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
-    """Token ids of a row and of an answer to it, in text or in messages, with its end; [end] of an empty one."""
+def _tokenized(row: data.Row, answer: Text, tokenizer: PreTrainedTokenizerBase) -> data.Tokenized:
+    """Token ids of a row and of an answer to it, in text or in messages, with its end."""
     if isinstance(answer, str) and not isinstance(row.prompt, str):
         answer = ({"role": "assistant", "content": answer},)
     try:
-        return tokenize_row(recast(row, PromptCompletion, completion=answer), tokenizer)
-    except RowError as error:
+        return data.tokenize_row(recast(row, data.PromptCompletion, completion=answer), tokenizer)
+    except data.RowError as error:
         raise ConfigError(f"dataset_name: {row.place}: {error}") from error
 
 
-def _index(row: Row) -> int:
+@torch.no_grad()
+def _sums(
+    model: HydraModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], output: Output, name: str
+) -> list[float]:
+    """One result of an output, summed over the tokens of each answer. rows: token ids of prompt and answer."""
+    batch = PackedBatch.from_lists([prompt for prompt, _ in rows], [ids for _, ids in rows], device=model.device)
+    return [
+        float(part_M.sum(dtype=torch.float64))
+        for part, (result,) in model.in_parts(batch, (output,))
+        for part_M in getattr(result, name).split(list(part.completion_lens))
+    ]
+
+
+def _index(row: data.Row) -> int:
     """Place among the answers of `generate --out`, whose lines come as answers end: the short ones first."""
     place = row.columns.get("index")
     return place if isinstance(place, int) else 0

@@ -7,15 +7,16 @@ first answer whatever it says prefers nobody. A judge who says nothing usable in
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rlhf_engine.config.evaluate import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError
@@ -43,15 +44,11 @@ Judge by how well the answer serves the prompt. Neither the order nor the length
 answer A is better, B if answer B is better, TIE if they are equally good."""
 """Question to a server; {prompt}, {first} and {second} are replaced."""
 _FIELDS = ("{prompt}", "{first}", "{second}")
-_MOST_TOKENS = 1024
-"""Tokens of a judge's reply, some of which think first."""
+_MOST_TOKENS = 1024  # tokens of a judge's reply, some of which think first
 _SAID = {"A": 1.0, "B": 0.0, "TIE": 0.5, "C": 0.5}
-_BUSY = (429, 500)
-"""Statuses after which a server is given time, up to the timeout."""
-_FIRST_PAUSE = 1.0
-"""Seconds; doubled each time."""
-_AT_ONCE = 64
-"""Pairs that a function sees in one call."""
+_BUSY = (429, 500)  # statuses after which a server is given time, up to the timeout
+_FIRST_PAUSE = 1.0  # seconds; doubled each time
+_AT_ONCE = 64  # pairs that a function sees in one call
 
 
 class Pair(NamedTuple):
@@ -65,30 +62,11 @@ class Pair(NamedTuple):
 class Verdict(NamedTuple):
     """Reply to one pair."""
 
-    preference: float | None
-    """1: the first is better, 0: the second, 0.5: neither; None: the judge has said nothing usable."""
-    reply: str
-    """Reply in the judge's words, cut short; "" of a function."""
+    preference: float | None  # 1: the first is better, 0: the second, 0.5: neither; None: nothing usable was said
+    reply: str  # in the judge's words, cut short; "" of a function
 
 
-class Judge(Protocol):
-    """Judge of which of two answers is better."""
-
-    def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict), in any order.
-
-        Raises:
-            EngineError: the judge cannot be had.
-        """
-
-
-def make_judge(config: EvaluateConfig) -> Judge:
+def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
     """Build the function or the client of a server that the options name.
 
     Raises ConfigError for no such function, an address of another form, or a template without a place for an answer.
@@ -120,48 +98,32 @@ class FunctionJudge:
     """
 
     def __init__(self, spec: str) -> None:
-        """Load the function.
-
-        Args:
-            spec: package.module:function or file.py:function.
-
-        Raises:
-            ConfigError: there is no such function.
-        """
+        """Load the function."""
         try:
-            found: Any = load_reward(spec)
+            given: Any = load_reward(spec)
         except ConfigError as error:
             raise ConfigError(str(error).replace("reward_funcs", "judge")) from error
-        if isinstance(found, type):
-            found = found()
-        self._judge: Callable[..., Any] = getattr(found, "judge", found)
+        if isinstance(given, type):
+            given = given()
+        self._judge: Callable[..., Any] = getattr(given, "judge", given)
         self._spec = spec
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs. See `Judge.verdicts`.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict).
-
-        Raises:
-            RewardError: the function raised, or returned something else.
-        """
+        """(place of the pair, verdict) of each pair, in any order."""
         for start in range(0, len(pairs), _AT_ONCE):
             some = pairs[start : start + _AT_ONCE]
             prompts = [pair.prompt for pair in some]
             completions = [[pair.first, pair.second] for pair in some]
             try:
                 # TRL's judges may shuffle the order themselves; both orders are given here
-                options = {"shuffle_order": False} if _takes_order(self._judge) else {}
-                found = self._judge(prompts, completions, **options)
+                takes_order = "shuffle_order" in inspect.signature(self._judge).parameters
+                options = {"shuffle_order": False} if takes_order else {}
+                results = self._judge(prompts, completions, **options)
             except Exception as error:  # a user's function may raise anything; it is named and passed on
                 raise RewardError(f"judge {self._spec!r} raised {type(error).__name__}: {error}") from error
-            if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(some):
-                raise RewardError(f"judge {self._spec!r}: expected a list of {len(some)} results, got {found!r:.200}")
-            for i, value in enumerate(found):
+            if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(some):
+                raise RewardError(f"judge {self._spec!r}: expected a list of {len(some)} results, got {results!r:.200}")
+            for i, value in enumerate(results):
                 yield start + i, Verdict(self._preference(value), "")
 
     def _preference(self, value: Any) -> float | None:
@@ -172,26 +134,11 @@ class FunctionJudge:
         raise RewardError(f"judge {self._spec!r}: expected 0, 1, 0.5, -1 or None for each prompt, got {value!r}")
 
 
-def _takes_order(function: Callable[..., Any]) -> bool:
-    return "shuffle_order" in inspect.signature(function).parameters
-
-
 class ServerJudge:
     """Judge by a model behind `POST /v1/chat/completions`."""
 
     def __init__(self, url: str, *, model: str, template: str, timeout: float, requests: int) -> None:
-        """Make a client; nothing is sent yet.
-
-        Args:
-            url: http(s)://host:port, with or without /v1.
-            model: name that the server has for its model.
-            template: question with {prompt}, {first} and {second}.
-            timeout: seconds within which one reply has to be there.
-            requests: requests at once.
-
-        Raises:
-            ConfigError: an address of another form, or a template that lacks a field.
-        """
+        """Make a client; nothing is sent yet."""
         for field in _FIELDS:
             if field not in template:
                 raise ConfigError(f"judge_template: expected a text with {', '.join(_FIELDS)}, got none of {field}")
@@ -199,17 +146,7 @@ class ServerJudge:
         self._model, self._template, self._requests = model, template, requests
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs, several at once. See `Judge.verdicts`.
-
-        Args:
-            pairs: what is judged.
-
-        Returns:
-            Iterator of (place of the pair, verdict), as replies come.
-
-        Raises:
-            RolloutServerError: a server that fails, or does not answer in time.
-        """
+        """(place of the pair, verdict) of each pair, in any order; several are asked at once."""
         group = RequestGroup()
         stopped = threading.Event()
         waiting: dict[Future[Verdict], int] = {}
@@ -217,7 +154,7 @@ class ServerJudge:
         with ThreadPoolExecutor(self._requests) as pool:
             try:
                 while True:
-                    for i, pair in _first(todo, self._requests - len(waiting)):
+                    for i, pair in itertools.islice(todo, self._requests - len(waiting)):
                         waiting[pool.submit(self._ask, pair, group, stopped)] = i
                     if not waiting:
                         return
@@ -229,9 +166,12 @@ class ServerJudge:
                 group.end()
 
     def _ask(self, pair: Pair, group: RequestGroup, stopped: threading.Event) -> Verdict:
+        values = dict(zip(_FIELDS, pair, strict=True))
+        # in one pass, so that an answer is not looked at for fields
+        question = re.sub("|".join(map(re.escape, _FIELDS)), lambda field: values[field[0]], self._template)
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": _filled(self._template, pair)}],
+            "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
             "max_tokens": _MOST_TOKENS,
         }
@@ -247,26 +187,15 @@ class ServerJudge:
         return _verdict(_content(raw, self._http))
 
 
-def _first(items: Iterable[tuple[int, Pair]], n: int) -> Iterator[tuple[int, Pair]]:
-    for _, item in zip(range(n), items, strict=False):
-        yield item
-
-
-def _filled(template: str, pair: Pair) -> str:
-    """The question. What an answer says is not looked at for fields."""
-    values = dict(zip(_FIELDS, pair, strict=True))
-    return re.sub("|".join(map(re.escape, _FIELDS)), lambda found: values[found[0]], template)
-
-
 def _content(raw: bytes, http: Transport) -> str:
     try:
-        found = json.loads(raw)["choices"][0]["message"]["content"]
+        content = json.loads(raw)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         text = raw.decode(errors="replace")[:200]
         raise http.error(f"expected choices[0].message.content from /v1/chat/completions, got {text!r}") from error
-    if found is not None and not isinstance(found, str):
-        raise http.error(f"expected text as choices[0].message.content, got {type(found).__name__}")
-    return found or ""
+    if content is not None and not isinstance(content, str):
+        raise http.error(f"expected text as choices[0].message.content, got {type(content).__name__}")
+    return content or ""
 
 
 def _verdict(reply: str) -> Verdict:

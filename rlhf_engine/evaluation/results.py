@@ -1,74 +1,68 @@
-"""Results of an evaluation: figures with intervals by prompt, as JSON and as a table."""
+"""Results of an evaluation: figures with intervals by prompt, as JSON, as a table, and as a page.
+
+The page is one HTML file that needs nothing but a browser. It has the table, answers side by side, and answers to be
+rated without names. It holds neither paths nor addresses. Ratings stay in the browser until they are saved as a JSONL
+file with prompt, completion and label, which `rlhf-engine reward` reads.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_engine.evaluation.evaluate import Evaluation, Measured, pairs
-from rlhf_engine.evaluation.statistics import (
-    best_of_n_curve,
-    length_controlled_win_rate,
-    mean_by_prompt,
-    ratio_by_prompt,
-)
-from rlhf_engine.evaluation.texts import ROUGE, distinct, has_rouge, repetition, rouge
+from rlhf_engine.evaluation.evaluate import Evaluation, Measured
+from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
+from rlhf_engine.runs.metrics import write_atomic
+from rlhf_engine.runs.page import COLOURS, render
+from rlhf_engine.runs.text import show_controls
 from rlhf_engine.scoring.rewards import mean_or_none
 
-
-class Row(NamedTuple):
-    """A line of the table."""
-
-    key: str
-    label: str
-    form: str
-
-
-ROWS = (
-    Row("reward", "reward", ".3f"),
-    Row("win_rate", "win rate", ".1%"),
-    Row("length_controlled_win_rate", "win rate at equal lengths", ".1%"),
-    Row("kl", "KL from the base, nats", ".3f"),
-    Row("kl_per_token", "… per token", ".4f"),
-    Row("perplexity", "perplexity of references", ".2f"),
-    Row("bits_per_byte", "bits per byte of references", ".3f"),
-    Row("tokens", "tokens per answer", ".1f"),
-    Row("characters", "characters per answer", ".1f"),
-    Row("finished", "ended by themselves", ".1%"),
-    Row("repetition", "three words said again", ".1%"),
-    Row("distinct_1", "distinct words", ".3f"),
-    Row("distinct_2", "distinct pairs of words", ".3f"),
-    *(Row(name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
+ROUGE = ("rouge1", "rouge2", "rougeL")
+"""Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
+MOST_PROMPTS = 400  # prompts on the page; of more, every so many-th
+_LINES = (
+    ("win_rate", "win rate", ".1%"),
+    ("kl", "KL from the base, nats", ".3f"),
+    ("kl_per_token", "… per token", ".4f"),
+    ("perplexity", "perplexity of references", ".2f"),
+    ("tokens", "tokens per answer", ".1f"),
+    ("characters", "characters per answer", ".1f"),
+    ("finished", "ended by themselves", ".1%"),
+    *((name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
 )
-"""Lines of the table, beside the difference of rewards and one for each reward source where there are several."""
+"""Lines of the table below those of rewards: key of the figure, label, form of numbers."""
 
 
-def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str, Any]:
+def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Figures of an evaluation as plain values for JSON: prompts, judge, against, and for each model its figures.
 
     A figure with an interval is [value, low, high].
     """
     config = evaluation.config
-    against = found[config.against]
+    against = measured[config.against]
     return {
         "prompts": evaluation.n_prompts,
         "answers_per_prompt": config.num_generations,
         "against": config.against,
         "judge": config.judged_by,
         "interval": "95 %, percentile bootstrap over prompts",
-        "models": {name: _figures(evaluation, of, against) for name, of in found.items()},
+        "models": {name: _figures(evaluation, of, against) for name, of in measured.items()},
     }
 
 
 def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[str, Any]:
     seed = evaluation.config.seed
     answers = [answer for row in of.answers for answer in row]
-    texts = [answer.text for answer in answers]
     missing = dict(of.missing)
     figures: dict[str, Any] = {
         "kind": of.candidate.kind,
@@ -76,9 +70,6 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         "tokens": _mean([[float(len(a.ids)) for a in row] for row in of.answers], seed),
         "characters": _mean([[float(len(a.text)) for a in row] for row in of.answers], seed),
         "finished": _mean([[float(a.finished) for a in row] for row in of.answers], seed),
-        "repetition": _mean(_like(of, repetition(texts)), seed),
-        "distinct_1": distinct(texts, 1),
-        "distinct_2": distinct(texts, 2),
     }
     if of.rewards is not None:
         figures["reward"] = _mean(of.rewards, seed)
@@ -90,25 +81,19 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         complete = [[r for r in row if r is not None] for row in of.rewards]
         sizes = {len(row) for row in of.rewards} | {len(row) for row in complete}
         if len(sizes) == 1 and max(sizes) > 1:
-            figures["best_of_n"] = [
-                {"n": best.n, "kl": best.kl, "reward": list(best.reward)}
-                for best in best_of_n_curve(complete, seed=seed)
-            ]
+            figures["best_of_n"] = best_of_n_curve(complete, seed=seed)
     else:
         missing["reward"] = "no reward model and no reward_funcs"
     if of.kl is not None:
         figures["kl"] = _mean([list(row) for row in of.kl], seed)
         lengths = [max(1, sum(len(a.ids) for a in row)) for row in of.answers]
         figures["kl_per_token"] = list(ratio_by_prompt([sum(row) for row in of.kl], lengths, seed=seed))
-    if of.surprise is not None and of.reference_tokens is not None:
+    if of.surprise is not None:
         nats = ratio_by_prompt(of.surprise, of.reference_tokens, seed=seed)
         figures["perplexity"] = [math.exp(value) for value in nats]
-        n_bytes = [max(1, len((text or "").encode())) for text in evaluation.references]
-        per_byte = ratio_by_prompt(of.surprise, n_bytes, seed=seed)
-        figures["bits_per_byte"] = [value / math.log(2) for value in per_byte]
     _add_rouge(evaluation, of, figures, missing)
     if of.preferences is not None:
-        figures |= _win_rates(of, against, seed)
+        figures |= _win_rates(of, seed)
     elif of is not against:
         missing["win_rate"] = "no judge"
     return {**figures, "missing": missing}
@@ -119,48 +104,37 @@ def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], mi
         missing["rouge"] = "the data have no answers of their own"
     elif of.candidate.kind == "references":
         missing["rouge"] = "these are the references"
-    elif not has_rouge():
+    elif importlib.util.find_spec("rouge_score") is None:
         missing["rouge"] = "pip install 'rlhf-engine[evaluate]' has it"
     else:
-        flat = [answer.text for row in of.answers for answer in row]
-        references = [text or "" for row, text in zip(of.answers, evaluation.references, strict=True) for _ in row]
-        figures |= {
-            name: _mean(_like(of, values), evaluation.config.seed) for name, values in rouge(flat, references).items()
-        }
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+        scores = [
+            [scorer.score(reference or "", answer.text) for answer in row]
+            for row, reference in zip(of.answers, evaluation.references, strict=True)
+        ]
+        for name in ROUGE:  # F-measures
+            figures[name] = _mean(
+                [[float(each[name].fmeasure) for each in row] for row in scores], evaluation.config.seed
+            )
 
 
-def _win_rates(of: Measured, against: Measured, seed: int) -> dict[str, Any]:
-    """Wins, ties and losses; win rates plain and at equal lengths. Draws without a verdict are left out."""
+def _win_rates(of: Measured, seed: int) -> dict[str, Any]:
+    """Win rate, and shares of wins, ties and losses. Draws without a verdict are left out and counted."""
     assert of.preferences is not None
-    judged: list[tuple[int, float, float]] = []
-    for i, row in enumerate(of.preferences):
-        answers = pairs(of.answers[i], against.answers[i])
-        for draw, preference in enumerate(row):
-            if preference is not None:
-                mine, theirs = answers[draw]
-                judged.append((i, preference, float(len(mine.text) - len(theirs.text))))
-    unjudged = sum(preference is None for row in of.preferences for preference in row)
+    preferences = [preference for row in of.preferences for preference in row]
+    judged = [preference for preference in preferences if preference is not None]
+    unjudged = len(preferences) - len(judged)
     if not judged:
         return {"win_rate": None, "unjudged": unjudged}
-    places = {i: k for k, i in enumerate(dict.fromkeys(i for i, _, _ in judged))}
-    preferences = [preference for _, preference, _ in judged]
     return {
         "win_rate": _mean(of.preferences, seed),
-        "length_controlled_win_rate": list(
-            length_controlled_win_rate(
-                preferences, [gap for *_, gap in judged], [places[i] for i, *_ in judged], len(places), seed=seed
-            )
-        ),
-        "won": fmean(p > 0.5 for p in preferences),
-        "tied": fmean(p == 0.5 for p in preferences),
-        "lost": fmean(p < 0.5 for p in preferences),
+        "won": fmean(p > 0.5 for p in judged),
+        "tied": fmean(p == 0.5 for p in judged),
+        "lost": fmean(p < 0.5 for p in judged),
         "unjudged": unjudged,
     }
-
-
-def _like(of: Measured, values: Sequence[float]) -> list[list[float]]:
-    left = iter(values)
-    return [[next(left) for _ in row] for row in of.answers]
 
 
 def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | None:
@@ -174,7 +148,6 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
 
 def table(results: Mapping[str, Any]) -> Table:
     """Draw the figures of all models, a column for each."""
-    models = results["models"]
     shown = Table(
         title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
         caption=escape("[low, high]: 95 % by prompt. –: see missing in results.json"),
@@ -182,36 +155,97 @@ def table(results: Mapping[str, Any]) -> Table:
         caption_justify="left",
     )
     shown.add_column("")
-    for name in models:
+    for name in results["models"]:
         shown.add_column(escape(name), justify="right")
-    for row in lines(results):
-        cells = (shown_figure(figure_of(figures, row.key), row.form) for figures in models.values())
-        shown.add_row(escape(row.label), *(escape(cell.replace(" [", "\n[")) for cell in cells))
+    for label, figures in lines(results):
+        shown.add_row(escape(label), *(escape("\n".join(filter(None, figure))) for figure in figures))
     return shown
 
 
-def lines(results: Mapping[str, Any]) -> list[Row]:
-    """Lines of a table of results: those that some model has, and the reward sources where there are several."""
-    models = results["models"].values()
-    names = list(dict.fromkeys(name for figures in models for name in figures.get("sources", {})))
-    sources = [Row(f"sources.{name}", f"reward: {name}", ".3f") for name in names] if len(names) > 1 else []
-    difference = Row("reward_difference", f"reward above that of {results['against']}", "+.3f")
-    rows = [ROWS[0], difference, *sources, *ROWS[1:]]
-    return [row for row in rows if any(figure_of(figures, row.key) is not None for figures in models)]
+def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Lines of the table that some model has a figure for: label, and each model's figure and its interval as texts."""
+    models = [
+        {**figures, **{f"reward: {name}": one for name, one in figures.get("sources", {}).items()}}
+        for figures in results["models"].values()
+    ]
+    names = list(dict.fromkeys(name for figures in models for name in figures if name.startswith("reward: ")))
+    sources = [(name, name, ".3f") for name in names] if len(names) > 1 else []
+    difference = ("reward_difference", f"reward above that of {results['against']}", "+.3f")
+    return [
+        (label, [_as_text(figures.get(key), form) for figures in models])
+        for key, label, form in (("reward", "reward", ".3f"), difference, *sources, *_LINES)
+        if any(figures.get(key) is not None for figures in models)
+    ]
 
 
-def figure_of(figures: Mapping[str, Any], key: str) -> Any:
-    """Figure of a model by the key of a `Row`: a number, [value, low, high], or None."""
-    if key.startswith("sources."):
-        return figures.get("sources", {}).get(key.removeprefix("sources."))
-    return figures.get(key)
+def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
+    """A figure and its interval; – of None."""
+    if figure is None:
+        return "–", ""
+    value, low, high = figure
+    return f"{value:{form}}", f"[{low:{form}}, {high:{form}}]"
 
 
-def shown_figure(value: Any, form: str) -> str:
-    """A figure as text, with its interval; – of None."""
-    if value is None:
-        return "–"
-    if isinstance(value, list):
-        middle, low, high = value
-        return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
-    return f"{value:{form}}"
+# ---- page ------------------------------------------------------------------------------------------------------------
+
+
+def write_page(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
+    """Write the page with the figures that `summarise` returned, at once and whole; its path."""
+    judge = results["judge"] or "nobody"  # without its address or path
+    judge = "a server" if judge.startswith(("http://", "https://")) else judge.rpartition("/")[2]
+    text = render(
+        "evaluation/page.html.jinja",
+        ["runs/page_chart.js", "evaluation/page.js"],
+        ["runs/page.css", "evaluation/page.css"],
+        written=round(time.time()),
+        refresh=None,
+        title=show_controls(f"Evaluation of {', '.join(measured)}"),
+        results=results,
+        judge=judge,
+        table=lines(results),
+        data=_data(evaluation, measured, results),
+    )
+    write_atomic(out, text.encode())
+    return out
+
+
+def _data(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any]) -> dict[str, Any]:
+    every = -(-evaluation.n_prompts // MOST_PROMPTS)
+    shown = range(0, evaluation.n_prompts, every)
+    rows, texts = evaluation.prompts.rows, evaluation.prompts.prompts
+    models = []
+    for name, of in measured.items():
+        curve = results["models"][name].get("best_of_n")
+        models.append(
+            {
+                "name": name,
+                "answers": [[_answer(of, i, draw) for draw in range(len(of.answers[i]))] for i in shown],
+                "best": curve and {"kl": [b["kl"] for b in curve], "reward": [b["reward"][0] for b in curve]},
+            }
+        )
+    prompts = [
+        {
+            "text": texts[i],
+            # ratings are read as the data were: a string, or messages
+            "source": row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt],
+        }
+        for i, row in ((i, rows[i]) for i in shown)
+    ]
+    content = json.dumps([prompts, models], sort_keys=True).encode()
+    return {
+        "colours": COLOURS,
+        "runs": models,
+        "prompts": prompts,
+        "every": every,
+        "against": results["against"],
+        "key": hashlib.sha256(content).hexdigest()[:16],
+    }
+
+
+def _answer(of: Measured, i: int, draw: int) -> dict[str, Any]:
+    its_pairs = [] if of.preferences is None else of.preferences[i][draw :: len(of.answers[i])]
+    return {
+        "text": of.answers[i][draw].text,
+        "reward": None if of.rewards is None else of.rewards[i][draw],
+        "preference": mean_or_none(its_pairs),
+    }

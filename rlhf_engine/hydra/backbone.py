@@ -330,13 +330,13 @@ class Backbone(nn.Module):
     def base_hash(self, *, refresh: bool = False) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of the backbone's parameters; cached, since it is frozen."""
         if self._hash is None or refresh or not self.frozen:
-            self._hash = _digest(self.base_parameters())
+            self._hash = digest(self.base_parameters())
         return self._hash
 
     def decoder_hash(self) -> str:
         """`base_hash` of the decoder without its LM head: what a base has in common with its reward models."""
         if self._decoder_hash is None or not self.frozen:
-            self._decoder_hash = _digest(self.base_model.named_parameters())
+            self._decoder_hash = digest(self.base_model.named_parameters())
         return self._decoder_hash
 
     def enable_gradient_checkpointing(self) -> None:
@@ -353,7 +353,7 @@ _OF_BASE = (
 """Attributes that backbones on one base share; the slots are each one's own."""
 
 
-def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
     digest = hashlib.sha256()
     for name, p in parameters:
         digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Whether code for the CPU may run: not while a graph is compiled, nor while the CPU stands in for another device."""
+"""Whether code for the CPU may run: not while a graph is compiled, nor while tests let the CPU stand in for a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_eager() -> bool:
 
 @contextmanager
 def stand_in(active: bool = True) -> Iterator[None]:
-    """A block in which the CPU does what another device would do, as in a memory plan for a GPU."""
+    """A block in which the CPU runs what a graph or another device would run."""
     token = _stands_in.set(active)
     try:
         yield

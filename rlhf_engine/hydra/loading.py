@@ -260,6 +260,13 @@ def load_model(
     return model
 
 
+def stored_dtype(path: str | os.PathLike[str]) -> torch.dtype:
+    """dtype of the files of a model folder."""
+    config = read_config(path)
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """A block in which transformers logs errors only."""

@@ -25,11 +25,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, plain_name, revision_of
+from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.adapters import AdapterSlot
+from rlhf_engine.hydra.backbone import digest
+from rlhf_engine.hydra.gated_linear import path_of
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
+from rlhf_engine.hydra.takeover import base_model
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone
@@ -144,6 +149,58 @@ def write_adapter(
     if score is not None:
         tensors[f"{PREFIX}{SCORE_MODULES[0]}.weight"] = score.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def require_base(
+    model: PreTrainedModel, recorded: str | None, name: str, adapter: Path | None, *, decoder: bool = False
+) -> None:
+    """Raise ConfigError for a model whose weights have another hash than the recorded one, in every dtype of a run.
+
+    Where none is recorded, another name than the adapter's of its base is warned of. decoder: the hash is one without
+    the LM head.
+    """
+    if recorded is None:
+        if adapter is not None:
+            peft_io.warn_of_other_base(peft_io.recorded_base(adapter)[0], name, "model_name_or_path")
+        return
+    part = base_model(model) if decoder else model
+    own = [(path, p) for path, p in part.named_parameters() if not path.startswith("score.")]
+    for dtype in dict.fromkeys((model.dtype, torch.float32, torch.bfloat16, torch.float16)):
+        if digest((path, nn.Parameter(p.detach().to(dtype), requires_grad=False)) for path, p in own) == recorded:
+            return
+    raise ConfigError(
+        f"model_name_or_path: expected the base with hash {recorded[:12]}…, which the adapter was trained on, got "
+        f"{name!r} with another"
+    )
+
+
+def merge_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """Merge the adapter of a PEFT folder into a model on the CPU: W + s B A in float32, rounded once to W's dtype.
+
+    An adapted LM head gets a weight of its own, since its twin, the embedding, is not adapted. Raises ValueError for an
+    adapter that does not fit.
+    """
+    from peft import PeftConfig, PeftModel
+
+    paths = peft_io.read_slot_config(folder).target_modules
+    linears = dict(model.named_modules())
+    wrong = [path for path in paths if not isinstance(linears.get(path), nn.Linear | Conv1D)]
+    if wrong:
+        raise ValueError(f"adapter: expected one on linears of a {type(model).__name__}, got one on {wrong[:3]}")
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and path_of(head, model) in paths:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for text in (model.config, model.config.get_text_config()):
+            text.tie_word_embeddings = False
+    config = PeftConfig.from_pretrained(str(folder))
+    config.task_type = config.modules_to_save = None  # no methods beside forward, no head
+    try:
+        merged = PeftModel.from_pretrained(model, folder, config=config, torch_device="cpu").merge_and_unload()
+    except RuntimeError as error:
+        raise ValueError(
+            f"adapter: expected one of this {type(model).__name__}, got {error}".replace("\n", " ")
+        ) from error
+    return merged  # type: ignore[no-any-return]
 
 
 def _whole_name(base: str) -> str:

@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
@@ -146,36 +145,6 @@ def save_classifier_adapter(
     head with a bias.
     """
     save_slot(backbone, slot, folder, base_name=base_name, score=_score_weight(head))
-
-
-def save_merged_classifier(
-    backbone: Backbone,
-    slot: str,
-    head: ScalarHead,
-    folder: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Write base, slot and head as one sequence classifier in float32, W + s B A in each adapted linear.
-
-    The base is read again from its folder, onto the CPU. Raises ValueError for a head with a bias, or for an adapted
-    linear that sequence classifiers of this architecture lack.
-    """
-    model = load_model(base, dtype=torch.float32, device="cpu", lm_head=False)
-    adapter = backbone.slot(slot)
-    linears = dict(model.named_modules())
-    missing = [path for path, _ in adapter.items() if path not in linears]
-    if missing:
-        raise ValueError(f"export: expected linears of a {type(model).__name__}, got an adapter on {missing[:3]}")
-    with torch.no_grad():
-        for path, pair in adapter.items():
-            layer = linears[path]
-            delta = adapter.config.scale * (pair.B.detach().cpu().double() @ pair.A.detach().cpu().double())
-            weight = layer.weight
-            assert isinstance(weight, nn.Parameter)
-            weight.add_(delta.T if isinstance(layer, Conv1D) else delta)
-    save_classifier(model, head, folder, tokenizer=tokenizer)
 
 
 def save_classifier(

@@ -68,26 +68,6 @@ class Supports:
         )
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor) -> Supports:
-        """Make supports of a mask. One that keeps every word is stored as bits, like any other large one.
-
-        Args:
-            mask: bool [M, V], True for the words of a support.
-
-        Returns:
-            The supports, on the device of the mask.
-
-        Raises:
-            ValueError: a token without a word.
-        """
-        if mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError(f"mask: expected bool [M, V], got {mask.dtype} {list(mask.shape)}")
-        if not bool(mask.any(1).all()):
-            without = int((~mask.any(1)).int().argmax())
-            raise ValueError(f"mask: expected a word for every token, got none for token {without}")
-        return cls.from_bits(pack_bits(mask), mask.shape[1])
-
-    @classmethod
     def from_bits(cls, bits: torch.Tensor, vocabulary: int) -> Supports:
         """Make supports of bits, which is how a rollout's step gives them.
 

@@ -94,14 +94,15 @@ def shard_base(
     """Share the backbones of a model out among the ranks, onto their devices.
 
     The result makes the block in which ranks draw and score, each answers of its own: with all of the base on every
-    rank, or with blocks that are gathered as they run.
+    rank, or, where a server draws, with blocks that are gathered as they run.
     """
     group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
     base = ShardedBase(model, group, world.device)
     return_freed_memory()
     if not isinstance(config, TrainConfig) or config.token_budget is None:
         model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
-    return functools.partial(base.in_step, world) if config.shard_base == "always" else base.whole
+    scores_alone = isinstance(config, TrainConfig) and config.rollout_backend == "vllm"
+    return functools.partial(base.in_step, world) if scores_alone else base.whole
 
 
 def build_generator_model(config: TrainConfig) -> HydraModel:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rlhf_kernels.runtime import cores, registry, tuning
+from rlhf_kernels.runtime import cores, registry
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
-from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.io import finish_replacement, finish_replacements, remove, replacing, writing
@@ -62,36 +62,23 @@ C = TypeVar("C", bound=Counters)
 class TrainerState:
     """Counters of an RL run."""
 
-    step: int
-    """Steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
-    algorithm: str | None = None
-    """Algorithm that trains the policy; None in checkpoints written before it was recorded."""
-    samples: int
-    """Answers generated so far; the next one gets this id."""
-    policy_version: int
-    """Updates of the policy so far."""
+    step: int  # steps done
+    seed: int  # seed that every random number of the run is a function of
+    algorithm: str | None = None  # algorithm that trains the policy; None in checkpoints written before it was recorded
+    samples: int  # answers generated so far; the next one gets this id
+    policy_version: int  # updates of the policy so far
     micro_batch_size: int | None = None
     """Sequences per forward and backward after running out of memory; None: as configured."""
-    token_budget: int | None = None
-    """Tokens per backbone forward after running out of memory; None: as configured."""
-    beta: float | None = None
-    """KL coefficient of the next step where it adapts; None: as configured."""
+    token_budget: int | None = None  # tokens per backbone forward after running out of memory; None: as configured
+    beta: float | None = None  # KL coefficient of the next step where it adapts; None: as configured
     begun_with_beta: float | None = None
     """The configured one, where it adapts; None in checkpoints written before it was recorded."""
-    best_step: int | None = None
-    """Step of the best evaluation so far, by reward."""
-    best_reward: float | None = None
-    """Reward of the evaluation at `best_step`."""
-    judged_by: str | None = None
-    """A digest of the rewards and held-out prompts that the best evaluation is the best by."""
-    prompts: str | None = None
-    """A digest of the prompts, in their order."""
-    generation_batch_size: int | None = None
-    """Answers of a step, by which the place in the data is found again."""
-    num_generations: int | None = None
-    """Answers to a prompt, likewise."""
+    best_step: int | None = None  # step of the best evaluation so far, by reward
+    best_reward: float | None = None  # reward of the evaluation at `best_step`
+    judged_by: str | None = None  # a digest of the rewards and held-out prompts that the best evaluation is the best by
+    prompts: str | None = None  # a digest of the prompts, in their order
+    generation_batch_size: int | None = None  # answers of a step, by which the place in the data is found again
+    num_generations: int | None = None  # answers to a prompt, likewise
     policies_after: dict[str, int] = field(default_factory=dict)
     """Steps done → version, of past policies that later steps may ask for."""
     drawn_by: dict[str, int] = field(default_factory=dict)
@@ -154,7 +141,7 @@ def _write(
         tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
     (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
-    chosen = [choice._asdict() for choice in registry.choices()] + [row.to_dict() for row in tuning.choices()]
+    chosen = [choice._asdict() for choice in registry.choices()]
     if registry.is_exact():
         chosen.append({"exact": True})
     (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
@@ -200,11 +187,10 @@ def load_checkpoint(
 def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
     """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
 
-    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. So do
-    tuned settings that change bits; a checkpoint without any is of a run on the defaults. All is process-wide: the run
-    that began last has it. So is the number of threads, which is lowered to what a CPU quota allows
-    (`rlhf_kernels.runtime.cores`). `exact` is `rlhf_kernels.runtime.registry.is_exact`; None: as the checkpoint says. A
-    kernel or tuned setting of the run that cannot serve here raises ConfigError.
+    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It is
+    process-wide: the run that began last has it. So is the number of threads, which is lowered to what a CPU quota
+    allows (`rlhf_kernels.runtime.cores`). `exact` is `rlhf_kernels.runtime.registry.is_exact`; None: as the checkpoint
+    says. A kernel of the run that cannot serve here, or a checkpoint that was tuned by a table, raises ConfigError.
     """
     lowered = cores.limit_threads()
     if lowered is not None:
@@ -212,10 +198,9 @@ def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
     path = None if resume is None else resume / _KERNELS_FILE
     if path is None or not path.is_file():
         registry.begin_run(exact=bool(exact))
-        _begin_tuning(None if resume is None else [])
         return
     check(path.parent, [_KERNELS_FILE])
-    backends, tuned, was_exact = [], [], False
+    backends, was_exact = [], False
     for i, given in enumerate(json.loads(path.read_text())):
         if "backend" in given:
             shape = None if given["shape"] is None else tuple(given["shape"])
@@ -223,22 +208,14 @@ def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
         elif "exact" in given:
             was_exact = given["exact"]
         else:
-            try:
-                tuned.append(tuning.row_of(f"{_KERNELS_FILE}[{i}]", given))
-            except tuning.TunedTableError as error:
-                raise ConfigError(f"resume_from_checkpoint: {error}") from error
+            raise ConfigError(
+                f"resume_from_checkpoint: {_KERNELS_FILE}[{i}]: expected default tiles, got tuned ones of "
+                f"{given.get('op')}; tuned tables are gone, begin anew from the adapters of this checkpoint"
+            )
     try:
         registry.begin_run(backends, exact=was_exact if exact is None else exact)
     except registry.BackendUnavailableError as error:
         raise ConfigError(f"resume_from_checkpoint: {error}; --kernels NAME goes on with another") from error
-    _begin_tuning(tuned)
-
-
-def _begin_tuning(held: list[tuning.Row] | None) -> None:
-    try:
-        tuning.begin_run(held)
-    except tuning.TunedTableError as error:
-        raise ConfigError(str(error)) from error
 
 
 def load_policies(folder: str | os.PathLike[str]) -> dict[int, Snapshot]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hydra import peft_io
 from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
@@ -22,6 +23,7 @@ SAMPLES_FILE = "samples.md"
 SAMPLES_LOG = "samples.jsonl"
 FINAL_FOLDER = "final"
 LOCK_FILE = ".lock"
+MODEL_CONFIG = "config.json"
 
 
 @contextlib.contextmanager
@@ -111,6 +113,29 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
     for checkpoint in list_checkpoints(output):
         if int(checkpoint.name.rpartition("-")[2]) > step:
             remove(checkpoint)
+
+
+def find_model(folder: Path, argument: str) -> Path:
+    """Folder of a run's final model or newest checkpoint, or the folder itself where it is of a model.
+
+    Raises ConfigError, naming the argument, for a folder that has none of them.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{argument}: expected the folder of a run, a checkpoint or a model, got {str(folder)!r}, not a folder"
+        )
+    finish_replacements(folder, FINAL_FOLDER)
+    if (folder / FINAL_FOLDER).is_dir():
+        return folder / FINAL_FOLDER
+    if any((folder / name).is_file() for name in (MODEL_CONFIG, peft_io.CONFIG_FILE, peft_io.ENGINE_FILE)):
+        return folder
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise ConfigError(
+            f"{argument}: expected a folder with {FINAL_FOLDER}/, checkpoints, {MODEL_CONFIG} or "
+            f"{peft_io.CONFIG_FILE}, got {str(folder)!r}, which has none of them"
+        )
+    return checkpoints[-1]
 
 
 def write_final(output: Path, write: Callable[[Path], object]) -> None:

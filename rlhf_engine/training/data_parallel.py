@@ -12,24 +12,18 @@ small minibatch adds zeros. The same sums of gradients go into the same optimize
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_engine.algorithms.base import Measured
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.config.training import TrainingOptions
 from rlhf_engine.distributed.launch import versions
-from rlhf_engine.distributed.process_group import World, balanced
+from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.runs.checkpoint import digest
-from rlhf_engine.training.update import Schedule, StepPlan
-
-T = TypeVar("T")
 
 # ---- before the first step -------------------------------------------------------------------------------------------
 
@@ -43,8 +37,6 @@ _PATHS = (
     "eval_dataset_name",
     "output_dir",
     "resume_from_checkpoint",
-    "gold_model_path",
-    "gold_adapter",
 )
 """Options that machines may spell differently; what is found there is compared instead."""
 
@@ -73,11 +65,6 @@ def require_same_options(config: TrainingOptions, world: World) -> None:
 
 def require_shared_state(config: TrainingOptions, world: World) -> None:
     """Raise ConfigError for options that a whole base, trained in shares, does not have."""
-    if config.shard_base == "always":
-        raise ConfigError(
-            f"shard_base: expected true or false where {world.size} processes train a whole base in shares, which "
-            "drawing, evaluation and saving gather, got 'always'"
-        )
     if config.optim != "adamw":
         raise ConfigError(
             f"optim: expected 'adamw' where {world.size} processes train a whole base in shares, got {config.optim!r}"
@@ -125,44 +112,6 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks as a step sees them."""
-
-    world: World
-    in_step: bool
-    """Whether every call of the model is one of all ranks, as with a sharded base."""
-
-    def own(self, sizes: Sequence[int]) -> list[int]:
-        """This rank's share of units of these sizes."""
-        return balanced(sizes, self.world.size)[self.world.rank]
-
-    def agree(self, plan: StepPlan) -> StepPlan:
-        """Most calls of any rank, and terms jointly where they are so on all of them."""
-        everyone = self.world.gather((plan.calls, plan.joint))
-        return StepPlan(calls=max(calls for calls, _ in everyone), joint=all(joint for _, joint in everyone))
-
-    def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
-        """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
-        measured, schedule = self.run("the update", work)
-        own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
-        total, size = Measured(), schedule.micro_batch_size
-        for sums, most, fitted in self.world.gather(own):
-            total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
-            size = min(size, fitted)
-        return total, dataclasses.replace(schedule, micro_batch_size=size)
-
-    def run(self, what: str, work: Callable[[], T]) -> T:
-        """This rank's result of work with the model, once every rank has its own. what: for messages."""
-        return self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks(what, work)
-
-    def add_up(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the ranks, by name, of what each has measured on its share; a rank may lack names."""
-        everyone = self.world.gather(dict(shares))
-        names = dict.fromkeys(name for theirs in everyone for name in theirs)
-        return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for name in names}
-
-
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     """Add up the gradients of a minibatch's shares.
 
@@ -184,11 +133,3 @@ def require_same_weights(world: World, own: str, step: int) -> None:
     apart = [rank for rank, other in enumerate(others) if other != others[0]]
     if apart:
         raise EngineError(f"step {step}: expected the same parameters on every rank, ranks {apart} differ from rank 0")
-
-
-def _floats(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in tensors.items()}
-
-
-def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Report, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
 from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -20,7 +20,7 @@ from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.build import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 
@@ -40,7 +40,7 @@ class RlInputs:
     train_set: PromptSet
     eval_set: PromptSet | None
     """Held-out prompts."""
-    reports: dict[str, Report]
+    reports: dict[str, Tally]
     """Report on the rows of each source, by the option that names it."""
     server: RolloutServer | None
     """Server that draws answers; None where this process does."""
@@ -53,9 +53,12 @@ class RlInputs:
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     """Check the request and read its data, as this rank of the run."""
     output = Path(config.output_dir)
-    require_unlocked(output)
-    resume = resolve_resume(config.resume_from_checkpoint, output)
-    check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir)
+    resume = None if config.dry_run else resolve_resume(config.resume_from_checkpoint, output)
+    if not config.dry_run:  # which begins anew and writes nothing
+        require_unlocked(output)
+        check_output(
+            output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir
+        )
     require_trackers(config.report_to)
     require_optim(config.optim)
     resumed_step = 0 if resume is None else _check_resumed(config, resume)
@@ -75,7 +78,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         timeout=config.reward_timeout,
     )
     context = read_context_length(config.model_name_or_path, config.reward_model_path)
-    reports: dict[str, Report] = {}
+    reports: dict[str, Tally] = {}
 
     def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
@@ -89,7 +92,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
             truncation=config.truncation,
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        reports[argument] = tally.report()
+        reports[argument] = tally
         return prompts
 
     train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
@@ -97,6 +100,9 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_share")
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
     total_steps = config.count_steps(len(train_set.rows))
+    if config.dry_run:
+        by_length = sorted(zip(train_set.ids, train_set.rows, strict=True), key=lambda pair: -len(pair[0]))
+        train_set = _part(train_set, [row for _, row in by_length[: config.prompts_per_step]])
     if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
         if config.num_train_epochs is None:
             raise ConfigError(f"max_steps: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")

@@ -16,10 +16,9 @@ from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.runs.checkpoint import TrainerState
 from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, mismatch_bound
-from rlhf_engine.training.data_parallel import Ranks
 from rlhf_engine.training.policy import Policy
 from rlhf_engine.training.rl_inputs import resumed_state
-from rlhf_engine.training.update import Schedule, nothing_learned, update
+from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
 
 class RlPolicy(Policy[TrainerState]):

@@ -12,16 +12,19 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
 from rlhf_engine.data import side_by_side
 from rlhf_engine.devices import is_out_of_memory, release_memory
+from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
 from rlhf_engine.training.micro_batches import divide, unit_lengths
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,28 +53,45 @@ class StepPlan(NamedTuple):
     """Whether the terms of every micro-batch share a backbone forward."""
 
 
-class ProcessGroup(Protocol):
-    """Processes that share the work on each minibatch and know all answers of the rollout."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks as a step sees them: they share the work on each minibatch, and know all answers of the rollout."""
 
-    @property
-    def in_step(self) -> bool:
-        """Whether each call of the model is one of all processes, as with a sharded base.
+    world: World
+    in_step: bool
+    """Whether every call of the model is one of all ranks, as with a sharded base.
 
-        One that has fewer micro-batches then adds a short one 0 times, and none can try smaller ones.
-        """
-        ...
+    A rank that has fewer micro-batches then adds a short one 0 times, and none can try smaller ones.
+    """
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Units of a minibatch for this process, by index; every unit is some process's. sizes: tokens of each."""
-        ...
+        """This rank's share of units of these sizes, by index; every unit is some rank's."""
+        return balanced(sizes, self.world.size)[self.world.rank]
 
     def agree(self, plan: StepPlan) -> StepPlan:
-        """The plan that all processes follow: that of the one that needs most calls."""
-        ...
+        """Most calls of any rank, and terms jointly where they are so on all of them."""
+        everyone = self.world.gather((plan.calls, plan.joint))
+        return StepPlan(calls=max(calls for calls, _ in everyone), joint=all(joint for _, joint in everyone))
 
     def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
-        """Measurements of a minibatch by all processes, and the schedule to go on with; the same on all of them."""
-        ...
+        """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
+        measured, schedule = self.run("the update", work)
+        own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
+        total, size = Measured(), schedule.micro_batch_size
+        for sums, most, fitted in self.world.gather(own):
+            total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
+            size = min(size, fitted)
+        return total, dataclasses.replace(schedule, micro_batch_size=size)
+
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """This rank's result of work with the model, once every rank has its own. what: for messages."""
+        return self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks(what, work)
+
+    def add_up(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the ranks, by name, of what each has measured on its share; a rank may lack names."""
+        everyone = self.world.gather(dict(shares))
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for name in names}
 
 
 def update(
@@ -82,7 +102,7 @@ def update(
     step: Callable[[], Mapping[str, float]],
     *,
     seed: int,
-    ranks: ProcessGroup | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """All epochs over one rollout; returns metrics averaged over the minibatches.
 
@@ -182,7 +202,7 @@ class _Minibatch:
         lengths = answers.batch.completion_lens
         self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
-    def add_up_with(self, ranks: ProcessGroup, schedule: Schedule) -> tuple[Measured, Schedule]:
+    def add_up_with(self, ranks: Ranks, schedule: Schedule) -> tuple[Measured, Schedule]:
         """Add this process's share of the gradients; what all measure, and the schedule to go on with."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
@@ -332,3 +352,11 @@ def _require_agreement(model: HydraModel, mismatch: float, bound: float | None) 
             f"log-probs of the update's first forward differ by up to {mismatch:.3g} from those that the answers were "
             f"scored with, at equal weights; expected at most {bound:g} (rollout_mismatch_bound)"
         )
+
+
+def _floats(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in tensors.items()}
+
+
+def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}

@@ -71,7 +71,7 @@ def refused(capsys, *argv: str, code: int = 2, trace: Sequence[str] = ()) -> str
     """The one line on standard error of a request that is not served, after lines of a reward function's own code."""
     found, _, err = run(capsys, *argv)
     # progress of the steps that were made, and what comes before them
-    lines = [line for line in err.splitlines() if not line.startswith(("ppo ", "page ", "memory: "))]
+    lines = [line for line in err.splitlines() if not line.startswith(("ppo ", "page "))]
     shown, lines = [line.strip(" ^~") for line in lines[:-1]], lines[-1:]
     assert [line for line in shown if line and not line.startswith("File ")] == list(trace), err
     assert found == code, err
@@ -93,6 +93,7 @@ def test_usage_version_and_unknown_commands(capsys):
     assert all(f"\n  {name} " in out for name in ("demo", "sft", "reward", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
+    assert refused(capsys, "completion").endswith("; it is gone, COMMAND --help lists options and their choices")
     assert refused(capsys, "zzz").endswith(f"expected one of {list(_COMMANDS)}")
 
 
@@ -319,6 +320,7 @@ def test_a_temporary_folder_that_is_full(capsys, model, tmp_path, monkeypatch):
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr("rlhf_engine.hydra.peft_export.save_file", write)
+    monkeypatch.setattr("rlhf_engine.hydra.peft_export._loaded_back", {})  # other tests have tried such slots
     line = refused(capsys, *train_flags(model, tmp_path))
     assert "TMPDIR: expected a folder that can be written, got " in line
 

@@ -40,7 +40,7 @@ def test_defaults_and_flag_names_of_ppo() -> None:
     expected = dict(
         REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
         kl_in="to_go", advantage_clip=None, divide_by_own_length=False, max_bad_rows=0.0, truncation="error",
-        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False,
+        system_prompt=None, chat_template_kwargs=None, dataset_streaming=False, dry_run=False,
         dtype="float32", lora_r=16, lora_alpha=32.0, use_rslora=False, push_to_hub=None, lora_dropout=0.0,
         lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
         critic_init="base", reward_model_path=None, load_in_8bit=False, load_in_4bit=False, adapter_dtype="float32",
@@ -75,7 +75,6 @@ def test_defaults_and_flag_names_of_reward() -> None:
     values = parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()
     assert values == dict(
         REQUIRED, mode="lora", objective="auto", pos_weight="none", center_rewards_coefficient=None,
-        gold_model_path=None, gold_adapter=None,
         eval_dataset_name=None, eval_share=None, group_column=None, per_device_eval_batch_size=16, eval_steps=50,
         metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
         max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,
@@ -427,6 +426,7 @@ def test_commands_without_an_algorithm_have_no_sections(tmp_path) -> None:
     ("text", "message"),
     [
         ("bf16: true", r"unknown key in .*: bf16; did you mean dtype: bfloat16\?"),
+        ("gold_adapter: x", r"unknown key in .*: gold_adapter; a gold model labels pairs before: examples/recipes"),
         ("packing: true", r"unknown key in .*: packing; rows are always packed, without padding$"),
         ("lerning_rate: 1", r"unknown key in .*: lerning_rate; did you mean learning_rate\?"),
         ("max_steps: '3'", r"max_steps: expected an integer, got '3'"),

@@ -73,13 +73,7 @@ FAULTS = [
         "places=places",
         {"exact": False, "dtype": "float32"},
     ),
-    Fault(
-        "rlhf_engine.hydra.supports",
-        "Supports.mask",
-        ", device=words.device",
-        "",
-        {"exact": False, "top_k": 5},
-    ),
+    Fault("rlhf_engine.hydra.supports", "Supports.mask", ", device=words.device", "", {"exact": False, "top_k": 5}),
     Fault(
         "rlhf_engine.rollout.rows",
         "LiveRows.append",
@@ -97,8 +91,8 @@ FAULTS = [
     Fault(
         "rlhf_engine.scoring.experience",
         "_make",
-        f"torch.tensor(found, dtype=torch.float32, {_HERE})",
-        "torch.tensor(found, dtype=torch.float32)",
+        f"torch.tensor([totals[i] for i in places], dtype=torch.float32, {_HERE})",
+        "torch.tensor([totals[i] for i in places], dtype=torch.float32)",
         {"algorithm": "remax"},
     ),
     Fault(

@@ -26,14 +26,14 @@ from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.ray.connect import generators_on_ray
-from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
+from rlhf_engine.generators.ray import generators_on_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import StepPlan, update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
+from tests.rollout.stand_in import StandIn
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import without_timings
 
@@ -58,11 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla"},
     "grpo": {"algorithm": "grpo", "reward_funcs": ["patchy"], "num_generations": 2},
     "grpo-few": {
-        "algorithm": "grpo",
-        "reward_funcs": ["patchy"],
-        "num_generations": 3,
-        "generation_batch_size": 6,
-        "num_mini_batches": 1,
+        **{"algorithm": "grpo", "reward_funcs": ["patchy"]},
+        **{"num_generations": 3, "generation_batch_size": 6, "num_mini_batches": 1},
     },
     "grpo-tokens": {"algorithm": "grpo", "loss_type": "dapo"},
     "grpo-top_p": {"algorithm": "grpo", "top_p": 0.8, "min_p": 0.01},
@@ -74,10 +71,6 @@ CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
     "ppo-some-lanes-together": {"token_budget": 30, "per_device_train_batch_size": 1, "generation_batch_size": 10},
 }
-NEVER_WHOLE = ("ppo-four-backbones", "remax", "past")
-"""Cases that are also run with a base that is never whole, which the model's own decoding step serves."""
-for _name in NEVER_WHOLE:
-    CASES[_name]["decode_step"] = "transformers"
 SHORTLY = ("ppo", "ppo-few", "ppo-some-lanes-together", "remax", "grpo-few", "online_dpo", "past")
 """Cases of every push: ranks without rows or rewards, uneven lanes, greedy answers, groups, pairs and past policies."""
 SHARDED_SHORTLY = ("ppo", "remax", "past")
@@ -185,11 +178,10 @@ def chosen(request: pytest.FixtureRequest, test: str) -> set[str]:
 def both(request, model, tmp_path_factory) -> Path:
     """The folder of what two processes have left of all jobs, in the last of which one has too little memory."""
     folder = tmp_path_factory.mktemp("both")
-    always = chosen(request, "test_a_base_that_is_never_whole_changes_no_bit")
-    sharded = chosen(request, "test_a_sharded_base_changes_no_bit") | always
+    sharded = chosen(request, "test_a_sharded_base_changes_no_bit")
     plain = chosen(request, "test_two_processes_take_the_steps_of_one") | sharded
     jobs: list[dict[str, Any]] = []
-    for kind, names, shares in (("", plain, False), ("sharded-", sharded, True), ("always-", always, "always")):
+    for kind, names, shares in (("", plain, False), ("sharded-", sharded, True)):
         for name in (name for name in CASES if name in names):
             config = made(folder, kind + name, model, **CASES[name], shard_base=shares)
             jobs.append({"name": kind + name, "do": "steps", "steps": STEPS, "config": config})
@@ -198,13 +190,11 @@ def both(request, model, tmp_path_factory) -> Path:
     run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     overlap = {**replay, "async_mode": "overlap"}
-    shared = {**run, "decode_step": "transformers"}
     for suffix, options in {
         "": run,
         "-replay": replay,
         "-overlap": overlap,
-        "-sharded": {**shared, "shard_base": True},
-        "-always": {**shared, "shard_base": "always"},
+        "-sharded": {**run, "shard_base": True},
     }.items():
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
@@ -222,11 +212,8 @@ def both(request, model, tmp_path_factory) -> Path:
         {"name": "other-options", "do": "fail", "config": other, "rank_1": {"learning_rate": 0.5}},
         {"name": "other-data", "do": "fail", "config": other, "rank_1": {"dataset_name": str(changed)}},
     ]
-    for name in ("raises", "raises_always"):
-        options = {"reward_funcs": [write_reward(folder, FAILS.format("assert not late, 'no luck'"), name)]}
-        if name == "raises_always":
-            options["shard_base"] = "always"
-        jobs.append({"name": name, "do": "fail", "config": made(folder, name, model, **options)})
+    options = {"reward_funcs": [write_reward(folder, FAILS.format("assert not late, 'no luck'"), "raises")]}
+    jobs.append({"name": "raises", "do": "fail", "config": made(folder, "raises", model, **options)})
     # ranks that have lost one another do nothing more together
     memory = made(folder, "no-memory", model, shard_base=True, num_samples=0)
     jobs.append({"name": "no-memory", "do": "fail", "out_of_memory": 1, "config": memory})
@@ -267,28 +254,6 @@ def test_a_sharded_base_changes_no_bit(name, both):
         assert left(both, f"sharded-{name}", rank) == left(both, name, rank)
 
 
-@pytest.mark.parametrize("name", short(NEVER_WHOLE, SHARDED_SHORTLY))
-def test_a_base_that_is_never_whole_changes_no_bit(name, both):
-    for rank in range(2):
-        expected, found = (load_file(both / f"{kind}{name}-{rank}.safetensors") for kind in ("sharded-", "always-"))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
-        assert left(both, f"always-{name}", rank) == left(both, f"sharded-{name}", rank)
-
-
-def test_a_run_with_a_base_that_is_never_whole_is_that_of_one_that_is(both):
-    whole, always = (load_file(both / f"whole-{kind}-0.safetensors") for kind in ("sharded", "always"))
-    assert whole.keys() == always.keys()
-    assert all(torch.equal(whole[key], always[key]) for key in whole)
-    folders = [both / f"whole-{kind}" / "run" for kind in ("sharded", "always")]
-    rows = [[without_timings(row) for row in read_metrics(folder / "metrics.jsonl")] for folder in folders]
-    assert rows[0] == rows[1]
-    for file in (SAMPLES_LOG, SAMPLES_FILE):
-        assert (folders[0] / file).read_text() == (folders[1] / file).read_text()
-    hashes = {json.loads((folder / "run.json").read_text())["base_hash"] for folder in folders}
-    assert len(hashes) == 1
-
-
 def test_processes_in_step_draw_shares_of_any_size_and_hold_few_blocks(both):
     for rank in range(2):
         found = left(both, "in step", rank)
@@ -309,7 +274,7 @@ def test_processes_in_step_draw_shares_of_any_size_and_hold_few_blocks(both):
     [
         pytest.param("", id="whole"),
         *(pytest.param(suffix, id=suffix, marks=pytest.mark.long) for suffix in ("-replay", "-sharded")),
-        *(pytest.param(suffix, id=suffix) for suffix in ("-overlap", "-always")),
+        pytest.param("-overlap", id="-overlap"),
     ],
 )
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(suffix, both):
@@ -346,36 +311,16 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
         assert_same_numbers(row, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds", "messages"),
-    [
-        (
-            "other-options",
-            ["ConfigError"] * 2,
-            ["learning_rate: expected the same on every rank, got 0.01 on rank 0"] * 2,
-        ),
-        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same rows on every rank, got "] * 2),
-        (
-            "raises",
-            ["RankError", "RewardError"],
-            ["rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised", "no luck"],
-        ),
-        (
-            "raises_always",
-            ["RankError", "RewardError"],
-            ["another rank could not go on, rank 1: RewardError: reward function 'raises_always' raised", "no luck"],
-        ),
-        (
-            "no-memory",
-            ["RankError", "MemoryLimitError"],
-            ["rank 0 of 2 has lost another one", "lower per_device_train_batch_size"],
-        ),
-    ],
-)
-def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
-    assert_ended(both, name, kinds, messages)
-    if name.startswith("raises"):
-        assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
+def test_what_ends_one_process_ends_the_other(both):
+    rate = "learning_rate: expected the same on every rank, got 0.01 on rank 0"
+    assert_ended(both, "other-options", ["ConfigError"] * 2, [rate] * 2)
+    data = "dataset_name: expected the same rows on every rank, got "
+    assert_ended(both, "other-data", ["ConfigError"] * 2, [data] * 2)
+    raised = "rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised"
+    assert_ended(both, "raises", ["RankError", "RewardError"], [raised, "no luck"])
+    assert [row["step"] for row in read_metrics(both / "raises" / "run" / "metrics.jsonl")] == [1]
+    lost = ["rank 0 of 2 has lost another one", "lower per_device_train_batch_size"]
+    assert_ended(both, "no-memory", ["RankError", "MemoryLimitError"], lost)
 
 
 def test_each_process_holds_its_share_of_a_sharded_base(both, model):
@@ -396,12 +341,16 @@ def test_a_sharded_architecture_says_the_same(name, both):
         assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
 
 
-def test_a_process_without_memory_for_its_answers_ends_the_other(model, tmp_path):
-    config = made(tmp_path, "run", model, shard_base="always", num_samples=0)
-    job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": False, "config": config}
-    assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
-    messages = ["rank 0 of 2 has lost another one", "bound it with max_rows or kv_cache_memory"]
-    assert_ended(tmp_path, "memory", ["RankError", "MemoryLimitError"], messages)
+def test_a_process_without_memory_beside_a_server_ends_the_other(model, tmp_path):
+    with StandIn(model, name=model.name) as server:
+        there = {"rollout_backend": "vllm", "vllm_server_base_url": server.url}
+        config = made(tmp_path, "run", model, shard_base=True, num_samples=0, **there)
+        job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": False, "config": config}
+        assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
+    kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
+    assert kinds[1] == "MemoryLimitError"  # a server's adapter may be taken from rank 0 first, while it draws
+    assert "lower token_budget" in messages[1]
+    assert max(seconds) < WAIT / 2
 
 
 @pytest.mark.long
@@ -422,22 +371,17 @@ class TwoRanks(World):
         return [value, value]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_several_processes_are_not_served(model, tmp_path):
+    few = "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4"
+    for options, message in (
         ({"method": "full_ppo", "optim": "adafactor"}, "optim: expected 'adamw' where 2 processes train a whole base"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
-        (
-            {"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1},
-            "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4",
-        ),
-    ],
-)
-def test_what_several_processes_are_not_served(options, message, model, tmp_path):
-    config = train_config(model, tmp_path / "run", **options)
-    require_served(config, ALONE)
-    with pytest.raises(ConfigError, match=message):
-        require_served(config, TwoRanks(size=2))
+        ({"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1}, few),
+    ):
+        config = train_config(model, tmp_path / "run", **options)
+        require_served(config, ALONE)
+        with pytest.raises(ConfigError, match=message):
+            require_served(config, TwoRanks(size=2))
 
 
 def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_path):
@@ -445,17 +389,16 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         require_served(train_config(model, tmp_path / "run", shard_base=True), ALONE)
     with pytest.raises(ConfigError, match="load_in_4bit: expected false with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, load_in_4bit=True)
-    with pytest.raises(ConfigError, match="decode_step: expected 'auto' or 'transformers' with shard_base always"):
-        train_config(model, tmp_path / "run", shard_base="always", decode_step="native")
     with pytest.raises(ConfigError, match="async: expected 'off', 'replay' or 'ray' with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, algorithm="grpo", async_mode="overlap")
-    with pytest.raises(ConfigError, match="shard_base: expected true or false where 2 processes train a whole base"):
-        require_served(train_config(model, tmp_path / "run", method="full_ppo", shard_base="always"), TwoRanks(size=2))
     given = ["--model_name_or_path", str(model), "--dataset_name", "d", "--output_dir", "o", "--shard_base"]
-    for more, value in (([], True), (["false"], False), (["always"], "always")):
+    for more, value in (([], True), (["false"], False)):
         assert parse_config(TrainConfig, [*given, *more]).shard_base == value
-    with pytest.raises(ConfigError, match="shard_base: expected true or false or one of 'always', got 'never'"):
-        parse_config(TrainConfig, [*given, "never"])
+    gone = "shard_base: expected true or false, got 'always'; a vLLM server draws for a base"
+    with pytest.raises(ConfigError, match=gone):
+        parse_config(TrainConfig, [*given, "always"])
+    with pytest.raises(ConfigError, match=gone):
+        train_config(model, tmp_path, shard_base="always")
 
 
 def test_processes_of_other_versions_are_refused(model, tmp_path):

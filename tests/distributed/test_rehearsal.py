@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE
-from rlhf_engine.generators.ray.connect import _import_ray
+from rlhf_engine.generators.ray import _import_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from tests.distributed.ranks import trainer_of
@@ -42,7 +42,6 @@ DRAWN: dict[str, dict[str, Any]] = {
 CASES = {
     **DRAWN,
     **{f"sharded-{name}": {**options, "shard_base": True} for name, options in DRAWN.items() if name != "overlap"},
-    **{f"always-{name}": {**DRAWN[name], "shard_base": "always"} for name in ("off", "replay", "vllm-overlap")},
 }
 KILLED = ("overlap", "sharded-ray", "vllm-overlap")
 LATE = """

@@ -27,11 +27,17 @@ from rlhf_engine.integrations.trl import (
     HydraRLOOTrainer,
     ReMaxConfig,
 )
-from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
+from rlhf_engine.integrations.trl.config import (
+    ALSO_DEFAULT,
+    HARMLESS,
+    OF_ALGORITHMS,
+    REFUSED,
+    SERVED,
+    HydraConfig,
+)
 from rlhf_engine.integrations.trl.reward import SERVED_FOR_THUMBS
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.training.test_data import PROMPTS
 
 CONFIGS = {
     "PPO": HydraPPOConfig,
@@ -43,18 +49,13 @@ CONFIGS = {
     "online DPO": HydraOnlineDPOConfig,
 }
 KWARGS = '{"use_reentrant": false}'
-GUIDE = Path(__file__).parents[2] / "docs" / "trl.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "trl.md"
 ONE_BATCH = {
     **QUICK,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_generations": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def options(*configs) -> dict[str, dataclasses.Field]:
@@ -65,7 +66,7 @@ def options(*configs) -> dict[str, dataclasses.Field]:
 
 
 def test_every_option_of_trl_is_served_harmless_or_refused():
-    """A new version of TRL or transformers changes these sets, and the table in docs/trl.md."""
+    """A new version of TRL or transformers changes these sets, and the tables in docs/guides/trl.md."""
     sets = {"served": set(SERVED), "harmless": set(HARMLESS), "refused": set(REFUSED)}
     assert not sets["served"] & sets["harmless"]
     assert not sets["refused"] & (sets["served"] | sets["harmless"])
@@ -126,7 +127,7 @@ def test_an_option_that_no_set_names_has_to_stay_at_its_default(tmp_path, monkey
         config(str(tmp_path), use_cpu=True, bf16=False, novelty=0.7)
 
 
-def test_the_table_in_the_guide_is_that_of_the_sets():
+def test_the_tables_in_the_guide_are_those_of_the_sets():
     def cell(config, name):
         if name in OF_ALGORITHMS:
             facts = ALGORITHMS[options(config)["algorithm"].default]
@@ -135,13 +136,17 @@ def test_the_table_in_the_guide_is_that_of_the_sets():
         return "yes" if read else "–"
 
     common = set(options(RewardConfig)) & set(options(GRPOConfig))  # transformers' own and TRL's for all trainers
-    rows = [
-        f"| `{name}` | {' | '.join(cell(config, name) for config in CONFIGS.values())} | {REFUSED.get(name, '')} |"
-        for name in sorted(set(options(GRPOConfig, RLOOConfig)) - common)
-    ]
-    header = [f"| option | {' | '.join(CONFIGS)} | where it is refused: because |", f"|{'---|' * (len(CONFIGS) + 2)}"]
+    names = sorted(set(options(GRPOConfig, RLOOConfig)) - common)
+    cells = {name: [cell(config, name) for config in CONFIGS.values()] for name in names}
+    rows = [f"| `{name}` | {' | '.join(row)} |" for name, row in cells.items() if len(set(row)) == 2]
+    header = [f"| option | {' | '.join(CONFIGS)} |", f"|{'---|' * (len(CONFIGS) + 1)}"]
     text = GUIDE.read_text(encoding="utf-8")
     assert "\n".join([*header, *rows]) + "\n" in text
+    because: dict[str, dict[str, None]] = {}
+    for name in (name for name, row in cells.items() if "yes" not in row):
+        because.setdefault(REFUSED[name], {})["vllm_…" if name.startswith("vllm_") else name] = None
+    rows = [f"| {why} | {', '.join(f'`{name}`' for name in because[why])} |" for why in sorted(because)]
+    assert "\n".join(["| refused by all, because | options |", "|---|---|", *rows]) + "\n" in text
     refused = ", ".join(f"`{name}`" for name in sorted(common & set(REFUSED)))
     assert refused in text.replace("\n", " ")
 
@@ -151,9 +156,8 @@ def test_every_option_of_a_reward_model_is_read_for_thumbs_or_refused():
     assert own - set(SERVED_FOR_THUMBS) == {"center_rewards_coefficient"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_values_that_cannot_be_served(tmp_path):
+    for changes, message in (
         (
             {"torch_compile": True, "gradient_checkpointing": True},
             "torch_compile: expected False with gradient_checkpointing=True, .* got True",
@@ -161,11 +165,9 @@ def test_every_option_of_a_reward_model_is_read_for_thumbs_or_refused():
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs: expected None or"),
         ({"delta": 1.1}, r"delta: expected None or a number >= 1 \+ epsilon_high, got 1\.1"),
         ({"reward_clip_range": (1.0, 0.0)}, "reward_clip_range: expected None or two numbers, the lower one first"),
-    ],
-)
-def test_values_that_cannot_be_served(changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

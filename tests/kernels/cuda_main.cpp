@@ -13,12 +13,10 @@
 #include <vector>
 
 #include "cpu/gae.h"
-#include "cpu/whiten.h"
 #include "cuda/gae.cu"
 #undef RLHF_DEFINE
 #include "cuda/ppo_loss.cu"
 #undef RLHF_DEFINE
-#include "cuda/whiten.cu"
 #undef RLHF_DEFINE
 #include "cuda/lora_decode.cu"
 #include "cuda/library.cu"
@@ -62,9 +60,6 @@ template <>
 struct Functions<float> {
     static constexpr auto gae_forward = rlhf_gae_forward_float32;
     static constexpr auto gae_backward = rlhf_gae_backward_float32;
-    static constexpr auto masked_moments = rlhf_masked_moments_float32;
-    static constexpr auto whiten_forward = rlhf_whiten_forward_float32;
-    static constexpr auto whiten_backward = rlhf_whiten_backward_float32;
     static constexpr auto ppo_loss_forward = rlhf_ppo_loss_forward_float32;
     static constexpr auto ppo_loss_backward = rlhf_ppo_loss_backward_float32;
     static constexpr auto value_loss_forward = rlhf_value_loss_forward_float32;
@@ -73,9 +68,6 @@ template <>
 struct Functions<double> {
     static constexpr auto gae_forward = rlhf_gae_forward_float64;
     static constexpr auto gae_backward = rlhf_gae_backward_float64;
-    static constexpr auto masked_moments = rlhf_masked_moments_float64;
-    static constexpr auto whiten_forward = rlhf_whiten_forward_float64;
-    static constexpr auto whiten_backward = rlhf_whiten_backward_float64;
     static constexpr auto ppo_loss_forward = rlhf_ppo_loss_forward_float64;
     static constexpr auto ppo_loss_backward = rlhf_ppo_loss_backward_float64;
     static constexpr auto value_loss_forward = rlhf_value_loss_forward_float64;
@@ -109,39 +101,6 @@ void gae_case(int64_t B, int64_t T, int64_t stride, int64_t shift, double keep_s
                                want[3].data, want[4].data);
     for (int i = 0; i < 5; ++i) {
         for (int64_t k = 0; k < (i < 4 ? B * T : B); ++k) require(near(got[i][k], want[i][k], tol), "gae output");
-    }
-}
-
-template <typename F>
-void whiten_case(int64_t count, int64_t shift, double keep_share, double tol) {
-    using C = Functions<F>;
-    Heap<F> x(count, shift), g(count, shift), y(count, shift), d_x(count), want_y(count), want_d_x(count);
-    Heap<uint8_t> mask(count, shift);
-    Heap<double> workspace(rlhf_workspace(count)), moments(3), want_moments(3), stats(3), want_stats(3);
-    for (int64_t i = 0; i < count; ++i) {
-        mask[i] = (random_number() + 1) / 2 < keep_share;
-        x[i] = mask[i] ? F(3 + random_number()) : F(kNan);
-        g[i] = mask[i] ? F(random_number()) : F(kNan);
-    }
-    require(C::masked_moments(x.data, mask.data, count, workspace.data, moments.data, nullptr) == 0, "masked_moments");
-    rlhf::cpu::masked_moments<F>(x.data, mask.data, count, 1, want_moments.data);
-    for (int i = 0; i < 3; ++i) require(near(moments[i], want_moments[i], 1e-10 * (1 + want_moments[i])), "moments");
-    for (const double* given : {static_cast<const double*>(nullptr), static_cast<const double*>(moments.data)}) {
-        for (bool shift_mean : {false, true}) {
-            require(C::whiten_forward(x.data, mask.data, given, count, shift_mean, 1e-8, workspace.data, y.data,
-                                      stats.data, nullptr) == 0, "whiten_forward");
-            rlhf::cpu::whiten_forward<F>(x.data, mask.data, given, count, shift_mean, 1e-8, 1, want_y.data,
-                                         want_stats.data);
-            for (int i = 0; i < 3; ++i) require(near(stats[i], want_stats[i], 1e-9 * std::abs(want_stats[i])), "stats");
-            require(C::whiten_backward(g.data, x.data, mask.data, stats.data, count, shift_mean, given != nullptr,
-                                       workspace.data, d_x.data, nullptr) == 0, "whiten_backward");
-            rlhf::cpu::whiten_backward<F>(g.data, x.data, mask.data, stats.data, count, shift_mean, given != nullptr, 1,
-                                          want_d_x.data);
-            for (int64_t i = 0; i < count; ++i) {
-                require(near(y[i], want_y[i], tol), "whitened");
-                require(near(d_x[i], want_d_x[i], tol * (1 + std::abs(want_d_x[i]))), "whitened gradient");
-            }
-        }
     }
 }
 
@@ -273,10 +232,6 @@ int main() {
             gae_case<float>(2, T, T + 3, 1, keep_share, 1e-4);
             gae_case<float>(2, T, (T + 3) / 4 * 4, 0, keep_share, 1e-4);
             gae_case<double>(1, T, T, 0, keep_share, 1e-12);
-        }
-        for (int64_t count : {0, 1, 5, 1024, 5003}) {
-            whiten_case<float>(count, count % 2, keep_share, 2e-6);
-            whiten_case<double>(count, 0, keep_share, 1e-9);
         }
     }
     gae_case<float>(0, 5, 5, 0, 1.0, 0.0);

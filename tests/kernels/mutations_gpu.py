@@ -107,9 +107,9 @@ MUTATIONS = read("""
 -used = (split >= first // split_size) & (split < end)
 +used = split < n_splits
 # splits by the batch | triton/test_decode_attention.py::test_neither_batch_nor_table_change_a_row_s_bits
--    size = split_size(n_positions, chosen.pop("SPLIT"))
+-    size = split_size(n_positions)
 -
-+    size = split_size(n_positions, chosen.pop("SPLIT")) * (1 + n % 2)
++    size = split_size(n_positions) * (1 + n % 2)
 +
 # NaN in empty rows | triton/test_decode_attention.py::test_empty_rows_batches_and_tables
 -tl.where(after > 0, tl.sum(total / s[:, None], 0), 0.0)

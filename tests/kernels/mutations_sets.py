@@ -158,13 +158,13 @@ MUTATIONS = read("""
 -(below, *below.parents)
 +(below,)
 # torch.set_num_threads does not count as chosen | test_cores.py::test_a_quota_limits_what_nobody_has_chosen
-- or found not in _torch_defaults()
+- or threads not in _torch_defaults()
 # teams of torch's size | test_cores.py::test_a_team_is_no_larger_than_the_quota
--        return found
+-        return threads
 -    return _usable()
 -
-+        return found
-+    return found
++        return threads
++    return threads
 +
 
 == linear

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rlhf_kernels.gae import gae, masked_moments, whiten
+from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
-from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import same_bits
 
@@ -20,13 +20,6 @@ def run_gae(inputs, backend="cuda"):
     return [x.detach() for x in (*out, *grads)]
 
 
-def run_whiten(inputs, backend="cuda"):
-    x = inputs[0].detach().requires_grad_()
-    y = whiten(x, inputs[5], backend=backend)
-    (grad,) = torch.autograd.grad((y * inputs[1]).sum(), x)
-    return [y.detach(), grad, masked_moments(x, inputs[5], backend=backend)]
-
-
 def run_losses(inputs, backend="cuda"):
     new, old, advantage, ref, entropy, mask = inputs
     new, entropy, value = (x.detach().requires_grad_() for x in (new, entropy, new))
@@ -39,7 +32,7 @@ def run_losses(inputs, backend="cuda"):
     return [x.detach() for x in (*policy, *critic, *grads)]
 
 
-RUNS = {"gae": run_gae, "whiten": run_whiten, "losses": run_losses}
+RUNS = {"gae": run_gae, "losses": run_losses}
 
 
 def make_inputs(run, seed):
@@ -113,10 +106,3 @@ def test_gae_tier1_at_size():
     plain, actual = run_gae(inputs, "reference"), run_gae(inputs)
     for index, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
         assert_ok(tier1(a, e, p), f"result {index}")
-
-
-def test_whiten_rounds_once_at_size():
-    inputs = make_inputs(run_whiten, 3)
-    exact = run_whiten([x.double() if x.is_floating_point() else x for x in inputs], "reference")
-    for a, e in zip(run_whiten(inputs)[:2], exact[:2], strict=True):
-        assert_ok(tier2(a, e), "whiten")

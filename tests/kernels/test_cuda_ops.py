@@ -1,17 +1,17 @@
-"""The cuda backend of `gae`, `whiten`, `ppo_loss` and `value_loss`: on a GPU, and its kernels as fibers on the CPU.
+"""The cuda backend of `gae`, `ppo_loss` and `value_loss`: on a GPU, and its kernels as fibers on the CPU.
 
-Where `device` puts tensors: see conftest.py. Tests of the ops themselves, on any device, are in test_gae.py,
-test_whiten.py and test_ppo_loss.py.
+Where `device` puts tensors: see conftest.py. Tests of the ops themselves, on any device, are in test_gae.py and
+test_ppo_loss.py.
 """
 
 import contextlib
 
 import pytest
 import torch
-from rlhf_kernels.gae import _gae_backward, gae, masked_moments, whiten
+from rlhf_kernels.gae import _gae_backward, gae
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
-from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
+from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import each, same_bits
 from .test_gae import hold, random_case, run_gae
@@ -81,73 +81,18 @@ def test_gae_empty(device, B, T):
     assert torch.equal(bootstrap.grad, torch.zeros_like(bootstrap))
 
 
-def test_gae_and_whiten_opcheck_and_gradcheck(device):
+def test_gae_opcheck_and_gradcheck(device):
     reward, value, mask, last = (x.to(device) for x in random_case(3, 6, dtype=torch.float64))
     leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
     ops = torch.ops.rlhf_kernels
     torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
     torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
     torch.library.opcheck(ops.gae_backward.default, (reward, value, mask, 0.9, 0.8, "cuda"))
-    torch.library.opcheck(ops.masked_moments.default, (reward, mask, "cuda"))
-    moments = masked_moments(reward, mask, backend="cuda")
-    for given in (None, moments):
-        torch.library.opcheck(ops.whiten.default, (leaves[0], mask, given, False, 1e-8, "cuda"))
-    torch.library.opcheck(ops.whiten_backward.default, (reward, reward, mask, moments, True, False, "cuda"))
 
     def advantage_and_return(r, v, b):
         return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=b, backend="cuda"))
 
     assert torch.autograd.gradcheck(advantage_and_return, leaves)
-    for shift_mean in (True, False):
-        for given in (None, moments):
-
-            def whitened(x, shift_mean=shift_mean, given=given):
-                return whiten(x, mask, shift_mean=shift_mean, moments=given, eps=0.1, backend="cuda")
-
-            assert torch.autograd.gradcheck(whitened, leaves[:1])
-
-
-# --- whiten ---------------------------------------------------------------------------------------------------------
-
-
-def plainly(x, mask, shift_mean):
-    kept = x.double()[mask]
-    y = (kept - kept.mean()) / (kept.var(unbiased=True) + 1e-8).sqrt() + (0.0 if shift_mean else kept.mean())
-    return torch.zeros(x.shape, dtype=torch.float64).masked_scatter(mask, y)
-
-
-@each("shift_mean", [True, False])
-@each(("shape", "shift"), [((2,), 0.5), ((15, 127), 0.5), ((3, 5, 7), 1000.0), ((5, 1000), -2.0)])
-@each("scale", [1.0, 1e-3])
-def test_whiten_rounds_once(device, shape, shift, shift_mean, scale):
-    generator = torch.Generator().manual_seed(0)
-    x = scale * (torch.randn(shape, generator=generator) + shift)
-    mask = torch.rand(shape, generator=generator) >= 0.3
-    mask.view(-1)[:2] = True
-    exact, x, mask = plainly(x, mask, shift_mean), x.masked_fill(~mask, NAN).to(device), mask.to(device)
-    assert_ok(tier2(whiten(x, mask, shift_mean=shift_mean, backend="cuda").cpu(), exact), "whiten")
-    moments = masked_moments(x, mask, backend="cuda")
-    if shift != 1000.0:  # moments lose what the mean takes, on every backend
-        y = whiten(x, mask, shift_mean=shift_mean, moments=moments, backend="cuda")
-        assert_ok(tier2(y.cpu(), exact), "whiten from moments")
-    kept = x.cpu().double()[mask.cpu()]
-    sums = torch.stack([mask.sum().cpu().double(), kept.sum(), kept.square().sum()])
-    torch.testing.assert_close(moments.cpu(), sums, rtol=1e-14, atol=1e-12)
-
-
-@each("n_kept", [0, 1])
-@each("given", [True, False])
-def test_whiten_too_few_elements(device, n_kept, given):
-    x = torch.tensor([[3.0, NAN]], device=device, requires_grad=True)
-    mask = torch.tensor([[n_kept, 0]], device=device)
-    moments = masked_moments(x, mask, backend="cuda") if given else None
-    y = whiten(x, mask, shift_mean=False, moments=moments, backend="cuda")
-    assert y.tolist() == [[3.0 * n_kept, 0.0]]
-    y.sum().backward()
-    assert torch.isfinite(x.grad).all()
-    empty = torch.zeros(0, 5, device=device)
-    assert masked_moments(empty, empty, backend="cuda").tolist() == [0.0, 0.0, 0.0]
-    assert whiten(empty, empty, backend="cuda").shape == (0, 5)
 
 
 def test_reductions_have_the_same_bits_for_unaligned_memory(device):
@@ -166,8 +111,7 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         )
         value = value_loss(new, old, advantage, keep, denom=9, clip=0.2, backend="cuda")
         (out.loss + value.loss).backward()
-        white = whiten(new.detach(), keep, backend="cuda")
-        results.append([*out, *value, new.grad, white, masked_moments(new, keep, backend="cuda")])
+        results.append([*out, *value, new.grad])
     same_bits(*results)
 
 
@@ -305,7 +249,6 @@ def test_errors_reach_python(device):
     for name, arguments in (
         ("gae_forward", (p, 4, 1, p, 4, 1, p, 4, 1, 0, -1, 4, 1.0, 1.0, 0, 0)),
         ("gae_backward", (0, 4, 1, p, 4, 1, p, 4, 1, 1, 4, 1.0, 1.0, 0, 0, p)),
-        ("masked_moments", (p, p, -1, p, p)),
         ("ppo_loss_forward", (*ppo[:8], -1, *ppo[9:])),
         ("ppo_loss_forward", (*ppo[:12], 4, *ppo[13:])),  # no such KL estimator
         ("ppo_loss_forward", (0, *ppo[1:])),
@@ -321,8 +264,6 @@ def test_a_refused_launch_reaches_python(host_library, monkeypatch):
     x = torch.ones(2, 3)
     for function in (
         lambda: gae(x, x, x, gamma=1.0, lam=1.0, backend="cuda"),
-        lambda: whiten(x, x, backend="cuda"),
-        lambda: masked_moments(x, x, backend="cuda"),
         lambda: ppo_loss(x, x, x, x, denom=1.0, backend="cuda"),
         lambda: value_loss(x, x, x, x, denom=1.0, backend="cuda"),
     ):
@@ -348,7 +289,7 @@ def test_addresses_refused(device):
 
 def test_backend_is_there_and_chosen_on_cuda_tensors(device):
     x = torch.zeros(2, device=device)
-    for op in ("gae", "whiten", "ppo_loss"):
+    for op in ("gae", "ppo_loss"):
         assert registry.unsupported(op, "cuda", device, torch.float32) is None
         assert registry.resolve(op, "cuda", x) == "cuda"
         assert "not torch.int64" in registry.unsupported(op, "cuda", device, torch.int64)

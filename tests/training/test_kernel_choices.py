@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_kernels.runtime import kernel_table, native, registry, tuning
+from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -179,70 +179,11 @@ def test_a_model_that_exact_mode_does_not_serve_runs_without_it(tmp_path):
             RlTrainer(train_config(folder, tmp_path / "other", exact=True))
 
 
-# ---- tuned settings of Triton kernels --------------------------------------------------------------------------------
-
-TUNED = {"op": "decode_attention", "site": "attend", "dtype": "bfloat16", "sizes": [4, 128], "settings": {"SPLIT": 512}}
-
-
-@pytest.fixture
-def _triton():
-    pytest.importorskip("triton")
-    yield
-    tuning.begin_run()
-
-
-def tuned_folder(tmp_path: Path, **changes: object) -> Path:
+def test_a_checkpoint_with_tuned_tiles_is_refused_in_one_line(tmp_path):
     folder = folder_with(tmp_path, backend="cpu")
-    rows = [*json.loads((folder / "kernels.json").read_text()), {**TUNED, **changes}]
+    tuned = {"op": "decode_attention", "site": "attend", "dtype": "bfloat16", "sizes": [4, 128], "settings": {"BS": 32}}
+    rows = [*json.loads((folder / "kernels.json").read_text()), tuned]
     (folder / "kernels.json").write_text(json.dumps(rows))
     write_manifest(folder)
-    return folder
-
-
-@pytest.mark.usefixtures("_triton")
-def test_a_resumed_run_keeps_its_tuned_settings_in_later_checkpoints(model, tmp_path):
-    run(RlTrainer(of_table(model, tmp_path / "a")), 1)
-    folder = tmp_path / "a" / "checkpoint-1"
-    before = json.loads((folder / "kernels.json").read_text())
-    assert all("backend" in row for row in before), "nothing is tuned on a CPU"
-    (folder / "kernels.json").write_text(json.dumps([*before, TUNED]))
-    write_manifest(folder)
-    run(RlTrainer(of_table(model, tmp_path / "a", resume_from_checkpoint="auto")), 1)
-    assert TUNED in json.loads((tmp_path / "a" / "checkpoint-2" / "kernels.json").read_text())
-    run(RlTrainer(of_table(model, tmp_path / "b")), 1)
-    assert TUNED not in json.loads((tmp_path / "b" / "checkpoint-1" / "kernels.json").read_text())
-
-
-@pytest.mark.usefixtures("_triton")
-def test_exact_mode_leaves_a_checkpoint_s_tuned_settings(tmp_path):
-    folder = tuned_folder(tmp_path)
-    begin_kernels(folder)
-    assert [row.to_dict() for row in tuning.choices()] == [TUNED]
-    begin_kernels(folder, exact=True)
-    assert tuning.choices() == []
-
-
-@pytest.mark.usefixtures("_triton")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"settings": {"SPLIT": 384}}, "got SPLIT = 384"),
-        ({"site": "attent"}, "expected a site of the kernels, got decode_attention.attent"),
-    ],
-)
-def test_a_tuned_setting_of_another_version_is_refused_in_one_line(tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: kernels.json\[1\]") as refused:
-        begin_kernels(tuned_folder(tmp_path, **changes))
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.usefixtures("_triton")
-def test_a_named_table_that_cannot_be_used_begins_no_run(tmp_path):
-    path = tmp_path / "table.json"
-    path.write_text('{"format": 2}')
-    with (
-        tuning.use_table(path),
-        pytest.raises(ConfigError, match=f"{tuning.ENVIRONMENT_VARIABLE}: .*expected 1, got 2"),
-    ):
-        begin_kernels(None)
+    with pytest.raises(ConfigError, match=r"kernels.json\[1\]: expected default tiles, got tuned"):
+        begin_kernels(folder)

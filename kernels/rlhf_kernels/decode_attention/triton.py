@@ -24,20 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.attention import triton as attention
-from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.runtime.tuning import Site
 from rlhf_kernels.vocab.triton_logits import exponentials
 
-# The defaults; never by the batch.
-WARPS, STAGES = 4, 3
-ATTEND = Site(
-    op="decode_attention",
-    name="attend",
-    candidates={"SPLIT": (256, 512), "BS": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
-)
+WARPS, STAGES = 4, 3  # never by the batch
+SPLIT, MAX_SPLITS = 256, 64  # positions of a split, and most splits; beyond, splits grow
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
@@ -190,9 +183,9 @@ def join_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def split_size(n_positions: int, least: int | None = None) -> int:
-    """Positions per split: a function of what the table holds, at least `least` (SPLIT where not given)."""
-    size = least or SPLIT
+def split_size(n_positions: int) -> int:
+    """Positions per split: a function of what the table holds, at least SPLIT."""
+    size = SPLIT
     while size * MAX_SPLITS < n_positions:
         size *= 2
     return size
@@ -231,9 +224,7 @@ def forward(
     if out.numel() == 0 or n_positions == 0:
         return out.zero_()
     tile = tile_sizes(n_heads // n_kv, d, q.element_size())
-    default = {"SPLIT": SPLIT, "BS": tile["BS"], "num_warps": WARPS, "num_stages": STAGES}
-    chosen = ATTEND.choose(default, q.device, (q.dtype,), (n_heads // n_kv, d))
-    size = split_size(n_positions, chosen.pop("SPLIT"))
+    size = split_size(n_positions)
     n_splits = triton.cdiv(n_positions, size)
     sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
@@ -264,7 +255,9 @@ def forward(
         WINDOW=windowed,
         SOFTCAP=softcap is not None,
         UPCAST=INTERPRETED,
-        **tile | chosen,
+        **tile,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     join_kernel[(n, n_heads)](
         sums,
@@ -307,11 +300,11 @@ def aot_cases() -> list[AotCase]:
         attend |= {"k_inner": 1, "v_inner": 1, "q_inner": 1, "length_stride": 1, "table_column": 1}
         join: dict[str, Any] = {"WINDOW": window, "D": d, "BD": tile["BD"], "length_stride": 1}
         join |= {"sink_stride": 1} if sinks else {"sink_ptr": None}
-        found = []
+        cases = []
         for kernel, constexprs in ((attend_kernel, attend), (join_kernel, join)):
             types = signature(kernel, dtype, constexprs)
             wide = tuple(n for n in types if n.endswith(("_ptr", "_row", "_head", "_block", "_position")))
-            found.append(
+            cases.append(
                 AotCase(
                     name=name,
                     kernel=kernel,
@@ -322,7 +315,7 @@ def aot_cases() -> list[AotCase]:
                     divisible_by_16=tuple(n for n in wide if n != "table_row"),
                 )
             )
-        return found
+        return cases
 
     return [
         *cases("bf16", 4, 128),

@@ -25,7 +25,7 @@ shape. Dtypes: any floating point in; gae accumulates and returns float32, or fl
 whiten computes in float64, rounds once, and returns float32, or float64 for float64. Gradients come back in
 the inputs' own dtypes. Masked outputs and gradients are exactly 0, and masked inputs may hold anything, NaN
 included. Determinism: same bits for the same inputs, for any number of threads; `gae` has the same bits on
-cpu and reference. Backends: cuda, triton (float32 only), cpu, reference. First derivatives only.
+cpu and reference. Backends: triton (float32 only), cpu, reference, and cuda for `gae`. First derivatives only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rlhf_kernels.runtime.eager import custom_op, eager
 for _op in ("gae", "whiten"):
     registry.register(_op, "reference", reference)
     registry.register(_op, "cpu", native)
-    registry.register(_op, "cuda", registry.Lazy("rlhf_kernels.gae.cuda", cuda_support.unsupported))
     registry.register(_op, "triton", registry.Lazy("rlhf_kernels.gae.triton", triton_support.unsupported))
+registry.register("gae", "cuda", registry.Lazy("rlhf_kernels.gae.cuda", cuda_support.unsupported))
 
 
 class GaeOutputs(NamedTuple):
@@ -249,14 +249,10 @@ def _gae_gradient(ctx: Any, grad_advantage: torch.Tensor, grad_ret: torch.Tensor
     (mask,) = ctx.saved_tensors
     d_reward, d_value, d_bootstrap = _gae_backward(grad_advantage, grad_ret, mask, ctx.gamma, ctx.lam, ctx.backend)
     wants_reward, wants_value, _, wants_bootstrap = ctx.needs_input_grad[:4]
-    return (
-        d_reward if wants_reward else None,
-        d_value if wants_value else None,
-        None,
-        d_bootstrap if wants_bootstrap else None,
-        None,
-        None,
-        None,
+    return _gae.gradients(
+        reward=d_reward if wants_reward else None,
+        value=d_value if wants_value else None,
+        bootstrap=d_bootstrap if wants_bootstrap else None,
     )
 
 

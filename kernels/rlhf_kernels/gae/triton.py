@@ -17,13 +17,10 @@ import triton
 import triton.language as tl
 
 from rlhf_kernels.runtime.triton_support import AotCase
-from rlhf_kernels.runtime.tuning import Site
 
 BLOCK_T = 1024
 BLOCK = 1024
 PROGRAMS = 256  # ranges that a sum over all elements is cut into
-SCAN = Site(op="gae", name="scan", candidates={"BLOCK_T": (512, 1024, 2048)})
-WHITEN = Site(op="gae", name="whiten", candidates={"BLOCK": (512, 1024, 2048)})
 
 
 @triton.jit
@@ -232,8 +229,7 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
 def _rows(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Programs, sequences per program, positions per block, warps, for x [B, T]."""
     n_rows, n_columns = x.shape
-    most = SCAN.choose({"BLOCK_T": BLOCK_T}, x.device, (torch.float32,), ())["BLOCK_T"]
-    block_t = min(most, max(32, triton.next_power_of_2(n_columns)))
+    block_t = min(BLOCK_T, max(32, triton.next_power_of_2(n_columns)))
     rows = max(1, min(8, 512 // block_t, n_rows // 256))  # several only where sequences are many and short
     rows = 1 << (rows.bit_length() - 1)
     return triton.cdiv(n_rows, rows), rows, block_t, max(1, min(4, rows * block_t // 128))
@@ -279,23 +275,17 @@ def backward(
     return d_reward, d_value, d_bootstrap
 
 
-def _block(x: torch.Tensor) -> int:
-    """Elements that a program of `whiten` takes at a time."""
-    return WHITEN.choose({"BLOCK": BLOCK}, x.device, (torch.float32,), ())["BLOCK"]
-
-
-def _ranges(n: int, block: int) -> tuple[int, int]:
+def _ranges(n: int) -> tuple[int, int]:
     """Number of ranges and elements in each, for sums over all elements."""
-    span = triton.cdiv(triton.cdiv(max(n, 1), PROGRAMS), block) * block
+    span = triton.cdiv(triton.cdiv(max(n, 1), PROGRAMS), BLOCK) * BLOCK
     return triton.cdiv(max(n, 1), span), span
 
 
 def _moments(x: torch.Tensor, mask: torch.Tensor, centred: bool) -> tuple[torch.Tensor, int]:
-    block = _block(x)
-    n_partial, span = _ranges(x.numel(), block)
+    n_partial, span = _ranges(x.numel())
     partial = x.new_empty(3, PROGRAMS, dtype=torch.float64)
     _moments_kernel[(n_partial,)](
-        x, mask, partial, x.numel(), span, CENTRED=centred, PROGRAMS=PROGRAMS, BLOCK=block
+        x, mask, partial, x.numel(), span, CENTRED=centred, PROGRAMS=PROGRAMS, BLOCK=BLOCK
     )  # fmt: skip
     return partial, n_partial
 
@@ -316,10 +306,9 @@ def whiten_forward(
     partial, n_partial = (None, 0) if moments is not None else _moments(x, mask, centred=True)
     moments = None if moments is None else moments.contiguous()
     y, stats = torch.empty_like(x), x.new_empty(3, dtype=torch.float64)
-    block = _block(x)
-    _whiten_kernel[(max(1, triton.cdiv(x.numel(), block)),)](
+    _whiten_kernel[(max(1, triton.cdiv(x.numel(), BLOCK)),)](
         x, mask, moments, partial, y, stats, x.numel(), n_partial, EPS=eps, SHIFT_MEAN=shift_mean,
-        GIVEN=moments is not None, PROGRAMS=PROGRAMS, BLOCK=block,
+        GIVEN=moments is not None, PROGRAMS=PROGRAMS, BLOCK=BLOCK,
     )  # fmt: skip
     return y, stats
 
@@ -337,14 +326,14 @@ def whiten_backward(
     d_x, n = torch.empty_like(x), x.numel()
     if n == 0:
         return d_x
-    partial, n_partial, block = None, 0, _block(x)
+    partial, n_partial = None, 0
     if not constant_moments:
-        n_partial, span = _ranges(n, block)
+        n_partial, span = _ranges(n)
         partial = x.new_empty(2, PROGRAMS, dtype=torch.float64)
-        _whiten_sums_kernel[(n_partial,)](grad, x, mask, stats, partial, n, span, PROGRAMS=PROGRAMS, BLOCK=block)
-    _whiten_backward_kernel[(triton.cdiv(n, block),)](
+        _whiten_sums_kernel[(n_partial,)](grad, x, mask, stats, partial, n, span, PROGRAMS=PROGRAMS, BLOCK=BLOCK)
+    _whiten_backward_kernel[(triton.cdiv(n, BLOCK),)](
         grad, x, mask, stats, partial, d_x, n, n_partial, SHIFT_MEAN=shift_mean, CONSTANT=constant_moments,
-        PROGRAMS=PROGRAMS, BLOCK=block,
+        PROGRAMS=PROGRAMS, BLOCK=BLOCK,
     )  # fmt: skip
     return d_x
 

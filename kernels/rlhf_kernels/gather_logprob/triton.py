@@ -18,29 +18,16 @@ from torch import Tensor
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.runtime.tuning import Site
 from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
 from rlhf_kernels.vocab.triton_kernels import FIELDS, SAME_ROUNDING, load_divisor, load_row, store_state
 from rlhf_kernels.vocab.triton_logits import joined, tile_grad, tile_state
 from rlhf_kernels.vocab.triton_sweep import RowGrads, finish
 
-# The defaults.
 EXACT_SHARES = 8  # of a row in exact mode, whatever the number of rows
 PROGRAMS = 528  # shares are made until there are so many programs: four per multiprocessor of an H200
-FOLD_BLOCK = 128 if INTERPRETED else 4096
-GRAD_BLOCK = 128 if INTERPRETED else 2048
+FOLD_BLOCK, FOLD_WARPS = 128 if INTERPRETED else 4096, 8
+GRAD_BLOCK, GRAD_WARPS = 128 if INTERPRETED else 2048, 4
 ROWS = 32 if INTERPRETED else 1  # per program; the interpreter pays per program
-FOLD = Site(
-    op="gather_logprob",
-    name="fold",
-    candidates={"FOLD_BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
-)
-GRAD = Site(  # elementwise: a thread's share changes no sum
-    op="gather_logprob",
-    name="grad",
-    candidates={"GRAD_BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
-    neutral=("GRAD_BLOCK", "num_warps"),
-)
 
 
 @triton.jit
@@ -201,9 +188,7 @@ def forward(
 
     values = {name: empty(n_rows) for name in OUTPUTS if name in made}
     if n_rows:
-        chosen = FOLD.choose({"FOLD_BLOCK": FOLD_BLOCK, "num_warps": 8}, logits.device, (logits.dtype,), (n_vocab,))
-        block = chosen["FOLD_BLOCK"]
-        n_blocks = triton.cdiv(n_vocab, block)
+        n_blocks = triton.cdiv(n_vocab, FOLD_BLOCK)
         shares = EXACT_SHARES if registry.is_exact() else triton.cdiv(PROGRAMS, n_rows)
         per_split = triton.cdiv(n_blocks, min(n_blocks, shares))
         splits = triton.cdiv(n_blocks, per_split)
@@ -217,7 +202,7 @@ def forward(
             n_rows,
             n_vocab,
             logits.stride(-1),
-            per_split * block,
+            per_split * FOLD_BLOCK,
             temperature,
             ALIGNED=_aligned(logits),
             ENTROPY="entropy" in made,
@@ -225,8 +210,8 @@ def forward(
             MEAN="mean_logit" in made,
             TOP="is_top1" in made,
             R=ROWS,
-            BLOCK=block,
-            num_warps=chosen["num_warps"],
+            BLOCK=FOLD_BLOCK,
+            num_warps=FOLD_WARPS,
             **SAME_ROUNDING,
         )
         finish(state, index, None, values, n_vocab)
@@ -256,8 +241,7 @@ def backward(
     d_logprob, d_entropy, d_lse, d_mean, d_sum_sq = grads
     g = RowGrads.of(logprob=d_logprob, entropy=d_entropy, lse=d_lse, mean_logit=d_mean, log_sum_sq_prob=d_sum_sq)
     lse, entropy, sum_sq = saved
-    chosen = GRAD.choose({"GRAD_BLOCK": GRAD_BLOCK, "num_warps": 4}, logits.device, (logits.dtype,), (n_vocab,))
-    gather_grad_kernel[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_vocab, chosen["GRAD_BLOCK"]))](
+    gather_grad_kernel[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_vocab, GRAD_BLOCK))](
         logits,
         _offsets(logits),
         d_logits,
@@ -279,8 +263,8 @@ def backward(
         temperature,
         ALIGNED=_aligned(logits) and _aligned(d_logits),
         R=ROWS,
-        BLOCK=chosen["GRAD_BLOCK"],
-        num_warps=chosen["num_warps"],
+        BLOCK=GRAD_BLOCK,
+        num_warps=GRAD_WARPS,
     )
 
 

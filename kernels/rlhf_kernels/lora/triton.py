@@ -34,34 +34,18 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.linear import product_for
-from rlhf_kernels.lora.cost import EXACT_SPLITS
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import EXACT_ROWS, SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
 from rlhf_kernels.runtime import autocast, registry
 from rlhf_kernels.runtime.philox_triton import random_words
 from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.runtime.tuning import Settings, Site
 
 ONE_READ_RANK = 32
+EXACT_SPLITS = 4  # parts of the features that h is added up from in exact mode, where the rows may not decide
 MAX_RANK = 128
 EXPAND_RANKS = 32  # ranks that expand multiplies at a time: more would not fit into registers at rank 128
 _STAGES = {"shrink": 3, "expand": 2, "columns": 2}
-_SITES = {
-    "shrink": Site(
-        op="lora",
-        name="shrink",
-        candidates={"BD": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
-    ),
-    "expand": Site(
-        op="lora",
-        name="expand",
-        candidates={"BD": (64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3)},
-    ),
-    # Fewer columns would be more shares of dh than the planner counts
-    "columns": Site(op="lora", name="columns", candidates={"num_warps": (4, 8), "num_stages": (2, 3)}),
-}
-FOLD = Site(op="lora", name="fold", candidates={"BD": (16, 32, 64, 128)}, neutral=("BD",))  # chunks one after another
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WIDTH = tl.constexpr(SLOT_WIDTH)
 
@@ -261,12 +245,9 @@ class _Call:
         self.deciding_rank = MAX_RANK if self.exact else self.rank  # about tiles; a slot's own is not that of its call
         self.draw = (None if row_ids is None else row_ids.contiguous(), lora_call.seed, lora_call.stream)
 
-    def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> Settings:
+    def _config(self, n_d: int, x: torch.dtype, side: int, kernel: str) -> dict[str, int]:
         weight = (self.B if side else self.A)[0]
-        default = {**_config(n_d, self.deciding_rank, x, weight.dtype, kernel), "num_stages": _STAGES[kernel]}
-        site = _SITES[kernel]
-        free = {name: default[name] for name in site.candidates}
-        return {**default, **site.choose(free, weight.device, (x, weight.dtype), (n_d, self.rank))}
+        return {**_config(n_d, self.deciding_rank, x, weight.dtype, kernel), "num_stages": _STAGES[kernel]}
 
     def layout(self, wanted: list[int] | None = None, column_tiles: int = 1) -> Layout:
         """Tiles of the slots in `wanted`, or of all."""
@@ -333,8 +314,7 @@ class _Call:
             self.fold_rows(shares, dh, layout)
         weights = [(self.B if side else self.A)[i] for i in wanted]
         flat = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=x.device)
-        default = {"BD": 64 if self.rank <= 64 else 32}
-        block = FOLD.choose(default, flat.device, (flat.dtype,), (n_d, self.rank))["BD"]
+        block = 64 if self.rank <= 64 else 32
         _fold_columns_kernel[(len(wanted), triton.cdiv(n_d, block))](
             sums, flat, layout.folds, self.slots.table, n_d, SIDE=side, R=self.rank, BD=block
         )  # fmt: skip
@@ -388,8 +368,8 @@ def _one_dtype(name: str, weights: list[Tensor]) -> list[Tensor]:
             raise TypeError(f"{name}[{i}]: expected {allowed} for backend='triton', got {w.dtype}")
     same = len({w.dtype for w in weights}) == 1
     if not same and registry.is_exact():
-        found = sorted({str(w.dtype) for w in weights})
-        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {found}")
+        dtypes = sorted({str(w.dtype) for w in weights})
+        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {dtypes}")
     return [(w if same else w.float()).contiguous() for w in weights]
 
 

@@ -20,13 +20,10 @@ from torch import Tensor
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.runtime.triton_math import expm1, expm1_minus
 from rlhf_kernels.runtime.triton_support import AotCase
-from rlhf_kernels.runtime.tuning import Site
 
 ONE_PROGRAM = 2048
-BLOCK = 1024
+BLOCK = 1024  # tokens per program where there are several
 FOLD = 512  # partial columns that the folding program adds at a time
-LOSS = Site(op="ppo_loss", name="loss", candidates={"BLOCK": (512, 1024, 2048)})
-BACKWARD = Site(op="ppo_loss", name="backward", candidates={"BLOCK": (512, 1024, 2048)}, neutral=("BLOCK",))
 _KL = {"k1": 1, "k2": 2, "k3": 3}
 
 
@@ -212,19 +209,13 @@ def _plain(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
-def _block(site: Site, x: Tensor) -> int:
-    """Tokens per program where there are several."""
-    return site.choose({"BLOCK": BLOCK}, x.device, (torch.float32,), ())["BLOCK"]
-
-
 def _blocks(x: Tensor) -> tuple[int, int, int]:
     """Number of programs, tokens per program, warps, for x [N]."""
     n = x.shape[0]
     if n <= ONE_PROGRAM:
         block = max(128, triton.next_power_of_2(n))
         return 1, block, max(1, min(8, block // 128))
-    block = _block(LOSS, x)
-    return triton.cdiv(n, block), block, 4
+    return triton.cdiv(n, BLOCK), BLOCK, 4
 
 
 def forward(
@@ -269,10 +260,9 @@ def backward(
     grad_new = dloss.new_empty(n if need_new_logprob else 0)
     grad_entropy = dloss.new_empty(n if need_entropy else 0)
     if n and (need_new_logprob or need_entropy):
-        block = _block(BACKWARD, dloss)
-        _ppo_backward_kernel[(triton.cdiv(n, block),)](
+        _ppo_backward_kernel[(triton.cdiv(n, BLOCK),)](
             grad_loss, dloss.contiguous(), _plain(mask), denom, grad_new, grad_entropy, n, entropy_coef,
-            NEW=need_new_logprob, ENTROPY=need_entropy, BLOCK=block,
+            NEW=need_new_logprob, ENTROPY=need_entropy, BLOCK=BLOCK,
         )  # fmt: skip
     return grad_new, grad_entropy
 
@@ -304,8 +294,7 @@ def value_backward(grad_loss: Tensor, dloss: Tensor) -> Tensor:
     dloss, n = dloss.contiguous(), dloss.numel()
     grad = torch.empty_like(dloss)
     if n:
-        block = _block(BACKWARD, dloss)
-        _scale_kernel[(triton.cdiv(n, block),)](grad_loss, dloss, grad, n, BLOCK=block)
+        _scale_kernel[(triton.cdiv(n, BLOCK),)](grad_loss, dloss, grad, n, BLOCK=BLOCK)
     return grad
 
 

@@ -1,1 +1,1 @@
-"""Ground under every op: choice of a backend, native and GPU code, checks, random numbers, tuned settings, costs."""
+"""Ground under every op: choice of a backend, native and GPU code, checks, random numbers, costs."""

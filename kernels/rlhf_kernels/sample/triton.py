@@ -4,9 +4,9 @@ A program owns a tile of rows (`triton_by_row`) and a share of the vocabulary. T
 noise of their columns and folds both into the rows' states: maximum, sum and entropy sum of the softmax, and the best
 score with its column and logit. Nothing but states leaves the chip. `finish_kernel` joins the shares of a row.
 
-The tiles, the shares and the order in which they are joined depend on V, H, the dtypes, whether there are options, and
-the tuned table (`tuning`) alone. Programs see the number of rows only as a bound, so a row's bits do not depend on what
-it is batched with. Few rows fill a tile in part: what counts there is the one read of W.
+The tiles, the shares and the order in which they are joined depend on V, H, the dtypes and whether there are options
+alone. Programs see the number of rows only as a bound, so a row's bits do not depend on what it is batched with. Few
+rows fill a tile in part: what counts there is the one read of W.
 
 The words of the noise are those of the reference. Logits and the two logarithms of a Gumbel number are rounded
 differently, so a token may differ where the two best scores are within some ulp of each other. Scores compare as in
@@ -25,10 +25,9 @@ from torch import Tensor
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox_triton import gumbel, random_words
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.runtime.tuning import Site
-from rlhf_kernels.sample.cost import CHOICES, FIELDS, PROGRAMS
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab import triton_by_row as by_row
+from rlhf_kernels.vocab.cost import SHARES
 from rlhf_kernels.vocab.logits import HeadOptions
 from rlhf_kernels.vocab.triton_aot import NO_LORA, PLAIN, head_case
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
@@ -42,16 +41,10 @@ from rlhf_kernels.vocab.triton_kernels import (
 )
 from rlhf_kernels.vocab.triton_logits import capped, joined, moved, tile_state
 
-_FREE: dict[str, tuple[int, ...]] = {
-    "BN": (16, 32, 64),
-    "BV": (64, 128),
-    "BK": (32, 64, 128),
-    "PROGRAMS": (66, 132),
-    "num_warps": (4, 8),
-    "num_stages": (2, 3, 4),
-}
-PLAIN_SWEEP = Site(op="sample", name="plain", candidates=_FREE)
-SWEEP = Site(op="sample", name="options", candidates=_FREE)
+PROGRAMS = SHARES
+"""Shares of the vocabulary."""
+FIELDS, CHOICES = 4, 2
+"""Numbers that a share leaves per row: m, s, w and the best column's logit; the best score's key and its column."""
 _STREAM = tl.constexpr(STREAM)
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
@@ -219,8 +212,6 @@ def forward(
     down = by_row.down(head)
     rank, plain = 0 if down is None else down.shape[1], by_row.is_plain(head)
     sizes = {**by_row.tile_sizes(head.dtype.itemsize, plain=plain, rank=rank), "PROGRAMS": PROGRAMS}
-    site, head_shape = PLAIN_SWEEP if plain else SWEEP, (head.hidden_size, head.n_vocab)
-    sizes |= site.choose({name: sizes[name] for name in _FREE}, hidden.device, (head.dtype,), head_shape)
     forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1].contiguous())
     n_tiles = triton.cdiv(head.n_vocab, sizes["BV"])
     per_split = triton.cdiv(n_tiles, sizes.pop("PROGRAMS"))

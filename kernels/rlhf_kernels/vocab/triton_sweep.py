@@ -9,9 +9,9 @@ nothing but states leaves the chip; a pair shares every tile of W. E then takes 
 log-prob has the same bits whether a gradient is wanted or not. In exact mode that kernel serves any number of rows,
 with the tiles of `sample` (`triton_by_row`).
 
-Which path and which tiles depends on N, V, H, dtypes and the tuned table (`tuning`) alone, as does the order of every
-sum. What is tuned never depends on N and is the same for the three ops: equal inputs give equal bits in
-`linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads back from the device.
+Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum. It is the same for the
+three ops: equal inputs give equal bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads
+back from the device.
 Memory beyond inputs, outputs and sums of their size: at most 16 bytes per tile element. A tile has at most N·V / 32
 elements (or 2²³). That is 1/8 of the fp32 logits, or 128 MiB.
 """
@@ -29,7 +29,6 @@ from torch import Tensor
 from rlhf_kernels.linear.triton import product
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
-from rlhf_kernels.runtime.tuning import Settings, Site
 from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab import triton_kernels as kernels
@@ -47,29 +46,6 @@ WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defa
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
 
-TILE = Site(
-    op="linear_logprob",
-    name="tile",
-    candidates={"TILE_ROWS": (1024, 2048, 4096), "TILE_COLUMNS": (4096, 8192), "FOLD_WARPS": (4, 8, 16)},
-)
-FUSED = Site(
-    op="linear_logprob",
-    name="fused",
-    candidates={"BV": (64, 128), "FUSED_PROGRAMS": (132, 264, 528), "num_stages": (2, 3, 4)},
-)
-# Elementwise: a thread's share changes no sum
-ROW = Site(
-    op="linear_logprob",
-    name="row",
-    candidates={"ROW_BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
-    neutral=("ROW_BLOCK", "num_warps"),
-)
-GRAD = Site(
-    op="linear_logprob",
-    name="grad",
-    candidates={"GRAD_BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
-    neutral=("GRAD_BLOCK", "num_warps"),
-)
 FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
 
 
@@ -149,17 +125,9 @@ class Sweep(HeadInputs):
         keep, index = split_target(target, weight.shape[0], ignore_index)
         super().__init__(hidden, weight, options, keep, hidden_r)
         self.index = torch.where(keep, index, -1)
-        default = {"TILE_ROWS": cost.TILE_ROWS, "TILE_COLUMNS": cost.TILE_COLUMNS, "FOLD_WARPS": FOLD_WARPS}
-        tile = self._chosen(TILE, default)
-        most = tile["TILE_ROWS"], tile["TILE_COLUMNS"]
-        self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab, most)
-        self.fold_warps = tile["FOLD_WARPS"]
+        self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab)
 
     # --- pieces -------------------------------------------------------------------------------------------------
-
-    def _chosen(self, site: Site, default: Settings) -> Settings:
-        """Settings of a site for this head."""
-        return site.choose(default, self.hidden.device, (self.dtype,), (self.hidden_size, self.n_vocab))
 
     @functools.cached_property
     def down(self) -> Tensor | None:
@@ -222,15 +190,14 @@ class Sweep(HeadInputs):
             return sizes | {"PROGRAMS": cost.SHARES}
         block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
         block_v, block_k = fused_tile(block_n, self.dtype, rank)
-        chosen = self._chosen(FUSED, {"BV": block_v, "FUSED_PROGRAMS": FUSED_PROGRAMS, "num_stages": STAGES})
         return {
             "BN": block_n,
-            "BV": chosen["BV"],
+            "BV": block_v,
             "BK": block_k,
             "RANKS": kernels.padded_rank(rank),
             "num_warps": fused_warps(block_n, self.dtype),
-            "num_stages": chosen["num_stages"],
-            "PROGRAMS": chosen["FUSED_PROGRAMS"],
+            "num_stages": STAGES,
+            "PROGRAMS": FUSED_PROGRAMS,
         }
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
@@ -306,7 +273,7 @@ class Sweep(HeadInputs):
                     **flags,
                     R=FOLD_ROWS,
                     BLOCK=self.tile_columns,
-                    num_warps=self.fold_warps,
+                    num_warps=FOLD_WARPS,
                     **kernels.SAME_ROUNDING,
                 )
                 for factor, total in zip(factors, sums, strict=True):
@@ -338,8 +305,7 @@ class Sweep(HeadInputs):
             return
         n, width = sums[0].shape
         values = stats.values
-        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
-        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["ROW_BLOCK"]))](
+        kernels.normalise_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, ROW_BLOCK))](
             *sums,
             inverse,
             stats.lse,
@@ -349,8 +315,8 @@ class Sweep(HeadInputs):
             n,
             width,
             R=FOLD_ROWS,
-            BLOCK=chosen["ROW_BLOCK"],
-            num_warps=chosen["num_warps"],
+            BLOCK=ROW_BLOCK,
+            num_warps=WARPS,
         )
         h = self.hidden_size
         if self.lora_A is not None:
@@ -369,8 +335,7 @@ class Sweep(HeadInputs):
         lora = self.lora_A is not None
         out = self.empty(self.n_rows, self.hidden_size, dtype=torch.float32 if lora else dtype)
         on_target = self.empty(self.n_rows) if lora else None
-        chosen = self._chosen(ROW, {"ROW_BLOCK": ROW_BLOCK, "num_warps": WARPS})
-        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, chosen["ROW_BLOCK"]))
+        grid = (triton.cdiv(self.n_rows, FOLD_ROWS), triton.cdiv(self.hidden_size, ROW_BLOCK))
         kernels.from_expected_kernel[grid](
             stats.expected,
             None if grads.kl is None else stats.expected_kl,
@@ -391,8 +356,8 @@ class Sweep(HeadInputs):
             self.weight.stride(0),
             **self.transform(),
             R=FOLD_ROWS,
-            BLOCK=chosen["ROW_BLOCK"],
-            num_warps=chosen["num_warps"],
+            BLOCK=ROW_BLOCK,
+            num_warps=WARPS,
         )
         if on_target is not None and self.lora_A is not None and self.lora_B is not None:
             target = self.lora_B[self.index.clamp_min(0)] * (self.options.lora_scale * on_target)[:, None]
@@ -473,8 +438,7 @@ class Sweep(HeadInputs):
         if z_r is not None:
             self.products(z_r, weight, rows, columns, reference=True)
         n, width = y.shape
-        chosen = self._chosen(GRAD, {"GRAD_BLOCK": GRAD_BLOCK, "num_warps": WARPS})
-        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, chosen["GRAD_BLOCK"]))](
+        kernels.grad_tile_kernel[(triton.cdiv(n, FOLD_ROWS), triton.cdiv(width, GRAD_BLOCK))](
             z,
             z_r,
             g,
@@ -501,8 +465,8 @@ class Sweep(HeadInputs):
             self.tile_columns,
             **self.transform(),
             R=FOLD_ROWS,
-            BLOCK=chosen["GRAD_BLOCK"],
-            num_warps=chosen["num_warps"],
+            BLOCK=GRAD_BLOCK,
+            num_warps=WARPS,
         )
         return g[:n, :width]
 

@@ -156,7 +156,7 @@ _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
 def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if backbone.in_turn is not None:
-        return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base always)"
+        return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base)"
     return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
 
 
@@ -172,12 +172,6 @@ def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") ->
         return "autocast is on"
     reasons = (registry.unsupported(op, backend, backbone.device.type, backbone.dtype) for op in ops)
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def looks_servable(backbone: Backbone, device_type: str) -> bool:
-    """Whether kinds and names speak for the native step, for a backbone without weights; its trial may say no."""
-    reason = registry.unsupported("decode_step", "cpu", device_type, backbone.dtype)
-    return reason is None and _differs(backbone) is None and preferred(backbone, device_type)
 
 
 def preferred(backbone: Backbone, device_type: str) -> bool:

@@ -17,8 +17,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_engine.http import RequestGroup, Server, Transport
 from rlhf_engine.rollout.request import SamplingConfig
@@ -31,26 +30,20 @@ VLLM = Server(
 )
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
-_LOWEST = -9999.0
-"""Number that the server writes in place of −∞."""
-_SHOWN = 200
-"""Most characters of an answer in a message."""
+_LOWEST = -9999.0  # number that the server writes in place of −∞
+_SHOWN = 200  # most characters of an answer in a message
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class ServedModel(NamedTuple):
     """One entry of /v1/models."""
 
     name: str
-    root: str | None
-    """Path that it was loaded from, where the server says."""
-    parent: str | None
-    """The base of an adapter; None for a base."""
+    root: str | None  # path that it was loaded from, where the server says
+    parent: str | None  # the base of an adapter; None for a base
     max_model_len: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """One answer."""
 
     tokens: tuple[int, ...]
@@ -111,18 +104,10 @@ class VllmClient:
 
     def models(self) -> list[ServedModel]:
         """Bases and adapters that are served now."""
-        found = self._json("GET", "/v1/models").get("data")
-        if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in found):
-            raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(found)}")
-        return [
-            ServedModel(
-                name=model["id"],
-                root=model.get("root"),
-                parent=model.get("parent"),
-                max_model_len=model.get("max_model_len"),
-            )
-            for model in found
-        ]
+        data = self._json("GET", "/v1/models").get("data")
+        if not isinstance(data, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in data):
+            raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(data)}")
+        return [ServedModel(m["id"], *(m.get(field) for field in ServedModel._fields[1:])) for m in data]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a PEFT folder, as the server sees it, under a name."""
@@ -161,22 +146,11 @@ class VllmClient:
 
         vocabulary: number of token ids that the model has. group: what it is ended with.
         """
-        request: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "n": 1,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            **body,
-        }
+        wanted = {"n": 1, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        request = {"model": model, "prompt": list(prompt), **wanted, **body}
         payload = self._json("POST", "/v1/completions", request, group)
         try:
-            found = _completion(payload, model, prompt)
-            unknown = [token for token in found.tokens if not 0 <= token < vocabulary]
-            if unknown:
-                raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
-            return found
+            return _completion(payload, model, prompt, vocabulary)
         except _Unusable as error:
             raise self._http.error(f"expected {error} from /v1/completions of {model!r}") from error
 
@@ -187,12 +161,12 @@ class VllmClient:
         if status != 200:
             raise self._http.error(f"expected an answer from {path}, got status {status}{_said(raw)}")
         try:
-            found = json.loads(raw)
+            answer = json.loads(raw)
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise self._http.error(f"expected JSON from {path}, got {error} in {_short(raw)}") from error
-        if not isinstance(found, dict):
-            raise self._http.error(f"expected a JSON object from {path}, got {_short(found)}")
-        return found
+        if not isinstance(answer, dict):
+            raise self._http.error(f"expected a JSON object from {path}, got {_short(answer)}")
+        return answer
 
 
 # ---- what answers say ------------------------------------------------------------------------------------------------
@@ -202,7 +176,7 @@ class _Unusable(ValueError):
     """An answer that does not say what is needed: "<what was expected>, got <what came>"."""
 
 
-def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -> Completion:
+def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int], vocabulary: int) -> Completion:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise _Unusable(f"one choice, got {_short(choices)}")
@@ -222,26 +196,21 @@ def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -
     tokens = _token_ids(choice.get("token_ids"), logprobs.get("tokens"))
     if not tokens:
         raise _Unusable("at least one token, got none")
+    unknown = [token for token in tokens if not 0 <= token < vocabulary]
+    if unknown:
+        raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
     if len(values) != len(tokens):
         raise _Unusable(f"as many log-probs as tokens, got {len(values)} for {len(tokens)}")
     reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
     if reason not in ("stop", "length"):
         raise _Unusable(f"finish_reason 'stop' or 'length', got {reason!r}")
-    return Completion(
-        tokens=tokens,
-        logprobs=tuple(_number(value) for value in values),
-        finish_reason=reason,
-        stop_reason=stop,
-    )
+    return Completion(tokens, tuple(_number(value) for value in values), reason, stop)
 
 
 def _token_ids(direct: Any, names: Any) -> tuple[int, ...]:
     """Ids of the drawn tokens, by `token_ids` and by the names `token_id:17` of their log-probs."""
-    named = None
-    if isinstance(names, list):
-        matches = [re.fullmatch(r"token_id:(\d+)", name) if isinstance(name, str) else None for name in names]
-        named = tuple(int(match[1]) for match in matches if match is not None)
-        named = named if len(named) == len(names) else None
+    matches = [re.fullmatch(r"token_id:(\d+)", str(name)) for name in names] if isinstance(names, list) else [None]
+    named = tuple(int(match[1]) for match in matches if match) if all(matches) else None
     if direct is None:
         if named is None:
             raise _Unusable(
@@ -264,16 +233,15 @@ def _number(value: Any) -> float:
 
 def _is_vllm_error(raw: bytes) -> bool:
     """Whether an error was written by vLLM, not by the web server in front of it, which knows no such path."""
-    found = _parsed(raw)
-    return isinstance(found, dict) and ("error" in found or found.get("object") == "error")
+    answer = _parsed(raw)
+    return isinstance(answer, dict) and ("error" in answer or answer.get("object") == "error")
 
 
 def _said(raw: bytes) -> str:
     """Text of an error's body, to be appended to a message. What it calls above is in the server's log, not here."""
-    found = _parsed(raw)
-    text: Any = found
-    if isinstance(found, dict):
-        inner = found.get("error", found)
+    text = answer = _parsed(raw)
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
         text = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
     return ": " + _short(text).replace("(above)", "(in the server's log)") if text else ""
 
@@ -285,6 +253,6 @@ def _parsed(raw: bytes) -> Any:
         return raw.decode(errors="replace")
 
 
-def _short(found: Any) -> str:
-    text = found if isinstance(found, str) else repr(found)
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"

@@ -23,7 +23,8 @@ from rlhf_engine.hydra import (
     reward_model,
 )
 from rlhf_engine.hydra.heads import ScalarHead
-from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.loading import load_model
+from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.policy.build import loading_device, slot_config
 from rlhf_engine.training.reward_model.data import RewardExample
@@ -151,6 +152,5 @@ def write_reward_model(
     if config.export == "adapter":
         reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
     elif config.export == "merged":
-        reward_model.save_merged_classifier(
-            backbone, REWARD_SLOT, head, classifier, base=config.model_name_or_path, tokenizer=tokenizer
-        )
+        merged = merge_adapter(load_model(name, dtype=torch.float32, device="cpu", lm_head=False), folder)
+        reward_model.save_classifier(merged, head, classifier, tokenizer=tokenizer)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.data import Report, Tally, require_room, split_by_group
+from rlhf_engine.data import Tally, require_room, split_by_group
 from rlhf_engine.distributed.process_group import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
@@ -45,11 +45,10 @@ from rlhf_engine.runs.folder import (
     require_unlocked,
     write_final,
 )
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
-from rlhf_engine.training.reward_model.gold import GoldLabels, label_pairs, load_gold
 from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
 from rlhf_engine.training.run import SupervisedRun
 
@@ -108,12 +107,10 @@ class RewardTrainer(SupervisedRun[RewardState]):
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, Tally] = {}
         """Report on the rows of each source, by the option that names it."""
         self.same: list[str] = []
         """Notes on pairs of the same answer twice, which were left out."""
-        self.gold: dict[str, GoldLabels] = {}
-        """Labels of each source by the gold reward model, where there is one; by the option that names the source."""
         self.rows, self.eval_set, self.test_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -303,8 +300,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample], list[RewardExample]]:
         """Training rows, held-out rows that choose the best step, and such that only report; of one kind."""
         config = self.config
-        model = load_gold(config) if config.has_gold else None
-        train = self._labelled(model, "dataset_name", config.dataset_name, config.objective)
+        train = self._load_examples("dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
             split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
             if len({e.group for e in split.held_out}) < _GROUPS_TO_REPORT:
@@ -315,20 +311,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         if config.eval_dataset_name is None:
             return train, [], []
         objective = "pairwise" if train[0].label is None else "pointwise"
-        return train, self._labelled(model, "eval_dataset_name", config.eval_dataset_name, objective), []
-
-    def _labelled(self, model: HydraModel | None, argument: str, path: str, objective: str) -> list[RewardExample]:
-        """Rows of a data file, as the data or the gold model label them."""
-        examples = self._load_examples(argument, path, objective)
-        if model is None:
-            different, same = drop_same(argument, examples)
-            self.same += same
-            return different
-        labels = label_pairs(model, examples)
-        if not labels.examples:
-            raise ConfigError(f"{argument}: expected pairs that gold prefers one answer of, got {labels.ties} ties")
-        self.gold[argument] = labels
-        return labels.examples
+        return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective), []
 
     def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
         config = self.config
@@ -346,8 +329,10 @@ class RewardTrainer(SupervisedRun[RewardState]):
             group_column=config.group_column,
             limit=config.dataset_limit if argument == "dataset_name" else None,
         )
-        self.reports[argument] = tally.report()
-        return examples
+        self.reports[argument] = tally
+        different, same = drop_same(argument, examples)
+        self.same += same
+        return different
 
     def _check_objective(self) -> float:
         """The weight of label 1; ConfigError for options of the other objective and for one class only."""
@@ -381,8 +366,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return asked or ("accuracy" if pairs else "auc")
 
     def _notes(self) -> list[str]:
-        notes = [labels.text(argument) for argument, labels in self.gold.items()]
-        notes += self.same
+        notes = list(self.same)
         if not self.eval_set:
             return [*notes, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
         if self.test_set:
