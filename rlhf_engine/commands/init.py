@@ -126,7 +126,7 @@ def _from_inside(base: str, folder: str) -> str:
 def _make_small_model(config: InitConfig, folder: Path) -> None:
     """The demo's model before any training, and data of its task."""
     from rlhf_engine.commands.common import prepare
-    from rlhf_engine.commands.demo.run import DemoSize, write_data, write_model, write_rows
+    from rlhf_engine.commands.demo.stages import DemoSize, write_data, write_model, write_rows
     from rlhf_engine.commands.demo.task import DemoTask
 
     prepare("auto")

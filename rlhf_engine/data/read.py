@@ -421,7 +421,8 @@ def _csv(path: Path) -> Iterator[Record]:
     try:
         with _open(path) as stream:
             rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
-            names, number = next(rows, []), rows.line_num
+            names: list[str] = next(rows, [])
+            number = rows.line_num
             if len(set(names)) < len(names):
                 raise csv.Error(f"a column name twice in {names}")
             for cells in rows:

@@ -281,9 +281,9 @@ class Evaluation:
         reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
         is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
         read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None
-        if read is None or not (read.startswith(text) if reason == "stop" else read == text):
-            ids = self._encode(i, text, reason != "length")
-        return Answer(text, tuple(ids[: self._context - len(self.prompts.ids[i])]), reason != "length")
+        is_same = read is not None and (read.startswith(text) if reason == "stop" else read == text)
+        tokens: list[int] = ids if ids and is_same else self._encode(i, text, reason != "length")
+        return Answer(text, tuple(tokens[: self._context - len(self.prompts.ids[i])]), reason != "length")
 
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, with its end where it ended."""

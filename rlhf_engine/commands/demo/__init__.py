@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     import torch
     from rich.console import Console
 
-    from rlhf_engine.commands.demo.run import run_demo
+    from rlhf_engine.commands.demo.stages import run_demo
     from rlhf_engine.devices import resolve_device
     from rlhf_engine.runs.progress import TrainingProgress
 
