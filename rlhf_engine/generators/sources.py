@@ -85,7 +85,7 @@ class OwnPolicy:
 
 
 class _ByPast:
-    """What both sources have in common whose answers past policies draw."""
+    """Common parts of both sources whose answers past policies draw."""
 
     def __init__(
         self,

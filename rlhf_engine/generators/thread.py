@@ -1,4 +1,4 @@
-"""What draws the answers of a work item, and a thread that does so beside the learner.
+"""Workers that draw the answers of a work item, and a thread that does so beside the learner.
 
 A `Worker` draws on a model, a `ServedWorker` on a vLLM server, each by the policy that the item names. In the thread
 one copy of the base serves learner and generator, which share nothing that changes: the generator draws in a slot of

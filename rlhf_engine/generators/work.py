@@ -1,4 +1,4 @@
-"""What is drawn for a step and by which policy, and both as bytes for generators in other processes.
+"""Work items of a step, the policies that draw them, and both as bytes for generators in other processes.
 
 Work items are a function of (data, seed, step), whoever draws them and whenever. On a frozen base a policy is the
 tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else can see it and never changes
