@@ -18,8 +18,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, pef
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
-from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base, require_servable
-from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm.client import RUNTIME_LORA, VLLM, VllmClient
 from tests.conftest import VOCAB, build, tiny_llama
 from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
@@ -390,7 +389,7 @@ def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
         list(model.backbone().slot("actor").parameters())[-1].fill_(float("nan"))
     with pytest.raises(MismatchError, match="differ by nan;"):
         # of the server, which still has the numbers of before
-        rollouts.canary.check(rollouts.canary.ask(rollouts.name, rollouts._complete))
+        rollouts.canary.check(rollouts.name, rollouts.canary.ask(rollouts.name, rollouts._complete))
 
 
 # ---- a server that fails ---------------------------------------------------------------------------------------------

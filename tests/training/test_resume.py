@@ -33,8 +33,7 @@ from rlhf_engine.manifest import check_manifest, write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint
 from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.progress import TrainingProgress
-from rlhf_engine.runs.stop import StopSignals
+from rlhf_engine.runs.progress import StopSignals, TrainingProgress
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
@@ -335,14 +334,14 @@ def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with StopSignals() as signals:
-        monkeypatch.setattr("rlhf_engine.runs.stop.os.write", write)
+        monkeypatch.setattr("rlhf_engine.runs.progress.os.write", write)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.asked()
 
 
 def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr("rlhf_engine.runs.stop.os._exit", ended.append)
+    monkeypatch.setattr("rlhf_engine.runs.progress.os._exit", ended.append)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
     try:
         for number, other in itertools.permutations((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), 2):

@@ -28,7 +28,7 @@ from rlhf_engine.errors import ConfigError, CorruptCheckpointError, NonFiniteErr
 from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
 from rlhf_engine.policy.build import build_policy_model
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.summary import exit_summary
+from rlhf_engine.runs.progress import exit_summary
 from rlhf_engine.training.reward_model.data import RewardExample
 from rlhf_engine.training.reward_model.model import packed_batch, reward_loss, reward_roles
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
