@@ -204,7 +204,7 @@ def test_an_error_after_a_step_costs_no_step(trainers, tmp_path):
     with pytest.raises(OSError, match="no dashboard") as raised:
         trainers.make(tmp_path / "run").run(fail)
     assert notes(raised.value) == ["checkpoint of step 3 written, --resume_from_checkpoint auto goes on"]
-    assert names(tmp_path / "run") == ["checkpoint-3"]
+    assert names(tmp_path / "run")[-1] == "checkpoint-3"
     assert trainers.make(tmp_path / "run", resume_from_checkpoint="auto").state.step == 3
 
 
