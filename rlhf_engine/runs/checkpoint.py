@@ -24,7 +24,7 @@ from rlhf_kernels.runtime import cores, registry
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
-from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.io import finish_replacement, finish_replacements, remove, replacing, writing

@@ -15,8 +15,7 @@ from typing import Any
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.generators.build import Connect, make_source
-from rlhf_engine.generators.sources import AnswerSource, PastState
+from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
@@ -302,13 +301,11 @@ class RlTrainer(Run[TrainerState]):
             drawn_by={int(step): version for step, version in state.drawn_by.items()},
         )
         return make_source(
-            self.config,
             self.model,
             self.rollouts,
             self._prompts,
             past,
-            step=state.step,
-            policy_version=state.policy_version,
+            version=state.policy_version,
             reward=self.scorer.uses_reward_model,
             connect=self._connect,
             serve=self._serve if self.config.rollout_backend != "local" else None,
