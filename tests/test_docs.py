@@ -34,7 +34,7 @@ from rlhf_engine.config import (
     TrainConfig,
     parse_config,
 )
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.parser import Options
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs import folder

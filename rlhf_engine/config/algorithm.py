@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_engine.config.parser import Options, option
@@ -17,7 +15,7 @@ from rlhf_engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFacts:
-    """Facts about an algorithm for options and loops. Its module writes them as literals, see `ALGORITHMS`."""
+    """Facts about an algorithm for options and loops. They import no torch."""
 
     summary: str
     """Line for --help."""
@@ -58,36 +56,111 @@ class AlgorithmFacts:
             name: name of the option.
 
         Returns:
-            True for an option in `reads`, for `loss_type` where there are several, and for KL targets where β may
+            True for an option in `reads`, for `loss_type` where there are several, and for `kl_target` where β may
             adapt.
         """
         return (
             name in self.reads
             or (name == "loss_type" and bool(self.loss_types))
-            or (name in ("kl_target", "kl_horizon") and self.adapts_beta)
+            or (name == "kl_target" and self.adapts_beta)
         )
 
 
-def _read_facts() -> dict[str, AlgorithmFacts]:
-    """The `FACTS` of every module of `rlhf_engine.algorithms`, by the module's name.
-
-    They are read from the source, because running a module would import torch: `--help` and the check of a
-    configuration do without it.
-    """
-    facts = {}
-    for path in sorted((Path(__file__).parent.parent / "algorithms").glob("*.py")):
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not (isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FACTS"):
-                continue
-            if not isinstance(statement.value, ast.Call):
-                raise TypeError(f"{path}: expected FACTS = AlgorithmFacts(...), got {ast.unparse(statement)}")
-            literals = {keyword.arg: ast.literal_eval(keyword.value) for keyword in statement.value.keywords}
-            facts[path.stem] = AlgorithmFacts(**literals)  # type: ignore[arg-type]  # of whatever type the source has
-    return facts
-
-
-ALGORITHMS = _read_facts()
-"""Facts by the algorithm's name, in alphabetical order."""
+ALGORITHMS = {
+    "best_of_n": AlgorithmFacts(
+        summary="best_of_n (learn the best)",
+        reads=(),
+        least_drawn=1,
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+    ),
+    "cispo": AlgorithmFacts(
+        summary="cispo (clipped importance weights)",
+        reads=("beta", "cliprange_high", "scale_rewards"),
+        adapts_beta=True,
+        has_token_ratio=True,
+    ),
+    "copg": AlgorithmFacts(
+        summary="copg (two answers as each other's baseline, of any policy)",
+        reads=("beta",),
+        generations=2,
+        one_unit_per_prompt=True,
+        sums_per_answer=True,
+        maximises_reward=False,
+        answers_together=2,
+    ),
+    "grpo": AlgorithmFacts(
+        summary="grpo",
+        reads=("beta", "cliprange", "cliprange_high", "delta", "scale_rewards"),
+        adapts_beta=True,
+        has_token_ratio=True,
+        loss_types=("grpo", "dapo", "dr_grpo"),
+    ),
+    "online_dpo": AlgorithmFacts(
+        summary="online_dpo (best against worst)",
+        reads=("beta",),
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+        answers_together=2,
+        loss_types=("sigmoid", "ipo"),
+    ),
+    "ppo": AlgorithmFacts(
+        summary="ppo",
+        reads=(
+            "beta",
+            "gamma",
+            "lam",
+            "kl_estimator",
+            "cliprange",
+            "cliprange_high",
+            "delta",
+            "cliprange_value",
+            "whiten_advantages",
+            "vf_coef",
+            "critic_init",
+            "critic_learning_rate",
+            "critic_warmup_steps",
+        ),
+        generations=1,
+        least_drawn=1,
+        adapts_beta=True,
+        has_token_ratio=True,
+        repeats=4,
+    ),
+    "reinforce": AlgorithmFacts(
+        summary="reinforce: with a learned value baseline (PERL)",
+        reads=(
+            "beta",
+            "gamma",
+            "kl_estimator",
+            "vf_coef",
+            "critic_init",
+            "critic_learning_rate",
+            "critic_warmup_steps",
+        ),
+        generations=1,
+        least_drawn=1,
+        sums_per_answer=True,
+    ),
+    "remax": AlgorithmFacts(
+        summary="remax (greedy answer as baseline)",
+        reads=("beta", "gamma", "kl_estimator", "kl_in", "advantage_clip"),
+        loss_types=("sum", "own_length"),
+        generations=2,
+        with_greedy=True,
+        least_drawn=1,
+        sums_per_answer=True,
+        adapts_beta=True,
+    ),
+    "rloo": AlgorithmFacts(
+        summary="rloo (the other answers to the prompt)",
+        reads=("beta", "kl_estimator", "cliprange", "cliprange_high"),
+        sums_per_answer=True,
+        adapts_beta=True,
+        loss_types=("proximal", "vanilla"),
+    ),
+}
+"""Facts by the name of the algorithm's module, in alphabetical order."""
 if TYPE_CHECKING:
     Algorithm = str
 else:
@@ -95,7 +168,6 @@ else:
 _READ_BY_SOME = (
     *dict.fromkeys(name for facts in ALGORITHMS.values() for name in facts.reads),
     "kl_target",
-    "kl_horizon",
     "loss_type",
 )
 
@@ -133,7 +205,6 @@ class AlgorithmOptions(Options):
     kl_target: float | None = option(
         None, "KL to the reference, nats per answer, that beta is adapted to after each step; none: beta stays", gt=0
     )
-    kl_horizon: int = option(10_000, "answers over which a KL of twice its target would double beta", ge=1)
     kl_estimator: Literal["k1", "k3", "exact"] = option(
         "k1", "estimate of the KL in the reward, per token; k3 and exact are biased there, and the KL ends higher"
     )
@@ -154,7 +225,6 @@ class AlgorithmOptions(Options):
         "reinforce is a sum per answer",
         ge=0,
     )
-    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
     loss_type: str | None = option(
         None,
@@ -170,8 +240,6 @@ class AlgorithmOptions(Options):
     advantage_clip: float | None = option(
         None, "remax: largest difference, up or down, to the greedy answer's score; none: any", gt=0
     )
-    divide_by_own_length: bool = option(False, "remax: divide an answer's loss by its own length, which is biased")
-    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
 
     generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
     num_mini_batches: int | None = option(
@@ -298,13 +366,6 @@ class AlgorithmOptions(Options):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.kl_target is not None and self.beta == 0:
             raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
-        if self.kl_target is None and self.kl_horizon != defaults["kl_horizon"]:
-            raise ConfigError(f"kl_horizon: expected it unset without kl_target, got {self.kl_horizon}")
-        if self.kl_target is not None and 5 * self.kl_horizon <= self.generation_batch_size:
-            raise ConfigError(
-                f"kl_horizon: expected more than a fifth of generation_batch_size ({self.generation_batch_size}), or a "
-                f"step could take beta below 0, got {self.kl_horizon}"
-            )
         readers = {
             option_name: (self.facts.reads_option(option_name), _readers(option_name)) for option_name in _READ_BY_SOME
         }

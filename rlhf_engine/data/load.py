@@ -10,7 +10,9 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from rlhf_engine.config.data import RowOptions
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from rlhf_engine.config.run import RowOptions
 from rlhf_engine.data.read import Record, read_records, usable_rows
 from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.data.taskmaster import COLUMNS, parse_taskmaster
@@ -35,7 +37,7 @@ def load_rows(
     unpaired preferences whose group is their dialogue, or the prompts of these. A source without usable rows raises
     ConfigError, with the tally's `argument` as its name.
     """
-    streaming = options is not None and options.dataset_streaming
+    streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
     read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
     records = [part for record in read for part in _known_parts(record, kinds)]
     objects = (record.value for record in records if isinstance(record.value, Mapping))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from rlhf_engine.config.data import SUFFIXES
+from rlhf_engine.config.run import SUFFIXES
 from rlhf_engine.data.tally import RowError, Tally, shown
 from rlhf_engine.errors import ConfigError
 

@@ -11,7 +11,7 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.policy_store import Snapshot, VersionStore, put
-from rlhf_engine.generators.scheduler import Scheduler
+from rlhf_engine.generators.scheduler import SILENCE, Scheduler
 from rlhf_engine.generators.served import ServedWorker
 from rlhf_engine.generators.sources import AnswerSource, Concurrent, OwnPolicy, PastPolicies, PastState, PolicyTracker
 from rlhf_engine.generators.staleness import StalenessRule
@@ -108,7 +108,7 @@ def make_source(
             step=step,
             total_steps=config.max_steps,
             n_shares=n_shares,
-            timeout=config.async_timeout,
+            timeout=SILENCE,
             drawn_by=past.drawn_by,
             hurry=hurry,
         )
@@ -118,6 +118,6 @@ def make_source(
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
     """Threads of the CPU that are a generator's; None where it takes none from the learner."""
-    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.rollout_backend != "local":
+    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.vllm_servers:
         return None
-    return config.generator_threads or max(1, torch.get_num_threads() // 2)
+    return max(1, torch.get_num_threads() // 2)

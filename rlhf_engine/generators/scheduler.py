@@ -22,6 +22,8 @@ from rlhf_engine.rollout import Rollout
 
 MakeItems = Callable[[int, int, int], list[WorkItem]]
 """(step, version, shares) → work items"""
+SILENCE = 600.0
+"""Seconds without a token after which a generator is given up."""
 _LOOK = 0.2
 """Seconds between two looks at generators that may hang."""
 
@@ -51,7 +53,7 @@ class Scheduler:
         step: int,
         total_steps: int,
         n_shares: int = 1,
-        timeout: float = 600.0,
+        timeout: float = SILENCE,
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
@@ -226,7 +228,5 @@ class Scheduler:
             if silent > self._timeout:
                 self._transport.give_up(
                     worker,
-                    TimeoutError(
-                        f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds (async_timeout)"
-                    ),
+                    TimeoutError(f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds"),
                 )

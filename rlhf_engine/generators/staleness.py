@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhf_engine.config.asynchronous import AsyncOptions
+from rlhf_engine.config.rollout import AsyncOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ _NAMES = {"generation": "while answers are drawn", "inference": "while they are 
 _ADVICE = {
     "generation": "bound the KV cache by --kv_cache_memory, or lower --generation_batch_size or "
     "--max_completion_length",
-    "inference": "lower --token_budget",
-    "update": "switch --gradient_checkpointing on, or lower --per_device_train_batch_size, --token_budget or --lora_r, "
+    "inference": "lower --max_completion_length",
+    "update": "switch --gradient_checkpointing on, or lower --per_device_train_batch_size or --lora_r, "
     "or choose another --optim",
 }
 
@@ -86,7 +86,6 @@ def memory_of(trainer: Run[Any]) -> Memory:
             "batch": len(prompts),
             "num_generations": rl.generations,
             "num_mini_batches": rl.mini_batches,
-            "max_rows": rl.max_rows,
             "cache_limit": rl.cache_bytes,
             "micro_batch": rl.per_device_train_batch_size,
         }
@@ -100,7 +99,6 @@ def memory_of(trainer: Run[Any]) -> Memory:
             "batch": 1,
             "micro_batch": 1,
         }
-    bits = [bits for bits in ("8bit", "4bit") if getattr(config, f"load_in_{bits}", False)]
     formula = Formula(
         lasting(model.roles),
         Setting(
@@ -112,7 +110,7 @@ def memory_of(trainer: Run[Any]) -> Memory:
             token_budget=model.token_budget,
             gradient_checkpointing=config.gradient_checkpointing,
             optim=config.optim,
-            quantization=bits[0] if bits else "none",  # type: ignore[arg-type]
+            quantization=getattr(config, "quantization", "none"),
             processes=trainer.world.size,
             shard_base=bool(config.shard_base),
             **options,
@@ -122,7 +120,7 @@ def memory_of(trainer: Run[Any]) -> Memory:
     tensors = [*model.parameters(), *trainer.optimizer.state_tensors().values()]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
     held = sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in local}.values())
-    draws = isinstance(trainer, RlTrainer) and config.rollout_backend == "local" and not config.is_async  # type: ignore[attr-defined]
+    draws = isinstance(trainer, RlTrainer) and not (config.vllm_servers or config.is_async)  # type: ignore[attr-defined]
     phases = [phase for phase in formula.phases if draws or phase != "generation"]
     return Memory(held=held, peaks={phase: formula.peak(phase) for phase in phases}, free=_free_bytes(model.device))
 

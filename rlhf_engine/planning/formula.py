@@ -31,7 +31,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_engine.config.training import Optim
+from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, RoleSpec, SlotConfig
 from rlhf_engine.hydra.gated_linear import match_targets
@@ -85,8 +85,6 @@ class Setting:
     quantization: Quantization = "none"
     processes: int = 1
     shard_base: bool = False
-    max_rows: int | None = None
-    """Most answers that are written at once."""
     cache_limit: int | None = None
     """Most bytes of the KV cache."""
 
@@ -270,7 +268,7 @@ class Formula:
     def cache_bytes(self) -> int:
         """Keys and values of a step's answers of full length; those to one prompt share its full blocks."""
         s = self.setting
-        rows = min(s.batch, s.max_rows or s.batch)
+        rows = s.batch
         blocks = rows * -(-(s.prompt_length + s.completion_length - 1) // BLOCK)  # the last token is never read
         blocks -= (rows - -(-rows // s.num_generations)) * (s.prompt_length // BLOCK)
         needed: int = blocks * BLOCK * 2 * self._keys * len(self.blocks) * s.dtype.itemsize

@@ -133,7 +133,7 @@ class Scoring:
         kept_rows_M = drawn.batch.select_completion_rows(kept)
         corrected = Corrected(scores.logprobs_M[kept_rows_M], None, {})
         batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
-        if config.rollout_backend != "local":
+        if config.vllm_servers:
             corrected = correct_engine(
                 corrected.old_logprobs_M, log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config
             )
@@ -260,7 +260,7 @@ def _check_agreement(
     model: HydraModel, config: TrainConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
 ) -> None:
     """Rollout and training forward agree, and before the first update so do actor and reference where they must."""
-    if config.rollout_backend == "local":
+    if not config.vllm_servers:
         _check_mismatch(log_ratio_M.abs(), model, config)
     if to_reference_M is not None:
         _check_step0(to_reference_M, _rounding_dtype(model))

@@ -189,7 +189,7 @@ def test_one_that_is_killed_while_it_draws_is_replaced(ray, model, tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
 def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, tmp_path):
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_restarts=1)
+    run = Run(model, tmp_path / "ray", async_mode="ray")
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 1:
@@ -203,9 +203,11 @@ def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, t
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
-def test_one_that_falls_silent_is_replaced(ray, model, tmp_path):
+def test_one_that_falls_silent_is_replaced(ray, model, tmp_path, monkeypatch):
+    for place in ("build", "ray.connect"):
+        monkeypatch.setattr(f"rlhf_engine.generators.{place}.SILENCE", 2.0)
     options = {"max_steps": 6}
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, async_timeout=2.0, **options)
+    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, **options)
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
@@ -233,7 +235,8 @@ def failing() -> type:
 @pytest.mark.filterwarnings("ignore:generator")
 def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_transport, "Generator", failing())
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_restarts=0)
+    monkeypatch.setattr("rlhf_engine.generators.ray.connect.RESTARTS", 0)
+    run = Run(model, tmp_path / "ray", async_mode="ray")
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
     ) as found:
@@ -261,9 +264,10 @@ def test_a_trainer_has_to_be_told_how_to_reach_them(model, tmp_path):
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "no-such-host.invalid:6379", "127.0.0.1:99999"])
 def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch, address):
     monkeypatch.setattr(_import_ray(), "is_initialized", lambda: False)  # whatever other tests have started
-    config = train_config(model, tmp_path / "run", async_mode="ray", ray_address=address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    config = train_config(model, tmp_path / "run", async_mode="ray")
     began = time.monotonic()
-    message = f"ray_address: expected the address of a running cluster's head, got '{address}'"
+    message = f"RAY_ADDRESS: expected the address of a running cluster's head, got '{address}'"
     with pytest.raises(ConfigError, match=message), generators_on_ray(config):
         pass
     assert time.monotonic() - began < 15
@@ -307,7 +311,7 @@ def test_the_command_starts_ray_and_ends_it(model, tmp_path):
 def test_generators_end_with_the_learner(model, tmp_path, how):
     """A terminal's Ctrl-C goes to every process of the group."""
     (tmp_path / "here").mkdir()
-    line = command(model, tmp_path / "run", max_steps=100_000, logging_steps=1)
+    line = command(model, tmp_path / "run", max_steps=100_000)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
         line,

@@ -439,9 +439,8 @@ def test_the_command_says_so_before_a_model_is_loaded(config, monkeypatch, tmp_p
         ({}, "cpu", [{"CPU": 8.0}], Room(4, 0.0, 4)),
         ({"ray_generators": 3}, "cpu", [{"CPU": 4.0}], Room(1, 0.0, 1)),
         ({}, "cpu", [{"CPU": 2.0}] * 4, Room(2, 0.0, 2)),
-        ({"generator_threads": 3, "ray_generators": 2}, "cpu", [{"CPU": 3.0}] * 2, Room(3, 0.0, 3)),
         ({"ray_generators": 2}, "cuda", [{"CPU": 8.0, "GPU": 2.0}], Room(1, 1.0, None)),
-        ({"ray_generators": 4, "ray_gpus_per_generator": 0.4}, "cuda", [{"CPU": 8.0, "GPU": 2.0}], Room(1, 0.4, None)),
+        ({"ray_generators": 4}, "cuda", [{"CPU": 8.0, "GPU": 2.0}], Room(1, 0.5, None)),
     ],
 )
 def test_room(config, options, device, nodes, room):
@@ -455,19 +454,11 @@ def test_room(config, options, device, nodes, room):
             {"ray_generators": 3},
             "cpu",
             [{"CPU": 2.0}, {}],
-            r"ray_generators: expected at most 2, of 1 CPUs \(.*\) and 0 GPUs \(.*\) each, where Ray has 2 CPUs and 0 "
+            r"ray_generators: expected at most 2, of 1 CPUs and 0 GPUs each, where Ray has 2 CPUs and 0 "
             "GPUs; got 3",
         ),
-        ({"generator_threads": 3}, "cpu", [{"CPU": 2.0}] * 4, "expected at most 0"),
         ({}, "cuda", [{"CPU": 8.0}], "expected at most 0, .* 8 CPUs and 0 GPUs; got 1"),
-        (
-            {"ray_generators": 5, "ray_gpus_per_generator": 0.4},
-            "cuda",
-            [{"CPU": 8.0, "GPU": 2.0}],
-            "expected at most 4",
-        ),
-        ({"ray_gpus_per_generator": 2.0, "ray_generators": 2}, "cuda", [{"CPU": 8.0, "GPU": 3.0}], "at most 1"),
-        ({"ray_gpus_per_generator": 1.0}, "cpu", [{"CPU": 8.0}], "ray_gpus_per_generator: expected it unset"),
+        ({"ray_generators": 5}, "cuda", [{"CPU": 4.0, "GPU": 2.0}], "expected at most 4"),
     ],
 )
 def test_no_room(config, options, device, nodes, message):

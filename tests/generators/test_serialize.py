@@ -129,5 +129,5 @@ def test_other_frozen_weights_are_refused():
 
 
 def test_other_versions_of_packages_are_refused():
-    with pytest.raises(ConfigError, match=r"ray_address: expected torch 1\.0, the learner's, on .* machine, got 2\.0"):
+    with pytest.raises(ConfigError, match=r"async ray: expected torch 1\.0, the learner's, on .* machine, got 2\.0"):
         serialize.require_same_parts({"package torch": "2.0"}, {"package torch": "1.0", "backbone base": "a"})

@@ -61,7 +61,7 @@ def interrupt(step: int, metrics: dict) -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("changes", [{}, {"algorithm": "grpo"}, {"max_rows": 3}])
+@pytest.mark.parametrize("changes", [{}, {"algorithm": "grpo"}])
 def test_the_cache_is_the_one_that_is_drawn_with(tmp_path, changes):
     """Prompts of 40 tokens share a block where several answers are drawn to one."""
     long = write_model(tmp_path / "model", max_position_embeddings=256)

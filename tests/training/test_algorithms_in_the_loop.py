@@ -26,7 +26,7 @@ ALGORITHMS = {
         "kl_in": "loss",
         "gamma": 0.9,
         "advantage_clip": 1.0,
-        "divide_by_own_length": True,
+        "loss_type": "own_length",
     },
     "rloo": {"algorithm": "rloo"},
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla", "num_generations": 2, "entropy_coef": 0.01},
@@ -414,19 +414,14 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
             {
                 "algorithm": "remax",
                 "temperature": 0.7,
-                "rollout_backend": "vllm",
                 "vllm_server_base_url": "http://localhost:1",
             },
-            "temperature: expected 1 for remax with rollout_backend 'vllm'",
+            "temperature: expected 1 for remax with vllm_server_base_url",
         ),
         ({"algorithm": "reinforce", "beta": 1.5}, "beta: expected at most 1 for reinforce"),
         (
-            {"algorithm": "online_dpo", "rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
-            "vllm_importance_sampling_correction: expected false for online_dpo",
-        ),
-        (
-            {"algorithm": "rloo", "rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"},
-            "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo",
+            {"algorithm": "rloo", "vllm_server_base_url": "http://a:1", "off_policy_correction": "token_truncate"},
+            "off_policy_correction: expected one of sequence_truncate, none for proximal rloo",
         ),
     ],
 )

@@ -335,7 +335,7 @@ def test_output_folders(base, tmp_path):
     (tmp_path / "out" / "note.txt").write_text("mine")
     with pytest.raises(ConfigError, match="output_dir: expected an empty or new folder, got"):
         SftTrainer(sft_config(base, tmp_path / "out"))
-    SftTrainer(sft_config(base, tmp_path / "out", overwrite_output_dir=True))
+    SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
         SftTrainer(sft_config(base, tmp_path / "file"))
@@ -374,9 +374,9 @@ def test_nothing_of_the_model_before_stays(base, tmp_path):
     SftTrainer(sft_config(base, tmp_path / "out")).run()
     assert (tmp_path / "out" / "heads.safetensors").is_file()
     (tmp_path / "out" / "note.txt").write_text("mine")
-    SftTrainer(sft_config(base, tmp_path / "out", gamma=0.0, overwrite_output_dir=True)).run()
+    SftTrainer(sft_config(base, tmp_path / "out", gamma=0.0, resume_from_checkpoint="restart")).run()
     assert not (tmp_path / "out" / "heads.safetensors").exists()
-    SftTrainer(sft_config(base, tmp_path / "out", mode="lora", overwrite_output_dir=True)).run()
+    SftTrainer(sft_config(base, tmp_path / "out", mode="lora", resume_from_checkpoint="restart")).run()
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "note.txt"} <= names
     assert not {"model.safetensors", "config.json", "generation_config.json"} & names
@@ -397,7 +397,6 @@ def test_dropout_masks_do_not_depend_on_micro_batches(base, tmp_path):
     ("options", "message"),
     [
         ({"lora_r": 4}, "lora_r: expected it unset for --full, which has no adapter, got 4"),
-        ({"adapter_dtype": "bfloat16"}, "adapter_dtype: expected it unset for --full"),
         ({"warmup_steps": 3}, r"warmup_steps: expected at most max_steps \(2\), got 3"),
         ({"max_steps": None, "warmup_steps": 30}, "warmup_steps: expected at most the run's .* steps, got 30"),
     ],
@@ -407,8 +406,8 @@ def test_options_that_would_do_nothing(base, tmp_path, options, message):
         SftTrainer(sft_config(base, tmp_path / "out", **options))
 
 
-def test_adapters_have_the_dtype_asked_for(base, tmp_path):
-    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", adapter_dtype="bfloat16"))
+def test_adapters_have_the_dtype_of_their_optimizer(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", optim="adamw_stochastic"))
     assert {p.dtype for p in trainer.model.backbone().slots.parameters()} == {torch.bfloat16}
 
 
@@ -436,7 +435,7 @@ def test_other_rows_or_another_seed_are_another_run(base, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", [{"prompt": "red", "chosen": "cat", "rejected": "sea"}] * 4)
     with pytest.raises(ConfigError, match="dataset_name: expected the rows of the run of"):
         SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(other), **options))
-    afresh = SftTrainer(sft_config(base, tmp_path / "out", overwrite_output_dir=True, save_steps=0))
+    afresh = SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart", save_steps=0))
     assert afresh.state.step == 0
     afresh.run()
     assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -108,12 +108,11 @@ def test_an_engine_that_does_not_say_among_which_words_is_refused(option, model,
     value = 3 if option == "top_k" else 0.5
     with pytest.raises(
         ConfigError,
-        match=rf"{option}: expected it unset with rollout_backend 'vllm', .* the words .* got {value}; .*local",
+        match=rf"{option}: expected it unset with vllm_server_base_url, .* the words .* got {value}; .* this process",
     ):
         train_config(
             model,
             tmp_path / "run",
-            rollout_backend="vllm",
             vllm_server_base_url="http://localhost:1",
             **{option: value},
         )

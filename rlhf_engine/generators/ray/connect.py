@@ -5,7 +5,7 @@
 
 Every generator is a process that holds the base. Only adapters go over, each checked on arrival and again by the digest
 that comes back with the answers that it drew. One that dies, raises or falls silent is lost: another draws its share,
-and a new one takes its place, up to `ray_restarts` times in a run.
+and a new one takes its place, up to three times in a run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.build import Connect
 from rlhf_engine.generators.ray.transport import RayTransport, Room
+from rlhf_engine.generators.scheduler import SILENCE
 from rlhf_engine.generators.serialize import fixed_parts
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR
 
 _PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_adapter", "reward_model_path")
+RESTARTS = 3
+"""Times in a run that a lost generator is replaced."""
 _REACH = 10.0
 """Seconds in which a cluster's head has to answer."""
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -47,20 +50,21 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
     is. Several processes join one cluster, where each has generators of its own.
     """
     ray = _import_ray()
-    if world.size > 1 and config.ray_address is None:
+    address = os.environ.get("RAY_ADDRESS")
+    if world.size > 1 and address is None:
         raise ConfigError(
-            f"ray_address: expected that of a running cluster (ray start --head) in a run of {world.size} processes, "
-            "each of which has generators of its own there, got None"
+            f"RAY_ADDRESS: expected that of a running cluster (ray start --head) in a run of {world.size} processes, "
+            "each of which has generators of its own there, got none"
         )
     device = resolve_device(config.device) if world.device is None else world.device
     threads = torch.get_num_threads()
     ours = not ray.is_initialized()
     if ours:
-        _join(ray, config.ray_address, device)
+        _join(ray, address, device)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = room_for(config, device, nodes, learners=world.size)
-        if ours and config.ray_address is None and room.threads is not None:
+        if ours and address is None and room.threads is not None:
             # they run on the learner's own cores
             torch.set_num_threads(max(1, threads - config.ray_generators * room.threads))
 
@@ -71,8 +75,8 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
                 fixed_parts(model),
                 generators=config.ray_generators,
                 room=room,
-                restarts=config.ray_restarts,
-                timeout=config.async_timeout,
+                restarts=RESTARTS,
+                timeout=SILENCE,
                 device=model.role_backbone(BEHAVIOUR).device,
             )
 
@@ -85,28 +89,22 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
 
 def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]], *, learners: int = 1) -> Room:
     """Ray resources of each generator. Raises ConfigError where machines with these resources cannot hold them all."""
-    n, gpus = config.ray_generators * learners, config.ray_gpus_per_generator
-    if not is_gpu(device) and gpus is not None:
-        raise ConfigError(f"ray_gpus_per_generator: expected it unset where device is cpu, got {gpus}")
+    n = config.ray_generators * learners
     cpus_by_node = [int(node.get("CPU", 0)) for node in nodes]
     if not is_gpu(device):
         half = min(max(cpus_by_node, default=1), sum(cpus_by_node) // (2 * n))
-        threads = config.generator_threads or max(1, half)
-        room = Room(cpus=threads, gpus=0.0, threads=threads)
+        room, sharers = Room(cpus=max(1, half), gpus=0.0, threads=max(1, half)), 0
     else:
-        room = Room(cpus=1, gpus=1.0 if gpus is None else gpus, threads=config.generator_threads)
+        gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+        sharers = -(-n // max(1, gpus))  # generators of one GPU: none lies across two
+        room = Room(cpus=1, gpus=1 / sharers, threads=None)
     fit = 0
     for node, cpus in zip(nodes, cpus_by_node, strict=True):
         by_cpu = cpus // room.cpus
-        if room.gpus > 1:
-            fit += min(by_cpu, int(node.get("GPU", 0) // room.gpus))
-        elif room.gpus:  # parts of one GPU: none lies across two
-            fit += min(by_cpu, int(node.get("GPU", 0)) * int(1 / room.gpus))
-        else:
-            fit += by_cpu
+        fit += min(by_cpu, int(node.get("GPU", 0)) * sharers) if room.gpus else by_cpu
     if fit < n:
         have = f"{sum(cpus_by_node)} CPUs and {sum(node.get('GPU', 0) for node in nodes):g} GPUs"
-        each = f"{room.cpus} CPUs (generator_threads) and {room.gpus:g} GPUs (ray_gpus_per_generator)"
+        each = f"{room.cpus} CPUs and {room.gpus:g} GPUs"
         given = f"{n}" if learners == 1 else f"{config.ray_generators} for each of {learners} processes"
         raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {given}")
     return room
@@ -134,7 +132,7 @@ def _join(ray: Any, address: str | None, device: torch.device) -> None:
             ray.init(address=address, **quiet)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:  # what they raise where nobody answers
             raise ConfigError(
-                f"ray_address: expected the address of a running cluster's head, got {address!r}: {error}"
+                f"RAY_ADDRESS: expected the address of a running cluster's head, got {address!r}: {error}"
             ) from error
         return
     others = _other_gpus(device)

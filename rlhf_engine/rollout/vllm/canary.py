@@ -144,7 +144,7 @@ class Canary:
     def _message(self, name: str, drawn: _Drawn) -> str:
         text = (
             f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
-            f"{self.bound:g} on average (vllm_canary_bound), got ones that differ by "
+            f"{self.bound:g} on average (rollout_mismatch_bound), got ones that differ by "
             f"{float((drawn.server - drawn.ours).abs().mean()):.3g}"
         )
         temperature = self.sampling.temperature
