@@ -117,9 +117,9 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions
                 f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
             )
         self.check_prompts_kept()
-        if self.dry_run and (self.rollout_backend != "local" or self.is_async):
+        if self.dry_run and (self.vllm_servers or self.is_async):
             raise ConfigError(
-                "dry_run: expected false where answers are drawn elsewhere or beside updates (rollout_backend 'vllm', "
+                "dry_run: expected false where answers are drawn elsewhere or beside updates (vllm_server_base_url, "
                 "async), got true"
             )
         self._check_method()

@@ -163,12 +163,12 @@ def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
 
 def test_forms_of_flags() -> None:
     config = parse(
-        "--beta=0.1", "--max-steps", "7", "--gradient_checkpointing", "--no_whiten_advantages",
+        "--beta=0.1", "--max-steps", "7", "--dry_run", "--no_whiten_advantages",
         "--gradient-checkpointing=true",
         "--reward_funcs", "reward_model", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "0",
         "--lora_target_modules", "q_proj,v_proj", "--learning_rate", "3e-5",
     )  # fmt: skip
-    assert (config.beta, config.max_steps, config.gradient_checkpointing, config.whiten_advantages) == (
+    assert (config.beta, config.max_steps, config.dry_run, config.whiten_advantages) == (
         0.1,
         7,
         True,
@@ -182,7 +182,7 @@ def test_forms_of_flags() -> None:
     assert config.lora_target_modules == ["q_proj", "v_proj"]
     assert config.learning_rate == 3e-5
     assert parse("--lora_target_modules", "a", "b").lora_target_modules == ["a", "b"]
-    assert parse("--gradient_checkpointing", "false").whiten_rewards is False
+    assert parse("--gradient_checkpointing", "false").gradient_checkpointing is False
 
 
 def test_prompts_that_look_like_options_or_lists() -> None:
