@@ -101,7 +101,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions
     @property
     def largest_grad_norm(self) -> float | None:
         """Norm that a role's gradient is scaled down to; None: never, the default where the loss sums over answers."""
-        never = self.max_grad_norm is None and self.sums_per_answer
+        never = self.max_grad_norm is None and self.facts.sums_per_answer
         return None if never else super().largest_grad_norm
 
     def __post_init__(self) -> None:

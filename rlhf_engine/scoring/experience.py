@@ -117,7 +117,7 @@ class Scoring:
             "rewards", lambda: self._score_answers(rollout, prompts, own_scores.rewards_N, config, budget)
         )
         scored = gather_answers(world, own_scored)
-        kept = _kept(scored.totals, all_prompts, least=config.least_drawn)
+        kept = _kept(scored.totals, all_prompts, least=config.facts.least_drawn)
         metrics = {
             **{name: sum(values) / len(values) for name, values in scored.logged.items()},
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
@@ -322,7 +322,11 @@ def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -
 
 def _nothing_left(config: TrainConfig) -> str:
     """Reason why no answer of a step can be learned from, the same for every step."""
-    needed = "a drawn answer and the greedy one" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
+    needed = (
+        "a drawn answer and the greedy one"
+        if config.facts.with_greedy
+        else f"{config.facts.least_drawn} of its answers"
+    )
     return (
         f"reward_funcs: no prompt of a step has rewards for {needed}, which {config.algorithm} needs; nothing is "
         "learned in such a step"

@@ -9,7 +9,6 @@ import types
 
 import pytest
 
-from rlhf_engine.config.run import RowOptions
 from rlhf_engine.data import PromptOnly, PromptSet, Record, read_records
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import load, read, write_lines

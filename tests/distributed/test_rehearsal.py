@@ -7,8 +7,8 @@ checkpoint. The server is the protocol stand-in, which is not vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

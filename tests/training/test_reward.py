@@ -696,13 +696,13 @@ PAIR = {"prompt": "red", "chosen": "cat", "rejected": "dog"}
         ([ROW, {**OTHER, "completion": 3}], {}, "rows.jsonl:2: expected .* in column 'completion', got 3"),
         ([ROW, OTHER], {"max_length": 3}, "rows.jsonl:1: expected at most 3 tokens of prompt and answer, got 4"),
         ([ROW, {**OTHER, "prompt": "red " * 70}], {}, "rows.jsonl:2: expected at most 64 tokens .* got 73"),
-        (None, {"eval_dataset_name": 0.3, "group_column": "thread"}, "rows.jsonl:1: expected a string .* in column 'thread'"),
+        (None, {"eval_dataset_name": 0.3, "group_column": "thread"}, "expected a string .* in column 'thread'"),
         (
             [{**ROW, "c": 1.5}, OTHER],
             {"eval_dataset_name": 0.3, "group_column": "c"},
             "rows.jsonl:1: expected a string or an integer in column 'c', got 1.5",
         ),
-        ([ROW, {**OTHER, "prompt": "red"}], {"eval_dataset_name": 0.5}, "eval_dataset_name: expected a share that leaves groups on"),
+        ([ROW, {**OTHER, "prompt": "red"}], {"eval_dataset_name": 0.5}, "expected a share that leaves groups on"),
         ([PAIR], {"pos_weight": "balanced"}, "pos_weight: expected 'none' for pairs, got 'balanced'"),
         (None, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: expected it unset for pointwise rows"),
         (
