@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_engine.config.algorithm import ALGORITHMS
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
@@ -111,7 +111,7 @@ class RolloutOptions(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncOptions(Options):
+class AsyncOptions(AlgorithmOptions, RolloutOptions):
     """Options of asynchronous rollouts: where answers are drawn, and how far they may be behind the policy."""
 
     async_mode: AsyncMode = option(
@@ -153,36 +153,32 @@ class AsyncOptions(Options):
         """Whether answers are drawn by a copy of the policy, which may be older than what learns."""
         return self.async_mode != "off" or self.batches_per_policy > 1
 
-    def corrections(self, algorithm: str, loss_type: str) -> tuple[Correction, ...]:
-        """Corrections that an algorithm's loss can make for answers of an older policy.
-
-        Args:
-            algorithm: name of the algorithm.
-            loss_type: its kind of loss; empty where it has none.
-
-        Returns:
-            Values of `off_policy_correction`; the first is the default.
-
-        Raises:
-            KeyError: an unknown algorithm.
-        """
-        facts = ALGORITHMS[algorithm]
-        if not facts.maximises_reward:
+    @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """Corrections that the loss can make for answers of an older policy; the first is the default."""
+        if not self.facts.maximises_reward:
             return ("none",)
-        if facts.has_token_ratio:
+        if self.facts.has_token_ratio:
             return ("behaviour", "decoupled", "token_truncate", "sequence_truncate", "none")
-        if loss_type == "proximal":  # one ratio per answer, and so one weight
+        if self.chosen_loss_type == "proximal":  # one ratio per answer, and so one weight
             return ("behaviour", "sequence_truncate", "none")
         return ("token_truncate", "sequence_truncate", "none")
 
-    def check_async(self, *, algorithm: str, loss_type: str, method: str, served: bool) -> None:
-        """Check that the options fit each other and the rest of the request.
+    @property
+    def correction(self) -> Correction:
+        """`off_policy_correction`, or the algorithm's default."""
+        return self.off_policy_correction or self.corrections[0]
 
-        Args:
-            algorithm: name of the algorithm.
-            loss_type: its kind of loss; empty where it has none.
-            method: name of the method.
-            served: whether a vLLM server draws the answers.
+    @property
+    def server_correction(self) -> Literal["token_truncate", "sequence_truncate", "none"]:
+        """Weights of a server's answers by the ratio of training to rollout probabilities."""
+        if self.correction == "none":
+            return "none"
+        whole_answers = self.correction == "sequence_truncate" or self.chosen_loss_type == "proximal"
+        return "sequence_truncate" if whole_answers else "token_truncate"
+
+    def check_async(self) -> None:
+        """Check that the options fit each other.
 
         Raises:
             ConfigError: options that contradict each other, or that are set and not read.
@@ -207,32 +203,26 @@ class AsyncOptions(Options):
                 "async_policy: expected 'fixed' or 'newest' with async 'ray', where a policy goes to generators before "
                 "they begin, got 'in_flight'"
             )
-        self._check_correction(algorithm, loss_type, served)
-        if not self.is_async:
-            return
-        needed = "async" if self.async_mode != "off" else "batches_per_policy"
-        if method == "full_ppo":
-            raise ConfigError(
-                f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
-            )
-        if served and self.async_mode == "ray":
+        self._check_correction()
+        if self.vllm_servers and self.async_mode == "ray":
             raise ConfigError(
                 "vllm_server_base_url: expected it unset with async 'ray', whose generators draw by themselves"
             )
-        if served and self.async_policy == "in_flight":
+        if self.vllm_servers and self.async_policy == "in_flight":
             raise ConfigError(
                 "async_policy: expected 'fixed' or 'newest' with vllm_server_base_url, whose answers are of the policy "
                 "that they were begun with, got 'in_flight'"
             )
 
-    def _check_correction(self, algorithm: str, loss_type: str, served: bool) -> None:
+    def _check_correction(self) -> None:
         """Check the correction of answers that an older policy or a server drew."""
-        possible = self.corrections(algorithm, loss_type)
+        possible, served = self.corrections, bool(self.vllm_servers)
         if not self.is_async:  # of a server's own ratio there are weights alone
             possible = tuple(name for name in possible if served and name not in ("behaviour", "decoupled"))
         chosen, weighed = self.off_policy_correction, served and possible != ("none",)
         if chosen is not None and chosen not in possible:
-            expected = f"one of {', '.join(possible)} for {loss_type and loss_type + ' '}{algorithm}"
+            kind = f"{self.chosen_loss_type} {self.algorithm}".strip()
+            expected = f"one of {', '.join(possible)} for {kind}"
             unset = "it unset where every step draws its own answers (async, batches_per_policy, vllm_server_base_url)"
             raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
         truncates = (chosen or (*possible, "none")[0]).endswith("truncate") or (weighed and chosen != "none")

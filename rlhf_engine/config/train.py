@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import option
-from rlhf_engine.config.rollout import AsyncOptions, Correction, RolloutOptions
+from rlhf_engine.config.rollout import AsyncOptions
 from rlhf_engine.config.run import QUANTIZATION_HELP, HeldOutOptions, Quantization, TrainingOptions, not_empty
 from rlhf_engine.errors import ConfigError
 
@@ -23,7 +22,7 @@ Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hyd
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions, TrainingOptions):
+class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
@@ -125,12 +124,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions
         self._check_method()
         self.check_algorithm()
         self._check_server()
-        self.check_async(
-            algorithm=self.algorithm,
-            loss_type=self.chosen_loss_type,
-            method=self.method,
-            served=bool(self.vllm_servers),
-        )
+        self.check_async()
         if self.num_train_epochs is None:
             self._check_warm_up(self.max_steps)
         if self.eval_steps and self.eval_dataset_name is None:
@@ -162,19 +156,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions
         if self.critic_warmup_steps >= steps:
             raise ConfigError(f"critic_warmup_steps: expected less than {total}, got {self.critic_warmup_steps}")
 
-    @property
-    def correction(self) -> Correction:
-        """`off_policy_correction`, or the algorithm's default."""
-        return self.off_policy_correction or self.corrections(self.algorithm, self.chosen_loss_type)[0]
-
-    @property
-    def server_correction(self) -> Literal["token_truncate", "sequence_truncate", "none"]:
-        """Weights of a server's answers by the ratio of training to rollout probabilities."""
-        if self.correction == "none":
-            return "none"
-        whole_answers = self.correction == "sequence_truncate" or self.chosen_loss_type == "proximal"
-        return "sequence_truncate" if whole_answers else "token_truncate"
-
     def _check_method(self) -> None:
         """Check what a method needs and what it cannot do, before any weights are read."""
         for name in ("reward_adapter", "reward_model_path"):
@@ -198,6 +179,11 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, HeldOutOptions
                 "blocks in turn, or a vllm_server_base_url, got 'overlap'"
             )
         if self.method == "full_ppo":
+            if self.is_async:
+                needed = "async" if self.async_mode != "off" else "batches_per_policy"
+                raise ConfigError(
+                    f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
+                )
             if self.vllm_servers:
                 raise ConfigError(
                     "vllm_server_base_url: expected it unset for full_ppo, whose actor is a whole backbone, where only "
