@@ -71,7 +71,7 @@ def test_opcheck(backend):
     rows = [torch.randn(4) for _ in range(8)]
     arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, backend)
     torch.library.opcheck(OPS.gather_logprob_backward.default, arguments)
-    torch.library.opcheck(_gather_logprob_backward_, arguments)
+    torch.library.opcheck(_gather_logprob_backward_._registered, arguments)
 
 
 def layouts(logits):

@@ -97,10 +97,10 @@ def test_gradcheck(backend, shift_mean, given):
 def test_opcheck(backend):
     x, mask = random_case(3, 4)
     moments = masked_moments(x, mask)
-    torch.library.opcheck(_masked_moments, (x, mask, backend))
+    torch.library.opcheck(_masked_moments._registered, (x, mask, backend))
     for given in (None, moments):
-        torch.library.opcheck(_whiten, (x.clone().requires_grad_(), mask, given, False, 1e-8, backend))
-    torch.library.opcheck(_whiten_backward, (x, x, mask, moments, True, False, backend))
+        torch.library.opcheck(_whiten._registered, (x.clone().requires_grad_(), mask, given, False, 1e-8, backend))
+    torch.library.opcheck(_whiten_backward._registered, (x, x, mask, moments, True, False, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

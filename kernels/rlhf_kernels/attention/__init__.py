@@ -168,9 +168,7 @@ def _check(
 @custom_op(
     "rlhf_kernels::attention",
     "q: D[T, heads, d], k: D[T, kv_heads, d], v: D[T, kv_heads, d], sinks: float[heads]",
-    also=lambda q, k, v, sinks, lengths, parents, scale, window, softcap, backend: _check(
-        q, sinks, lengths, parents, window, softcap
-    ),
+    also=lambda given: _check(given.q, given.sinks, given.lengths, given.parents, given.window, given.softcap),
 )
 def _attention(
     q: Tensor,
@@ -212,9 +210,7 @@ _attention.register_autograd(_backward, setup_context=_setup)
     "rlhf_kernels::attention_backward",
     "d_out: D[T, heads, d], q: D[T, heads, d], k: D[T, kv_heads, d], v: D[T, kv_heads, d], sinks: float[heads], "
     "out: D[T, heads, d], totals: float32[T, heads, 2]",
-    also=lambda d_out, q, k, v, sinks, out, totals, lengths, parents, scale, window, softcap, backend: _check(
-        q, sinks, lengths, parents, window, softcap
-    ),
+    also=lambda given: _check(given.q, given.sinks, given.lengths, given.parents, given.window, given.softcap),
 )
 def _attention_backward(
     d_out: Tensor,

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.attention.cost import longest
 from rlhf_kernels.runtime.device_tables import Cache, upload
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
@@ -451,6 +450,11 @@ def _options(kernel: str, q: Tensor, n_kv: int, most: int, window: int | None, s
     }
 
 
+def longest(lengths: Sequence[int], parents: Sequence[int]) -> int:
+    """Positions that the last query of some sequence sees at most, without a window."""
+    return max((n + (lengths[p] if p >= 0 else 0) for n, p in zip(lengths, parents, strict=True)), default=0)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -624,7 +628,7 @@ def aot_cases() -> list[AotCase]:
         no_sink: dict[str, Any] = {} if sinks else {"sink_ptr": None}
         unpaged = dict.fromkeys(("length_ptr", "table_ptr")) | {"PAGED": False}
         paged = {"tile_ptr": None, "totals_ptr": None, "PAGED": True, "length_stride": 1, "table_column": 1}
-        found = []
+        cases = []
         for kernel, more, suffix in (
             (attend_kernel, unpaged | no_sink, "packed"),
             (attend_kernel, paged | no_sink, "paged"),
@@ -635,7 +639,7 @@ def aot_cases() -> list[AotCase]:
             num_warps = tile.pop("num_warps")
             constexprs = common | more | tile
             types = signature(kernel, dtype, constexprs)
-            found.append(
+            cases.append(
                 AotCase(
                     name=f"{name}, {suffix}",
                     kernel=kernel,
@@ -649,7 +653,7 @@ def aot_cases() -> list[AotCase]:
                     ),
                 )
             )
-        return found
+        return cases
 
     return [
         *cases("bf16", 4, 128),

@@ -55,7 +55,7 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     "rlhf_kernels::decode_attention",
     "q: D[N, heads, d], k_cache: D[blocks, block, kv_heads, d], v_cache: D[blocks, block, kv_heads, d], "
     "lengths: int[N], block_table: int[N, most], sinks: float[heads]",
-    also=lambda q, *args: _check_sinks(q, args[7]),
+    also=lambda given: _check_sinks(given.q, given.sinks),
 )
 def _decode_attention_op(
     q: Tensor,

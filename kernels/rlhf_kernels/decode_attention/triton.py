@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.attention import triton as attention
-from rlhf_kernels.decode_attention.cost import MAX_SPLITS, SPLIT
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_math import dot, tanh
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.vocab.triton_logits import exponentials
 
 WARPS, STAGES = 4, 3  # never by the batch
+SPLIT, MAX_SPLITS = 256, 64  # positions of a split, and most splits; beyond, splits grow
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
@@ -300,11 +300,11 @@ def aot_cases() -> list[AotCase]:
         attend |= {"k_inner": 1, "v_inner": 1, "q_inner": 1, "length_stride": 1, "table_column": 1}
         join: dict[str, Any] = {"WINDOW": window, "D": d, "BD": tile["BD"], "length_stride": 1}
         join |= {"sink_stride": 1} if sinks else {"sink_ptr": None}
-        found = []
+        cases = []
         for kernel, constexprs in ((attend_kernel, attend), (join_kernel, join)):
             types = signature(kernel, dtype, constexprs)
             wide = tuple(n for n in types if n.endswith(("_ptr", "_row", "_head", "_block", "_position")))
-            found.append(
+            cases.append(
                 AotCase(
                     name=name,
                     kernel=kernel,
@@ -315,7 +315,7 @@ def aot_cases() -> list[AotCase]:
                     divisible_by_16=tuple(n for n in wide if n != "table_row"),
                 )
             )
-        return found
+        return cases
 
     return [
         *cases("bf16", 4, 128),

@@ -249,14 +249,10 @@ def _gae_gradient(ctx: Any, grad_advantage: torch.Tensor, grad_ret: torch.Tensor
     (mask,) = ctx.saved_tensors
     d_reward, d_value, d_bootstrap = _gae_backward(grad_advantage, grad_ret, mask, ctx.gamma, ctx.lam, ctx.backend)
     wants_reward, wants_value, _, wants_bootstrap = ctx.needs_input_grad[:4]
-    return (
-        d_reward if wants_reward else None,
-        d_value if wants_value else None,
-        None,
-        d_bootstrap if wants_bootstrap else None,
-        None,
-        None,
-        None,
+    return _gae.gradients(
+        reward=d_reward if wants_reward else None,
+        value=d_value if wants_value else None,
+        bootstrap=d_bootstrap if wants_bootstrap else None,
     )
 
 

@@ -13,7 +13,7 @@ Determinism: rows do not interact; chunk borders depend on N and V only.
 Source    as `linear_logprob`, whose reference holds the statistics and their derivatives.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from torch import Tensor
 from rlhf_kernels.gather_logprob import native, reference
 from rlhf_kernels.runtime import eager, registry, signature, triton_support
 from rlhf_kernels.vocab.logits import (
+    LOGPROB_GRADS,
     OUTPUTS,
+    LogprobGrads,
     LogprobOutputs,
     accumulation_dtype,
     check_outputs,
@@ -123,16 +125,20 @@ def _(logits, target, row_temperature, temperature, ignore_index, outputs, inpla
     return tuple(logits.new_empty(target.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
 
 
-def _check_saved(*args: Any) -> None:
-    check_saved((args[9], args[12]), entropy=args[6], log_sum_sq_prob=args[7])
+class _Saved(NamedTuple):
+    lse: Tensor
+    entropy: Tensor
+    log_sum_sq_prob: Tensor
+
+
+_BACKWARD = (
+    "logits: float[..., V], target: int64[*], row_temperature: float[*], lse: float[*], "
+    f"entropy: float[*]?, log_sum_sq_prob: float[*]?, {LOGPROB_GRADS.replace('%s', '*')}"
+)
 
 
 @eager.custom_op(
-    "rlhf_kernels::gather_logprob_backward",
-    "logits: float[..., V], target: int64[*], row_temperature: float[*], lse: float[*], "
-    "entropy: float[*]?, log_sum_sq_prob: float[*]?, d_logprob: float[*], d_entropy: float[*], "
-    "d_lse: float[*], d_mean_logit: float[*], d_log_sum_sq_prob: float[*]",
-    also=_check_saved,
+    "rlhf_kernels::gather_logprob_backward", _BACKWARD, also=lambda given: check_saved(given.grads, given.saved)
 )
 def _gather_logprob_backward(
     logits: Tensor,
@@ -140,19 +146,11 @@ def _gather_logprob_backward(
     row_temperature: Tensor | None,
     temperature: float,
     ignore_index: int,
-    lse: Tensor,
-    entropy: Tensor,
-    log_sum_sq_prob: Tensor,
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    d_mean_logit: Tensor | None,
-    d_log_sum_sq_prob: Tensor | None,
+    saved: _Saved,
+    grads: LogprobGrads,
     backend: str,
 ) -> Tensor:
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    saved = (lse, entropy, log_sum_sq_prob)
-    grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
     run = registry.implementation("gather_logprob", backend).backward
     run(logits, target, row_temperature, temperature, ignore_index, saved, grads, d_logits)
     return d_logits
@@ -165,10 +163,8 @@ def _(logits, *args):
 
 @signature.custom_op(
     "rlhf_kernels::gather_logprob_backward_",
-    "logits: float[..., V], target: int64[*], row_temperature: float[*], lse: float[*], "
-    "entropy: float[*]?, log_sum_sq_prob: float[*]?, d_logprob: float[*], d_entropy: float[*], "
-    "d_lse: float[*], d_mean_logit: float[*], d_log_sum_sq_prob: float[*]",
-    also=_check_saved,
+    _BACKWARD,
+    also=lambda given: check_saved(given.grads, given.saved),
     mutates_args=("logits",),
 )
 def _gather_logprob_backward_(
@@ -177,18 +173,10 @@ def _gather_logprob_backward_(
     row_temperature: Tensor | None,
     temperature: float,
     ignore_index: int,
-    lse: Tensor,
-    entropy: Tensor,
-    log_sum_sq_prob: Tensor,
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    d_mean_logit: Tensor | None,
-    d_log_sum_sq_prob: Tensor | None,
+    saved: _Saved,
+    grads: LogprobGrads,
     backend: str,
 ) -> None:
-    saved = (lse, entropy, log_sum_sq_prob)
-    grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
     run = registry.implementation("gather_logprob", backend).backward
     run(logits, target, row_temperature, temperature, ignore_index, saved, grads, logits)
 
@@ -210,15 +198,15 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob):
-    logits, target, row_temperature, lse, entropy, log_sum_sq_prob = ctx.saved_tensors
-    grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
-    rest = (target, row_temperature, *ctx.options, lse, entropy, log_sum_sq_prob, *grads, ctx.backend)
+    logits, target, row_temperature, *saved = ctx.saved_tensors
+    grads = LogprobGrads(d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
+    rest = (target, row_temperature, *ctx.options, _Saved(*saved), grads, ctx.backend)
     if ctx.inplace_backward:
         d_logits = logits.detach()
         _gather_logprob_backward_(d_logits, *rest)
     else:
         d_logits = _gather_logprob_backward(logits, *rest)
-    return (d_logits, *[None] * 7)
+    return _gather_logprob.gradients(logits=d_logits)
 
 
 _gather_logprob.register_autograd(_backward, setup_context=_setup_context)

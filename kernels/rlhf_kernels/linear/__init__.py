@@ -41,8 +41,8 @@ def _(x, weight, bias, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _check_backward(_dy: Tensor, x: Tensor | None, _weight: Tensor, _need_x: bool, need_weight: bool, *_: Any) -> None:
-    if need_weight and x is None:
+def _check_backward(given: Any) -> None:
+    if given.need_weight and given.x is None:
         raise TypeError("x: expected a tensor with need_weight, got None")
 
 

@@ -161,9 +161,9 @@ def aot_cases() -> list[AotCase]:
             divisible_by_16=() if odd else tuple(names),
         )
 
-    found = []
+    cases = []
     for dtype in items:
-        found += [
+        cases += [
             case("y", dtype, 8192, along),
             case("dx", dtype, 4096, across),
             case("dW", dtype, 8192, {"a_row": 1, "b_column": 1}),
@@ -173,4 +173,4 @@ def aot_cases() -> list[AotCase]:
             case("y of a turned weight", dtype, 8192, across),
             case("y", dtype, 16, along),
         ]
-    return found
+    return cases

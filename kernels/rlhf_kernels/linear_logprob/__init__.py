@@ -27,10 +27,13 @@ from torch import Tensor
 from rlhf_kernels.linear_logprob import native, reference
 from rlhf_kernels.runtime import eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
+    HEAD,
+    LOGPROB_GRADS,
     OUTPUTS,
     HeadGrads,
     HeadLora,
     HeadOptions,
+    LogprobGrads,
     LogprobOutputs,
     LogprobSaved,
     accumulation_dtype,
@@ -104,7 +107,7 @@ def linear_logprob(
     inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
     ahead = grads_needed(*inputs) == "hidden" and differentiable <= {"logprob", "lse"}
     chosen = registry.resolve("linear_logprob", backend, widest(hidden, weight), weight.shape)
-    results = _linear_logprob(hidden, weight, target, *options, ignore_index, wanted, ahead, chosen)
+    results = _linear_logprob(hidden, weight, target, options, ignore_index, wanted, ahead, chosen)
     made = dict(zip(OUTPUTS, results[:-1], strict=True))
     for name in constant:
         made[name] = made[name].detach()
@@ -112,36 +115,23 @@ def linear_logprob(
     return LogprobOutputs(**{name: made[name] if name in asked else None for name in OUTPUTS})
 
 
-@eager.custom_op(
-    "rlhf_kernels::linear_logprob",
-    "hidden: float[N, H], weight: float[V, H], target: int64[N], bias: float[V], lora_A: float[r, H], "
-    "lora_B: float[V, r], row_temperature: float[N]",
-)
+@eager.custom_op("rlhf_kernels::linear_logprob", f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}")
 def _linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
+    head: HeadOptions,
     ignore_index: int,
     outputs: str,
     ahead: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("linear_logprob", backend).forward
-    return run(hidden, weight, target, options, ignore_index, outputs, ahead)
+    return run(hidden, weight, target, head, ignore_index, outputs, ahead)
 
 
 @_linear_logprob.register_fake
-def _(hidden, weight, target, *args):
-    *_, outputs, ahead, _ = args
+def _(hidden, weight, target, head, ignore_index, outputs, ahead, backend):
     made = {"logprob", "lse", *outputs.split(",")}
     dtype = accumulation_dtype(hidden, weight)
     rows = tuple(hidden.new_empty(hidden.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
@@ -150,90 +140,54 @@ def _(hidden, weight, target, *args):
 
 @eager.custom_op(
     "rlhf_kernels::linear_logprob_backward",
-    "hidden: float[N, H], weight: float[V, H], target: int64[N], bias: float[V], lora_A: float[r, H], "
-    "lora_B: float[V, r], row_temperature: float[N], logprob: float[N], lse: float[N], "
-    "entropy: float[N]?, log_sum_sq_prob: float[N]?, expected: float[N, H]?, d_logprob: float[N], "
-    "d_entropy: float[N], d_lse: float[N], d_mean_logit: float[N], d_log_sum_sq_prob: float[N]",
-    also=lambda *args: check_saved((args[18], args[21]), entropy=args[14], log_sum_sq_prob=args[15]),
+    f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}, logprob: float[N], lse: float[N], "
+    f"entropy: float[N]?, log_sum_sq_prob: float[N]?, expected: float[N, H]?, {LOGPROB_GRADS.replace('%s', 'N')}",
+    also=lambda given: check_saved(given.grads, given.saved),
 )
 def _linear_logprob_backward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
+    head: HeadOptions,
     ignore_index: int,
-    logprob: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    log_sum_sq_prob: Tensor,
-    expected: Tensor,
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    d_mean_logit: Tensor | None,
-    d_log_sum_sq_prob: Tensor | None,
+    saved: LogprobSaved,
+    grads: LogprobGrads,
     needs: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    saved = LogprobSaved(logprob, lse, entropy, log_sum_sq_prob, expected)
-    grads = (d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
     run = registry.implementation("linear_logprob", backend).backward
-    return run(hidden, weight, target, options, ignore_index, saved, grads, needs)
+    return run(hidden, weight, target, head, ignore_index, saved, grads, needs)
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, bias, lora_A, lora_B, *args):
-    needs = args[-2].split(",")
-    inputs = zip(HeadGrads.names, (hidden, weight, bias, lora_A, lora_B), strict=True)
-    empty = hidden.new_empty
-    dtype = accumulation_dtype(hidden, weight)
-    return tuple(empty(x.shape, dtype=x.dtype) if name in needs else empty(0, dtype=dtype) for name, x in inputs)
+def _(hidden, weight, target, head, ignore_index, saved, grads, needs, backend):
+    inputs = zip(HeadGrads.names, (hidden, weight, head.bias, head.lora_A, head.lora_B), strict=True)
+    made, empty, dtype = needs.split(","), hidden.new_empty, accumulation_dtype(hidden, weight)
+    return tuple(empty(x.shape, dtype=x.dtype) if name in made else empty(0, dtype=dtype) for name, x in inputs)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, outputs, _, backend = inputs
     logprob, entropy, lse, _, _, log_sum_sq_prob, expected = output
     # An output nobody differentiates must cost nothing, so missing gradients stay None instead of becoming
     # zeros
     ctx.set_materialize_grads(False)
-    made = {"logprob", "lse", *outputs.split(",")} - {"is_top1"}
+    made = {"logprob", "lse", *inputs.outputs.split(",")} - {"is_top1"}
     constant = [x for name, x in zip(OUTPUTS, output[:-1], strict=True) if name not in made]
     ctx.mark_non_differentiable(*constant, expected)
-    ctx.save_for_backward(*tensors, logprob, lse, entropy, log_sum_sq_prob, expected)
-    ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
-    ctx.backend = backend
+    tensors, ctx.numbers = inputs.head[:4], inputs.head[4:]
+    saved = LogprobSaved(logprob, lse, entropy, log_sum_sq_prob, expected)
+    ctx.save_for_backward(inputs.hidden, inputs.weight, inputs.target, *tensors, *saved)
+    ctx.ignore_index, ctx.backend = inputs.ignore_index, inputs.backend
 
 
 def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob, *unused):
-    *tensors, logprob, lse, entropy, log_sum_sq_prob, expected = ctx.saved_tensors
-    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5)]
+    hidden, weight, target, *rest = ctx.saved_tensors
+    head, saved = HeadOptions(*rest[:4], *ctx.numbers), LogprobSaved(*rest[4:])
+    grads = LogprobGrads(d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
+    wanted = _linear_logprob.needed(ctx, *HeadGrads.names)
     needs = ",".join(name for name, need in zip(HeadGrads.names, wanted, strict=True) if need)
-    grads = _linear_logprob_backward(
-        *tensors,
-        *ctx.options,
-        logprob,
-        lse,
-        entropy,
-        log_sum_sq_prob,
-        expected,
-        d_logprob,
-        d_entropy,
-        d_lse,
-        d_mean_logit,
-        d_log_sum_sq_prob,
-        needs,
-        ctx.backend,
-    )
-    d_hidden, d_weight, *d_rest = (g if need else None for g, need in zip(grads, wanted, strict=True))
-    return (d_hidden, d_weight, None, *d_rest, *[None] * 9)
+    made = _linear_logprob_backward(hidden, weight, target, head, ctx.ignore_index, saved, grads, needs, ctx.backend)
+    return _linear_logprob.gradients(**{n: g for n, g, need in zip(HeadGrads.names, made, wanted, strict=True) if need})
 
 
 _linear_logprob.register_autograd(_backward, setup_context=_setup_context)

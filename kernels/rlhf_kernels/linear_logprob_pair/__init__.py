@@ -30,6 +30,7 @@ from torch import Tensor
 from rlhf_kernels.linear_logprob_pair import native, reference
 from rlhf_kernels.runtime import eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
+    HEAD,
     HeadLora,
     HeadOptions,
     PairSaved,
@@ -127,51 +128,40 @@ def linear_logprob_pair(
     ahead = ""
     if torch.is_grad_enabled() and hidden_a.requires_grad and "entropy" in constant:
         ahead = "logprob" if "kl" in constant else "logprob,kl"
-    results = _linear_logprob_pair(hidden_a, hidden_r, weight, target, *options, ignore_index, ahead, chosen)
+    results = _linear_logprob_pair(hidden_a, hidden_r, weight, target, options, ignore_index, ahead, chosen)
     named = dict(zip(PairOutputs._fields, results, strict=False))
     return PairOutputs(**{name: x.detach() if name in constant else x for name, x in named.items()})
 
 
-@eager.custom_op(
-    "rlhf_kernels::linear_logprob_pair",
-    "hidden_a: float[N, H], hidden_r: float[N, H], weight: float[V, H], target: int64[N], "
-    "bias: float[V], lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N]",
-)
+_INPUTS = f"hidden_a: float[N, H], hidden_r: float[N, H], weight: float[V, H], target: int64[N], {HEAD}"
+
+
+@eager.custom_op("rlhf_kernels::linear_logprob_pair", _INPUTS)
 def _linear_logprob_pair(
     hidden_a: Tensor,
     hidden_r: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
+    head: HeadOptions,
     ignore_index: int,
     ahead: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("linear_logprob_pair", backend).forward
-    return run(hidden_a, hidden_r, weight, target, options, ignore_index, ahead)
+    return run(hidden_a, hidden_r, weight, target, head, ignore_index, ahead)
 
 
 @_linear_logprob_pair.register_fake
-def _(hidden_a, hidden_r, weight, *args):
-    ahead, dtype = args[-2].split(","), accumulation_dtype(hidden_a, weight)
+def _(hidden_a, hidden_r, weight, target, head, ignore_index, ahead, backend):
+    dtype = accumulation_dtype(hidden_a, weight)
     rows = [hidden_a.new_empty(hidden_a.shape[0], dtype=dtype) for _ in range(6)]
-    made = (hidden_a.new_empty(hidden_a.shape if name in ahead else 0, dtype=dtype) for name in ("logprob", "kl"))
-    return (*rows, *made)
+    sizes = [hidden_a.shape if name in ahead.split(",") else 0 for name in ("logprob", "kl")]
+    return (*rows, *(hidden_a.new_empty(size, dtype=dtype) for size in sizes))
 
 
 @eager.custom_op(
     "rlhf_kernels::linear_logprob_pair_backward",
-    "hidden_a: float[N, H], hidden_r: float[N, H], weight: float[V, H], target: int64[N], "
-    "bias: float[V], lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N], "
-    "logprob_a: float[N], logprob_r: float[N], lse_a: float[N], lse_r: float[N], kl: float[N], "
+    f"{_INPUTS}, logprob_a: float[N], logprob_r: float[N], lse_a: float[N], lse_r: float[N], kl: float[N], "
     "entropy: float[N], expected: float[N, H]?, expected_kl: float[N, H]?, d_logprob: float[N], "
     "d_kl: float[N], d_entropy: float[N]",
 )
@@ -180,33 +170,16 @@ def _linear_logprob_pair_backward(
     hidden_r: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
+    head: HeadOptions,
     ignore_index: int,
-    logprob_a: Tensor,
-    logprob_r: Tensor,
-    lse_a: Tensor,
-    lse_r: Tensor,
-    kl: Tensor,
-    entropy: Tensor,
-    expected: Tensor,
-    expected_kl: Tensor,
+    saved: PairSaved,
     d_logprob: Tensor | None,
     d_kl: Tensor | None,
     d_entropy: Tensor | None,
     backend: str,
 ) -> Tensor:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    saved = PairSaved(logprob_a, logprob_r, lse_a, lse_r, kl, entropy, expected, expected_kl)
-    grads = (d_logprob, d_kl, d_entropy)
     run = registry.implementation("linear_logprob_pair", backend).backward
-    return run(hidden_a, hidden_r, weight, target, options, ignore_index, saved, grads)
+    return run(hidden_a, hidden_r, weight, target, head, ignore_index, saved, (d_logprob, d_kl, d_entropy))
 
 
 @_linear_logprob_pair_backward.register_fake
@@ -215,21 +188,20 @@ def _(hidden_a, *args):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, lora_scale, temperature, softcap, logit_scale, ignore_index, _, backend = inputs
     logprob_a, logprob_r, kl, entropy, lse_a, lse_r, expected, expected_kl = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(logprob_r, lse_a, lse_r, expected, expected_kl)
-    ctx.save_for_backward(*tensors, logprob_a, logprob_r, lse_a, lse_r, kl, entropy, expected, expected_kl)
-    ctx.options = (lora_scale, temperature, softcap, logit_scale, ignore_index)
-    ctx.backend = backend
+    saved = PairSaved(logprob_a, logprob_r, lse_a, lse_r, kl, entropy, expected, expected_kl)
+    tensors, ctx.numbers = inputs.head[:4], inputs.head[4:]
+    ctx.save_for_backward(inputs.hidden_a, inputs.hidden_r, inputs.weight, inputs.target, *tensors, *saved)
+    ctx.ignore_index, ctx.backend = inputs.ignore_index, inputs.backend
 
 
 def _backward(ctx, d_logprob, _, d_kl, d_entropy, *unused):
-    saved = ctx.saved_tensors  # the op's eight tensors, then the fields of PairSaved
-    d_hidden = _linear_logprob_pair_backward(
-        *saved[:8], *ctx.options, *saved[8:], d_logprob, d_kl, d_entropy, ctx.backend
-    )
-    return (d_hidden, *[None] * 14)
+    *given, bias, lora_A, lora_B, row_temperature = ctx.saved_tensors[:8]
+    head, saved = HeadOptions(bias, lora_A, lora_B, row_temperature, *ctx.numbers), PairSaved(*ctx.saved_tensors[8:])
+    rest = (head, ctx.ignore_index, saved, d_logprob, d_kl, d_entropy, ctx.backend)
+    return _linear_logprob_pair.gradients(hidden_a=_linear_logprob_pair_backward(*given, *rest))
 
 
 _linear_logprob_pair.register_autograd(_backward, setup_context=_setup_context)

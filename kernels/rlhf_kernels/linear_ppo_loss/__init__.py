@@ -30,6 +30,7 @@ from rlhf_kernels.ppo_loss.checks import as_denom, check_kl
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.runtime import eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
+    HEAD,
     HeadGrads,
     HeadLora,
     HeadOptions,
@@ -134,18 +135,21 @@ def linear_ppo_loss(
     if ref_logprob is not None:
         check_tensor("ref_logprob", ref_logprob, (n_rows,), hidden)
     options = PpoOptions.checked(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, ref_logprob=ref_logprob)
-    loss, statistics, logprob, *_ = _linear_ppo_loss(
-        hidden,
-        weight,
-        target,
+    tokens = PpoTokens(
         old_logprob.detach(),
         advantage.detach(),
         mask.detach(),
         as_denom(denom, hidden),
         None if ref_logprob is None else ref_logprob.detach(),
-        *head,
+    )
+    loss, statistics, logprob, *_ = _linear_ppo_loss(
+        hidden,
+        weight,
+        target,
+        tokens,
+        head,
         ignore_index,
-        *options,
+        options,
         grads_needed(hidden, weight, bias, head.lora_A, head.lora_B),
         registry.resolve("linear_ppo_loss", backend, widest(hidden, weight), weight.shape),
     )
@@ -155,77 +159,43 @@ def linear_ppo_loss(
 @eager.custom_op(
     "rlhf_kernels::linear_ppo_loss",
     "hidden: float[N, H], weight: float[V, H], target: int64[N], old_logprob: float[N], "
-    "advantage: float[N], mask: mask[N], denom: float[], ref_logprob: float[N], bias: float[V], "
-    "lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N]",
-    also=lambda *args: check_kl(args[20]),
+    f"advantage: float[N], mask: mask[N], denom: float[], ref_logprob: float[N], {HEAD}",
+    also=lambda given: check_kl(given.options.kl),
 )
 def _linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
+    tokens: PpoTokens,
+    head: HeadOptions,
     ignore_index: int,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
+    options: PpoOptions,
     needs: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    head = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
-    tokens = PpoTokens(old_logprob, advantage, mask, denom, ref_logprob)
-    options = PpoOptions(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     run = registry.implementation("linear_ppo_loss", backend).forward
     return run(hidden, weight, target, tokens, head, options, ignore_index, needs)
 
 
 @_linear_ppo_loss.register_fake
-def _(hidden, weight, *args):
-    bias, lora_A, lora_B = args[6:9]
-    dtype = accumulation_dtype(hidden, weight)
-    needs = args[-2].split(",")
-    empty = hidden.new_empty
-    return (
-        empty((), dtype=dtype),
-        empty(9, dtype=dtype),
-        empty(hidden.shape[0], dtype=dtype),
-        *(
-            empty(x.shape if name in needs and x is not None else 0, dtype=dtype)
-            for name, x in zip(HeadGrads.names, (hidden, weight, bias, lora_A, lora_B), strict=True)
-        ),
-    )
+def _(hidden, weight, target, tokens, head, ignore_index, options, needs, backend):
+    inputs = zip(HeadGrads.names, (hidden, weight, head.bias, head.lora_A, head.lora_B), strict=True)
+    grads = [x.shape if name in needs.split(",") and x is not None else 0 for name, x in inputs]
+    sizes = ((), 9, hidden.shape[0], *grads)
+    return tuple(hidden.new_empty(size, dtype=accumulation_dtype(hidden, weight)) for size in sizes)
 
 
 def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[3:])
-    ctx.dtypes = [None if inputs[i] is None else inputs[i].dtype for i in (0, 1, 8, 9, 10)]
-    ctx.needs = inputs[-2].split(",")
+    given = {"hidden": inputs.hidden, "weight": inputs.weight, **inputs.head._asdict()}
+    ctx.dtypes = {name: given[name].dtype for name in HeadGrads.names if name in inputs.needs.split(",")}
 
 
 def _backward(ctx, d_loss, *unused):
-    if d_loss is None:
-        return (None,) * 25
-    d_hidden, d_weight, *d_rest = (
-        (d * d_loss).to(dtype) if name in ctx.needs else None
-        for name, d, dtype in zip(HeadGrads.names, ctx.saved_tensors, ctx.dtypes, strict=True)
-    )
-    return (d_hidden, d_weight, *[None] * 6, *d_rest, *[None] * 14)
+    grads = zip(HeadGrads.names, ctx.saved_tensors, strict=True) if d_loss is not None else ()
+    return _linear_ppo_loss.gradients(**{n: (d * d_loss).to(ctx.dtypes[n]) for n, d in grads if n in ctx.dtypes})
 
 
 _linear_ppo_loss.register_autograd(_backward, setup_context=_setup_context)

@@ -365,20 +365,20 @@ def aot_cases() -> list[AotCase]:
             **AS_WRITTEN,
         )
 
-    found = []
+    cases = []
     for dtype in ("bf16", "fp32", "fp16"):
         for kernel in (norm_kernel, norm_gradient_kernel):
-            found += [
+            cases += [
                 case(f"width {width}", kernel, dtype, PLUS_ONE=False, WIDTH=width, **_tile(width))
                 for width in (4096, 128, 8192, 1001)
             ]
-            found.append(case("plus one", kernel, dtype, PLUS_ONE=True, WIDTH=2304, **_tile(2304)))
+            cases.append(case("plus one", kernel, dtype, PLUS_ONE=True, WIDTH=2304, **_tile(2304)))
         for back in (False, True):
             name = "gradient of heads of 128" if back else "heads of 128"
-            found.append(case(name, rotate_kernel, dtype, BACK=back, HALF=64, **_tile(64)))
+            cases.append(case(name, rotate_kernel, dtype, BACK=back, HALF=64, **_tile(64)))
         for kernel in (swiglu_kernel, swiglu_gradient_kernel):
-            found.append(case("gate and up", kernel, dtype, BLOCK=ELEMENTS))
+            cases.append(case("gate and up", kernel, dtype, BLOCK=ELEMENTS))
         for kind in _SHARES:
             for kernel in (activation_kernel, activation_gradient_kernel):
-                found.append(case(kind, kernel, dtype, **_share(kind), BLOCK=ELEMENTS))
-    return found
+                cases.append(case(kind, kernel, dtype, **_share(kind), BLOCK=ELEMENTS))
+    return cases

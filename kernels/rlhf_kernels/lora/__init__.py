@@ -63,51 +63,38 @@ registry.register("lora_decode_delta", "cuda", cuda)
 @eager.custom_op(
     "rlhf_kernels::lora_delta",
     "x: float[N, K], A: float[r_i, K], B: float[M, r_i], row_ids: int64[N]",
-    also=lambda x, *args: LoraCall(*args[:10]).check(x.shape[0]),
+    also=lambda given: given.lora_call.check(given.x.shape[0]),
 )
-def _delta_op(
-    x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
-    backend: str,
-) -> Tensor:
-    return registry.implementation("lora", backend).forward(
-        x, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
-    )
+def _delta_op(x: Tensor, lora_call: LoraCall, backend: str) -> Tensor:
+    return registry.implementation("lora", backend).forward(x, lora_call)
 
 
 @_delta_op.register_fake
-def _(x, A, B, scales, starts, ends, *args):  # type: ignore[no-untyped-def]
-    return x.new_empty((sum(ends) - sum(starts), B[0].shape[0]), dtype=compute_dtype(x, *A, *B))
+def _(x, lora_call, backend):  # type: ignore[no-untyped-def]
+    dtype = compute_dtype(x, *lora_call.A, *lora_call.B)
+    return x.new_empty((lora_call.n_on, lora_call.B[0].shape[0]), dtype=dtype)
 
 
-def _check_delta_backward(ddelta: Tensor, x: Tensor, *args: Any) -> None:
-    lora_call = LoraCall(*args[:10])
-    lora_call.check(x.shape[0])
-    if ddelta.shape[0] != lora_call.n_on:
-        raise ValueError(f"ddelta: expected {lora_call.n_on} rows, as many as are on, got {ddelta.shape[0]}")
-    _check_needs(lora_call, args)
+def _check_delta_backward(given: Any) -> None:
+    given.lora_call.check(given.x.shape[0])
+    if given.ddelta.shape[0] != given.lora_call.n_on:
+        raise ValueError(
+            f"ddelta: expected {given.lora_call.n_on} rows, as many as are on, got {given.ddelta.shape[0]}"
+        )
+    _check_needs(given)
 
 
-def _check_linear_backward(_dy: Tensor, x: Tensor, _weight: Tensor, *args: Any) -> None:
-    lora_call = LoraCall(*args[:10])
-    lora_call.check(math.prod(x.shape[:-1]))
-    _check_needs(lora_call, args)
+def _check_linear_backward(given: Any) -> None:
+    given.lora_call.check(math.prod(given.x.shape[:-1]))
+    _check_needs(given)
 
 
-def _check_needs(lora_call: LoraCall, args: Sequence[Any]) -> None:
-    """Raise unless need_A and need_B, the last arguments before the backend, have an entry per slot."""
-    for name, need in (("need_A", args[-3]), ("need_B", args[-2])):
-        if len(need) != len(lora_call.A):
-            raise ValueError(f"{name}: expected {len(lora_call.A)} entries, one per slot, got {len(need)}")
+def _check_needs(given: Any) -> None:
+    """Raise unless need_A and need_B have an entry per slot."""
+    n_slots = len(given.lora_call.A)
+    for name, need in (("need_A", given.need_A), ("need_B", given.need_B)):
+        if len(need) != n_slots:
+            raise ValueError(f"{name}: expected {n_slots} entries, one per slot, got {len(need)}")
 
 
 @eager.custom_op(
@@ -118,24 +105,13 @@ def _check_needs(lora_call: LoraCall, args: Sequence[Any]) -> None:
 def _delta_backward_op(
     ddelta: Tensor,
     x: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lora_call: LoraCall,
     need_x: bool,
     need_A: list[bool],
     need_B: list[bool],
     backend: str,
 ) -> list[Tensor]:
-    return registry.implementation("lora", backend).backward(
-        ddelta, x, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), need_x, need_A, need_B
-    )
+    return registry.implementation("lora", backend).backward(ddelta, x, lora_call, need_x, need_A, need_B)
 
 
 def _like(tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
@@ -143,23 +119,31 @@ def _like(tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
 
 
 @_delta_backward_op.register_fake
-def _(ddelta, x, A, B, scales, starts, ends, slots, p, seed, row_ids, stream, need_x, need_A, need_B, backend):  # type: ignore[no-untyped-def]
-    return _like([x, *A, *B], [need_x, *need_A, *need_B])
+def _(ddelta, x, lora_call, need_x, need_A, need_B, backend):  # type: ignore[no-untyped-def]
+    return _like([x, *lora_call.A, *lora_call.B], [need_x, *need_A, *need_B])
 
 
-def _delta_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, A, B, *rest, row_ids, stream, backend = inputs
-    ctx.save_for_backward(x, *A, *B, row_ids)
-    ctx.n_slots, ctx.rest, ctx.stream, ctx.backend = len(A), rest, stream, backend
+def _save(ctx, inputs, *tensors: Tensor) -> None:  # type: ignore[no-untyped-def]
+    """Keep tensors, and the call that `_saved` puts together again."""
+    call = inputs.lora_call
+    ctx.save_for_backward(*tensors, *call.A, *call.B, call.row_ids)
+    ctx.lora_call = call._replace(A=[], B=[], row_ids=None)
+    ctx.n_slots, ctx.backend = len(call.A), inputs.backend
+
+
+def _saved(ctx) -> tuple[list[Tensor], LoraCall]:  # type: ignore[no-untyped-def]
+    """Tensors that `_save` was given, and the call."""
+    *tensors, row_ids = ctx.saved_tensors
+    n = ctx.n_slots
+    return tensors[: -2 * n], ctx.lora_call._replace(A=tensors[-2 * n : -n], B=tensors[-n:], row_ids=row_ids)
 
 
 def _delta_backward(ctx, ddelta):  # type: ignore[no-untyped-def]
-    x, *AB, row_ids = ctx.saved_tensors
-    A, B = AB[: ctx.n_slots], AB[ctx.n_slots :]
-    need_x, need_A, need_B = ctx.needs_input_grad[:3]
-    grads = _delta_backward_op(ddelta, x, A, B, *ctx.rest, row_ids, ctx.stream, need_x, need_A, need_B, ctx.backend)
-    dx, dA, dB = _deal(grads, [need_x], need_A, need_B)
-    return (dx[0], dA, dB, *[None] * 9)
+    (x,), lora_call = _saved(ctx)
+    needed = _delta_op.needed(ctx, "x", "A", "B")
+    grads = _delta_backward_op(ddelta, x, lora_call, *needed, ctx.backend)
+    dx, dA, dB = _deal(grads, [needed[0]], *needed[1:])
+    return _delta_op.gradients(x=dx[0], A=dA, B=dB)
 
 
 def _deal(grads: list[Tensor], *needed: list[bool]) -> list[list[Tensor | None]]:
@@ -168,33 +152,16 @@ def _deal(grads: list[Tensor], *needed: list[bool]) -> list[list[Tensor | None]]
     return [[next(rest) if need else None for need in group] for group in needed]
 
 
-_delta_op.register_autograd(_delta_backward, setup_context=_delta_setup)
+_delta_op.register_autograd(_delta_backward, setup_context=lambda ctx, inputs, _: _save(ctx, inputs, inputs.x))
 
 
 @eager.custom_op(
     "rlhf_kernels::lora_linear",
     "x: D[..., K], weight: D[M, K], bias: D[M], A: float[r_i, K], B: float[M, r_i], row_ids: int64[*]",
-    also=lambda x, _weight, _bias, *args: LoraCall(*args[:10]).check(math.prod(x.shape[:-1])),
+    also=lambda given: given.lora_call.check(math.prod(given.x.shape[:-1])),
 )
-def _linear_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
-    backend: str,
-) -> Tensor:
-    return registry.implementation("lora", backend).linear_forward(
-        x, weight, bias, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream)
-    )
+def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: LoraCall, backend: str) -> Tensor:
+    return registry.implementation("lora", backend).linear_forward(x, weight, bias, lora_call)
 
 
 @_linear_op.register_fake
@@ -211,16 +178,7 @@ def _linear_backward_op(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    A: list[Tensor],
-    B: list[Tensor],
-    scales: list[float],
-    starts: list[int],
-    ends: list[int],
-    slots: list[int],
-    p: list[float],
-    seed: int,
-    row_ids: Tensor | None,
-    stream: int,
+    lora_call: LoraCall,
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
@@ -229,35 +187,27 @@ def _linear_backward_op(
     backend: str,
 ) -> list[Tensor]:
     needed = (need_x, need_weight, need_bias, need_A, need_B)
-    return registry.implementation("lora", backend).linear_backward(
-        dy, x, weight, LoraCall(A, B, scales, starts, ends, slots, p, seed, row_ids, stream), *needed
-    )
+    return registry.implementation("lora", backend).linear_backward(dy, x, weight, lora_call, *needed)
 
 
 @_linear_backward_op.register_fake
-def _(dy, x, weight, A, B, *args):  # type: ignore[no-untyped-def]
-    need_x, need_weight, need_bias, need_A, need_B, _ = args[-6:]
+def _(dy, x, weight, lora_call, need_x, need_weight, need_bias, need_A, need_B, backend):  # type: ignore[no-untyped-def]
     bias = weight.new_empty(weight.shape[0])
-    return _like([x, weight, bias, *A, *B], [need_x, need_weight, need_bias, *need_A, *need_B])
-
-
-def _linear_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, _, A, B, *rest, row_ids, stream, backend = inputs
-    ctx.save_for_backward(x, weight, *A, *B, row_ids)
-    ctx.n_slots, ctx.rest, ctx.stream, ctx.backend = len(A), rest, stream, backend
+    tensors = [x, weight, bias, *lora_call.A, *lora_call.B]
+    return _like(tensors, [need_x, need_weight, need_bias, *need_A, *need_B])
 
 
 def _linear_backward(ctx, dy):  # type: ignore[no-untyped-def]
-    x, weight, *AB, row_ids = ctx.saved_tensors
-    A, B = AB[: ctx.n_slots], AB[ctx.n_slots :]
-    need_x, need_weight, need_bias, need_A, need_B = ctx.needs_input_grad[:5]
-    needed = (need_x, need_weight, need_bias, need_A, need_B)
-    grads = _linear_backward_op(dy, x, weight, A, B, *ctx.rest, row_ids, ctx.stream, *needed, ctx.backend)
-    base, dA, dB = _deal(grads, [need_x, need_weight, need_bias], need_A, need_B)
-    return (*base, dA, dB, *[None] * 9)
+    (x, weight), lora_call = _saved(ctx)
+    needed = _linear_op.needed(ctx, "x", "weight", "bias", "A", "B")
+    grads = _linear_backward_op(dy, x, weight, lora_call, *needed, ctx.backend)
+    (dx, dweight, dbias), dA, dB = _deal(grads, needed[:3], *needed[3:])
+    return _linear_op.gradients(x=dx, weight=dweight, bias=dbias, A=dA, B=dB)
 
 
-_linear_op.register_autograd(_linear_backward, setup_context=_linear_setup)
+_linear_op.register_autograd(
+    _linear_backward, setup_context=lambda ctx, inputs, _: _save(ctx, inputs, inputs.x, inputs.weight)
+)
 
 
 def lora_delta_(
@@ -306,7 +256,7 @@ def lora_delta_(
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
     rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), *lora_call, _resolve(backend, x, lora_call, y.shape[-1]))
+    delta = _delta_op(x.reshape(-1, x.shape[-1]), lora_call, _resolve(backend, x, lora_call, y.shape[-1]))
     at = 0
     for start, end in _merged(lora_call):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])
@@ -362,7 +312,7 @@ def lora_linear(
         if w is not None and (w.dtype != x.dtype or w.device != x.device):
             raise TypeError(f"{name}: expected {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}")
     with autocast.off(x):
-        return _linear_op(x, weight, bias, *lora_call, chosen)
+        return _linear_op(x, weight, bias, lora_call, chosen)
 
 
 class DecodeLinear:

@@ -273,5 +273,5 @@ def _backward(
         native.threads(),
     )
     del kept
-    found = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
-    return [grad if grad.dtype == dtype else grad.to(dtype) for grad, dtype in found]
+    given = [(grad, dtype) for grad, dtype in zip((*dA, *dB), dtypes, strict=True) if grad is not None]
+    return [grad if grad.dtype == dtype else grad.to(dtype) for grad, dtype in given]

@@ -34,7 +34,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.linear import product_for
-from rlhf_kernels.lora.cost import EXACT_SPLITS
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import EXACT_ROWS, SLOT_WIDTH, TARGET_PROGRAMS, Layout, Slots, layout_of, slots_of
 from rlhf_kernels.runtime import autocast, registry
@@ -43,6 +42,7 @@ from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 
 ONE_READ_RANK = 32
+EXACT_SPLITS = 4  # parts of the features that h is added up from in exact mode, where the rows may not decide
 MAX_RANK = 128
 EXPAND_RANKS = 32  # ranks that expand multiplies at a time: more would not fit into registers at rank 128
 _STAGES = {"shrink": 3, "expand": 2, "columns": 2}
@@ -368,8 +368,8 @@ def _one_dtype(name: str, weights: list[Tensor]) -> list[Tensor]:
             raise TypeError(f"{name}[{i}]: expected {allowed} for backend='triton', got {w.dtype}")
     same = len({w.dtype for w in weights}) == 1
     if not same and registry.is_exact():
-        found = sorted({str(w.dtype) for w in weights})
-        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {found}")
+        dtypes = sorted({str(w.dtype) for w in weights})
+        raise TypeError(f"{name}: expected adapters of one dtype in exact mode, whose bits are their own, got {dtypes}")
     return [(w if same else w.float()).contiguous() for w in weights]
 
 

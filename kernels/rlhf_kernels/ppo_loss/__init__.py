@@ -71,26 +71,11 @@ class PpoLossOutputs(PolicyStatistics, LossAndStatistics):
     "rlhf_kernels::ppo_loss",
     "new_logprob: float[N], old_logprob: float[N], advantage: float[N], mask: real[N], denom: float[], "
     "ref_logprob: float[N], entropy: float[N]",
-    also=lambda *args: check_kl(args[10]),
+    also=lambda given: check_kl(given.options.kl),
 )
 def _ppo_loss_op(
-    new_logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-    ref_logprob: Tensor | None,
-    entropy: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-    backend: str,
+    new_logprob: Tensor, tokens: PpoTokens, entropy: Tensor | None, options: PpoOptions, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = PpoTokens(old_logprob, advantage, mask, denom, ref_logprob)
-    options = PpoOptions(clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     return registry.implementation("ppo_loss", backend).forward(new_logprob, tokens, entropy, options)
 
 
@@ -130,26 +115,18 @@ def _(grad_loss, dloss, mask, denom, entropy_coef, need_new_logprob, need_entrop
 
 
 def _ppo_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    new_logprob, mask, denom, entropy = inputs[0], inputs[3], inputs[4], inputs[6]
     _, statistics, dloss = output
     ctx.mark_non_differentiable(statistics, dloss)
-    ctx.save_for_backward(dloss, mask, denom)
-    ctx.entropy_coef, ctx.backend = inputs[12], inputs[13]
-    ctx.dtypes = (new_logprob.dtype, None if entropy is None else entropy.dtype)
+    ctx.save_for_backward(dloss, inputs.tokens.mask, inputs.tokens.denom)
+    ctx.entropy_coef, ctx.backend = inputs.options.entropy_coef, inputs.backend
+    ctx.dtypes = (inputs.new_logprob.dtype, None if inputs.entropy is None else inputs.entropy.dtype)
 
 
 def _ppo_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignore[no-untyped-def]
-    dloss, mask, denom = ctx.saved_tensors
-    need_new, need_entropy = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
-    grad_new, grad_entropy = _ppo_loss_backward_op(
-        grad_loss, dloss, mask, denom, ctx.entropy_coef, need_new, need_entropy, ctx.backend
-    )
-    grads: list[Tensor | None] = [None] * 14
-    if need_new:
-        grads[0] = grad_new.to(ctx.dtypes[0])
-    if need_entropy:
-        grads[6] = grad_entropy.to(ctx.dtypes[1])
-    return tuple(grads)
+    needs = _ppo_loss_op.needed(ctx, "new_logprob", "entropy")
+    made = _ppo_loss_backward_op(grad_loss, *ctx.saved_tensors, ctx.entropy_coef, *needs, ctx.backend)
+    new_logprob, entropy = (x.to(t) if need else None for x, t, need in zip(made, ctx.dtypes, needs, strict=True))
+    return _ppo_loss_op.gradients(new_logprob=new_logprob, entropy=entropy)
 
 
 _ppo_loss_op.register_autograd(_ppo_backward, setup_context=_ppo_setup)
@@ -258,17 +235,11 @@ def ppo_loss(
     check_denom(denom)
     chosen = registry.resolve("ppo_loss", backend, new_logprob)
     if not eager(new_logprob, old_logprob, advantage, mask, ref_logprob, entropy):
-        loss, statistics, _ = _ppo_loss_op(
-            new_logprob.reshape(-1),
-            flat(old_logprob),
-            flat(advantage),
-            flat(mask),
-            as_denom(denom, new_logprob),
-            flat_or_none(ref_logprob),
-            None if entropy is None else entropy.reshape(-1),
-            *options,
-            chosen,
+        tokens = PpoTokens(
+            flat(old_logprob), flat(advantage), flat(mask), as_denom(denom, new_logprob), flat_or_none(ref_logprob)
         )
+        given_entropy = None if entropy is None else entropy.reshape(-1)
+        loss, statistics, _ = _ppo_loss_op(new_logprob.reshape(-1), tokens, given_entropy, options, chosen)
         return PpoLossOutputs(loss, statistics)
     implementation = registry.implementation("ppo_loss", chosen)
     if getattr(implementation, "TAKES_AS_GIVEN", False):

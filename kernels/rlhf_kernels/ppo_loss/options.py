@@ -1,4 +1,4 @@
-"""Constants and numbers of the policy loss, as one value each below the flat schema of its ops."""
+"""Constants and numbers of the policy loss, as one value each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_kernels.ppo_loss.checks import check_kl
 
 
 class PpoTokens(NamedTuple):
-    """Constants of the loss, in the order of the flat schema."""
+    """Constants of the loss, in the order of the ops' arguments."""
 
     old_logprob: Tensor
     """[N] log-probs under the policy that the answers were drawn from."""
@@ -36,7 +36,7 @@ class PpoTokens(NamedTuple):
 
 
 class PpoOptions(NamedTuple):
-    """Numbers of the loss, in the order of the flat schema; equations stand in `rlhf_kernels.ppo_loss`."""
+    """Numbers of the loss, in the order of the ops' arguments; equations stand in `rlhf_kernels.ppo_loss`."""
 
     clip_low: float
     clip_high: float

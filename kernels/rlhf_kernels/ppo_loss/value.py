@@ -76,12 +76,12 @@ def _value_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, statistics, dloss = output
     ctx.mark_non_differentiable(statistics, dloss)
     ctx.save_for_backward(dloss)
-    ctx.dtype, ctx.backend = inputs[0].dtype, inputs[6]
+    ctx.dtype, ctx.backend = inputs.value.dtype, inputs.backend
 
 
 def _value_backward(ctx, grad_loss, grad_statistics, grad_dloss):  # type: ignore[no-untyped-def]
     grad = _value_loss_backward_op(grad_loss, ctx.saved_tensors[0], ctx.backend) if ctx.needs_input_grad[0] else None
-    return (None if grad is None else grad.to(ctx.dtype), None, None, None, None, None, None)
+    return _value_loss_op.gradients(value=None if grad is None else grad.to(ctx.dtype))
 
 
 _value_loss_op.register_autograd(_value_backward, setup_context=_value_setup)

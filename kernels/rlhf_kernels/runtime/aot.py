@@ -98,17 +98,17 @@ def compile_case(op: str, case: AotCase, arch: int) -> Resources:
 def _reduced_layouts(ttgir: str) -> tuple[str, ...]:
     """Shape and layout of every fp32 operand of a reduction, each once, sorted."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
-    found = set()
+    pairs = set()
     for operands in re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) -> ', ttgir, re.DOTALL):
-        found |= {f"{shape} {layouts[name]}" for shape, name in re.findall(r"tensor<(\w+xf32), (#\w+)>", operands)}
-    return tuple(sorted(found))
+        pairs |= {f"{shape} {layouts[name]}" for shape, name in re.findall(r"tensor<(\w+xf32), (#\w+)>", operands)}
+    return tuple(sorted(pairs))
 
 
 def _product_layouts(ttgir: str) -> tuple[str, ...]:
     """Shape and layout of every result of a tile product, each once, sorted."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
-    found = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\w+), (#\w+)>", ttgir)
-    return tuple(sorted({f"{shape} {layouts[name]}" for shape, name in found}))
+    results = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\w+), (#\w+)>", ttgir)
+    return tuple(sorted({f"{shape} {layouts[name]}" for shape, name in results}))
 
 
 def _waits(ptx: str) -> bool:
@@ -125,10 +125,10 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         run = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", run.stdout))
-    if not {"REG", "STACK", "LOCAL"} <= found.keys():
+    usage = dict(re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", run.stdout))
+    if not {"REG", "STACK", "LOCAL"} <= usage.keys():
         raise RuntimeError(f"cuobjdump -res-usage printed no resource usage: {run.stdout!r} {run.stderr!r}")
-    return {name: int(value) for name, value in found.items()}
+    return {name: int(value) for name, value in usage.items()}
 
 
 _PTXAS = re.compile(
@@ -149,8 +149,8 @@ def ptxas_usage(unit: Path, target: str) -> dict[str, dict[str, int]]:
         run = subprocess.run([cuda_native.find_nvcc(), *flags, *paths], capture_output=True, text=True)
     if run.returncode != 0:
         raise cuda_native.BuildError(f"{unit.name} for {target}: {run.stderr}")
-    found = _PTXAS.findall(run.stderr)
-    if len(found) != run.stderr.count("Compiling entry function"):
+    entries = _PTXAS.findall(run.stderr)
+    if len(entries) != run.stderr.count("Compiling entry function"):
         raise RuntimeError(f"{unit.name} for {target}: expected the usage of every kernel from ptxas, got {run.stderr}")
     return {
         name: {
@@ -159,7 +159,7 @@ def ptxas_usage(unit: Path, target: str) -> dict[str, dict[str, int]]:
             "spills": int(stores) + int(loads),
             "shared": int(shared or 0),
         }
-        for name, stack, stores, loads, registers, shared in found
+        for name, stack, stores, loads, registers, shared in entries
     }
 
 

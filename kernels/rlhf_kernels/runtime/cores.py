@@ -55,9 +55,9 @@ def threads() -> int:
     A number that OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` has chosen stays. The last of these cannot
     be seen where it chose what torch takes unasked.
     """
-    found = torch.get_num_threads()
-    if found <= _usable() or any(map(os.environ.get, _VARIABLES)) or found not in _torch_defaults():
-        return found
+    threads = torch.get_num_threads()
+    if threads <= _usable() or any(map(os.environ.get, _VARIABLES)) or threads not in _torch_defaults():
+        return threads
     return _usable()
 
 

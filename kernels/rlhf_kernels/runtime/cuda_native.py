@@ -131,25 +131,25 @@ def functions() -> dict[str, str]:
 def load(path: Path) -> ctypes.CDLL:
     """A library with its functions' types declared. Refuses one that was built from other sources."""
     try:
-        found = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"the CUDA library {path} does not load: {error}") from error
     try:
-        found.rlhf_source_key.restype = ctypes.c_char_p
+        loaded.rlhf_source_key.restype = ctypes.c_char_p
     except AttributeError as error:
         raise BuildError(f"{path} is no library of rlhf_kernels: {error}") from error
-    built_from, here = found.rlhf_source_key().decode(), source_key(source_folder())
+    built_from, here = loaded.rlhf_source_key().decode(), source_key(source_folder())
     if built_from != here:
         raise BuildError(f"the CUDA library {path} was built from other sources ({built_from}; here: {here})")
-    found.rlhf_error_string.restype = ctypes.c_char_p
-    found.rlhf_error_string.argtypes = [ctypes.c_int]
-    found.rlhf_workspace.restype = ctypes.c_int64
-    found.rlhf_workspace.argtypes = [ctypes.c_int64]
+    loaded.rlhf_error_string.restype = ctypes.c_char_p
+    loaded.rlhf_error_string.argtypes = [ctypes.c_int]
+    loaded.rlhf_workspace.restype = ctypes.c_int64
+    loaded.rlhf_workspace.argtypes = [ctypes.c_int64]
     for name, letters in functions().items():
-        function = getattr(found, name)
+        function = getattr(loaded, name)
         function.argtypes = [*(_C_TYPES[x] for x in letters.replace(" ", "")), ctypes.c_void_p]
         function.restype = ctypes.c_int
-    return found
+    return loaded
 
 
 def _find_or_build() -> Path:
@@ -174,13 +174,13 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     if torch.version.cuda is None:
         return None, "torch was not built for CUDA, and these kernels run on NVIDIA devices only"
     try:
-        found = load(_find_or_build())
+        loaded = load(_find_or_build())
     except BuildError as error:
         return None, str(error)
-    code = found.rlhf_probe()
+    code = loaded.rlhf_probe()
     if code != 0:
-        return None, f"the CUDA library does not work with this driver: {found.rlhf_error_string(code).decode()}"
-    return found, None
+        return None, f"the CUDA library does not work with this driver: {loaded.rlhf_error_string(code).decode()}"
+    return loaded, None
 
 
 def missing() -> str | None:

@@ -33,10 +33,10 @@ def unsupported(device_type: str, dtype: torch.dtype) -> str | None:
 def _library() -> ctypes.CDLL:
     from rlhf_kernels.runtime import cuda_native
 
-    found, reason = cuda_native.library()
-    if found is None:
+    loaded, reason = cuda_native.library()
+    if loaded is None:
         raise RuntimeError(f"the CUDA kernels are missing: {reason}")
-    return found
+    return loaded
 
 
 @contextlib.contextmanager

@@ -32,21 +32,21 @@ class Cache:
         """Return the table of a key, made where it is new. Streams other than the one that uploaded it wait for it."""
         key = (*key, device)
         with self._lock:
-            found = self._held.get(key) or self._in_graphs.get(key)
+            table = self._held.get(key) or self._in_graphs.get(key)
             if key in self._held:
                 self._held.move_to_end(key)
-        if found is None:
+        if table is None:
             made_here = (make(), *_uploaded(device))
             with self._lock:
-                found = self._held.setdefault(key, made_here)  # another thread may have made it, too
+                table = self._held.setdefault(key, made_here)  # another thread may have made it, too
                 while len(self._held) > self.entries:
                     self._held.popitem(last=False)
-        made, stream, event = found
+        made, stream, event = table
         if event is not None:
             current = torch.cuda.current_stream(device)
             if _capturing(device):  # a capture waits for everything before it
                 with self._lock:
-                    self._in_graphs[key] = found
+                    self._in_graphs[key] = table
             elif current != stream:
                 current.wait_event(event)
                 for tensor in made:

@@ -18,8 +18,8 @@ a check of its tensors (`signature`). `_op(...)` calls
 * the function itself otherwise, which checks nothing, beneath a plain `autograd.Function` if a gradient is wanted.
 
 Both run the same function, `setup` and `backward`, so their results have the same bits. `setup` and `backward` are
-`torch.library`'s: `ctx.needs_input_grad` and the returned gradients are nested like the arguments. The function has to
-be functional: it writes to no argument and returns none. Arguments are positional.
+those of `signature.Op`: `ctx.needs_input_grad` and the returned gradients are nested like the flat arguments. The
+function has to be functional: it writes to no argument and returns none. Arguments are positional.
 
 No op has a second derivative: with `create_graph=True` its gradients refuse to be differentiated. `torch.library` has
 no rules for `torch.func.grad`, which ends in torch's error.
@@ -45,46 +45,38 @@ _NO_TENSORS = frozenset({type(None), bool, float, int, str})
 
 
 def custom_op(
-    name: str, tensors: str, *, also: Callable[..., None] | None = None
+    name: str, tensors: str, *, also: Callable[[Any], None] | None = None
 ) -> Callable[[Callable[..., Any]], EagerOp]:
     """Decorator: register a function as a functional custom op `namespace::name`.
 
     Args:
         name: `namespace::name`.
         tensors: what the registered op checks, see `signature`.
-        also: called with all arguments after that check, to raise where more is wrong.
+        also: called with all arguments, by name, after that check, to raise where more is wrong.
     """
-    return lambda function: EagerOp(name, function, signature.custom_op(name, tensors, also=also)(function))
+    return lambda function: EagerOp(name, function, tensors, also)
 
 
-class EagerOp:
+class EagerOp(signature.Op):
     """A registered custom op, whose function is called directly where nothing traces or transforms the call."""
 
-    def __init__(self, name: str, function: Callable[..., Any], registered: Any) -> None:
-        self._name = name
-        self._function = function
-        self._registered = registered
-        self._setup: Callable[..., None] | None = None
-        self._backward: Callable[..., Any] | None = None
-
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Same as `torch.library`'s."""
-        return self._registered.register_fake(fake)
+    setup: Callable[..., None] | None = None
+    backward: Callable[..., Any] | None = None
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Same as `torch.library`'s, but for gradients that refuse to be differentiated."""
+        """Same as `signature.Op`'s, but for gradients that refuse to be differentiated."""
 
         def once(ctx: Any, *grads: Tensor) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             with torch.no_grad():
-                found = backward(ctx, *grads)
-            return (
-                tuple(map(self._undifferentiable, found)) if isinstance(found, tuple) else self._undifferentiable(found)
-            )
+                gradients = backward(ctx, *grads)
+            if not isinstance(gradients, tuple):
+                return self._undifferentiable(gradients)
+            return tuple(map(self._undifferentiable, gradients))
 
-        self._backward, self._setup = once, setup_context
-        self._registered.register_autograd(once, setup_context=setup_context)
+        self.backward, self.setup = once, setup_context
+        super().register_autograd(once, setup_context=setup_context)
 
     def _undifferentiable(self, grad: Any) -> Any:
         """A gradient, or a list of them, whose own gradient is an error."""
@@ -92,19 +84,20 @@ class EagerOp:
             return [self._undifferentiable(g) for g in grad]
         if grad is None:
             return None
-        refuse = torch._C._functions.DelayedError(f"{self._name} has no second derivative", 1)
+        refuse = torch._C._functions.DelayedError(f"{self._registered._qualname} has no second derivative", 1)
         return refuse(grad.detach().requires_grad_())
 
     def __call__(self, *args: Any) -> Any:
+        flat = self.flatten(args)
         if torch.compiler.is_compiling():
-            return self._registered(*args)
-        tensors, nesting = _flatten(args)
+            return self._registered(*flat)
+        tensors, nesting = _flatten(flat)
         if _watched() or not _plain(tensors):
-            return self._registered(*args)
+            return self._registered(*flat)
         if not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, tensors)):
             return self._function(*args)
-        if self._backward is None:  # its result says on backward that there is no formula
-            return self._registered(*args)
+        if self.backward is None:  # its result says on backward that there is no formula
+            return self._registered(*flat)
         return _apply(self, args, nesting, *tensors)
 
 
@@ -170,8 +163,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: EagerOp, args: tuple[Any, ...], nesting: list[int], *tensors: Tensor) -> Any:
         output = op._function(*args)
-        assert op._setup is not None
-        op._setup(ctx=ctx, inputs=args, output=output)
+        assert op.setup is not None
+        op.setup(ctx, op.inputs(*args), output)
         ctx.eager_op = op
         ctx.eager_nesting = nesting
         return output
@@ -185,7 +178,7 @@ class _Node(torch.autograd.Function):
             for n in ctx.eager_nesting
         )
         try:
-            nested = ctx.eager_op._backward(ctx, *grads)
+            nested = ctx.eager_op.backward(ctx, *grads)
         finally:
             ctx.needs_input_grad = saved
         nested = nested if isinstance(nested, tuple) else (nested,)

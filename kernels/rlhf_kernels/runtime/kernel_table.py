@@ -71,8 +71,8 @@ class KernelTable:
 
     def of(self, op: str, isa: str | None, dtype: str) -> list[Entry]:
         """Entries of an op, in the order of their shapes."""
-        found = [e for e in self.entries if (e.op, e.isa, e.dtype) == (op, isa, dtype)]
-        return sorted(found, key=lambda e: e.shape or ())
+        entries = [e for e in self.entries if (e.op, e.isa, e.dtype) == (op, isa, dtype)]
+        return sorted(entries, key=lambda e: e.shape or ())
 
     def find(self, op: str, isa: str | None, dtype: str, shape: Shape) -> Entry | None:
         """The entry that decides for a shape: its own or the nearest; None where nothing comparable is listed."""
@@ -119,9 +119,9 @@ def read(path: Path, ops: Collection[str], *, isa: str | None = None) -> KernelT
         raise KernelTableError(f"machines: expected a name per instruction set, got {type(machines).__name__}")
     made = tuple(_entry(i, e, ops) for i, e in enumerate(entries))
     table = KernelTable(source=str(path), entries=made, machines=machines)
-    found = sorted({e.isa for e in table.entries})
-    if isa is not None and isa not in found:
-        raise KernelTableError(f"isa: expected entries for {isa}, got {found}")
+    sets = sorted({e.isa for e in table.entries})
+    if isa is not None and isa not in sets:
+        raise KernelTableError(f"isa: expected entries for {isa}, got {sets}")
     return table
 
 

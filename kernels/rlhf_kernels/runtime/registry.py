@@ -93,8 +93,8 @@ class Lazy:
         self.unsupported = unsupported
 
     def __getattr__(self, name: str) -> Any:  # only what is not set above comes here
-        found = getattr(importlib.import_module(self._module), name)
-        return _on_its_device(found) if inspect.isfunction(found) else found
+        attribute = getattr(importlib.import_module(self._module), name)
+        return _on_its_device(attribute) if inspect.isfunction(attribute) else attribute
 
 
 @functools.cache
@@ -175,10 +175,10 @@ def implementation(op: str, backend: str) -> Any:
         KeyError: op is unknown.
         ValueError: the op has no such backend.
     """
-    found = _IMPLEMENTATIONS[op].get(backend)
-    if found is None:
+    module = _IMPLEMENTATIONS[op].get(backend)
+    if module is None:
         raise ValueError(f"backend: expected one of {list(_IMPLEMENTATIONS[op])}, got {backend!r}")
-    return found
+    return module
 
 
 def kernels(op: str, backend: str) -> Any:
@@ -222,10 +222,10 @@ def unsupported(op: str, backend: str, device_type: str, dtype: torch.dtype) -> 
     Raises:
         KeyError: op is unknown.
     """
-    found = _IMPLEMENTATIONS[op].get(backend)
-    if found is None:
+    module = _IMPLEMENTATIONS[op].get(backend)
+    if module is None:
         return f"{op} has no {backend} implementation"
-    check = getattr(found, "unsupported", None)
+    check = getattr(module, "unsupported", None)
     return check(device_type, dtype) if check else None
 
 
@@ -413,8 +413,8 @@ def take_over(choices: Iterable[Choice]) -> None:
 
 def choices() -> list[Choice]:
     """Choices of `auto` on the CPU since `begin_run`, for a checkpoint; sorted by op, dtype and shape."""
-    found = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
-    return sorted(found, key=lambda c: (c.op, c.dtype, c.shape or ()))
+    made = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
+    return sorted(made, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -447,22 +447,22 @@ def table() -> KernelTable:
 
 def _named(argument: str, path: Path) -> KernelTable:
     try:
-        found = read(path, ops(), isa=native.isa())
+        read_table = read(path, ops(), isa=native.isa())
     except KernelTableError as error:
         warnings.warn(f"{argument}: {path} is ignored: {error}", stacklevel=3)
         return _committed()
-    known = {(e.op, e.isa, e.dtype) for e in found.entries}
+    known = {(e.op, e.isa, e.dtype) for e in read_table.entries}
     others = tuple(e for e in _committed().entries if (e.op, e.isa, e.dtype) not in known)
-    return replace(found, entries=found.entries + others)
+    return replace(read_table, entries=read_table.entries + others)
 
 
 def _committed() -> KernelTable:
     try:
-        found = read(COMMITTED, ops())
+        read_table = read(COMMITTED, ops())
     except KernelTableError as error:
         warnings.warn(f"kernel table: {COMMITTED} is ignored: {error}", stacklevel=4)
         return KernelTable(source="none", entries=())
-    return replace(found, source="the package's own")
+    return replace(read_table, source="the package's own")
 
 
 @contextlib.contextmanager
@@ -505,16 +505,16 @@ def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, di
         Per op: the backend that `auto` picks (`"auto"`; two names where the shape decides), the reason (`"why"`), and
             per backend `"available"` or why it is not.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_op: dict[str, dict[str, str]] = {}
     for op in ops():
         reasons = {b: unsupported(op, b, device_type, dtype) for b in BACKENDS}
         chosen = _report_choice(op, device_type, dtype, reasons)
-        found[op] = {
+        by_op[op] = {
             "auto": chosen.backend,
             "why": chosen.why,
             **{b: reason or "available" for b, reason in reasons.items()},
         }
-    return found
+    return by_op
 
 
 def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[str, str | None]) -> _Decision:
@@ -524,11 +524,11 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
     measured = () if is_gpu(device_type) else table().of(op, native.isa(), _name(dtype))
     shapes = {entry.shape for entry in measured}
     shapes |= {shape for held_op, held_dtype, shape in _held if (held_op, held_dtype) == (op, _name(dtype))}
-    found = [_decide(op, device_type, dtype, shape) for shape in sorted(shapes, key=lambda s: s or ())]
-    if not found:
+    decisions = [_decide(op, device_type, dtype, shape) for shape in sorted(shapes, key=lambda s: s or ())]
+    if not decisions:
         return _decide(op, device_type, dtype, None)
-    backends = [b for b in BACKENDS if any(b == decision.backend for decision in found)]
-    return _Decision(" or ".join(backends), "; ".join(dict.fromkeys(decision.why for decision in found)))
+    backends = [b for b in BACKENDS if any(b == decision.backend for decision in decisions)]
+    return _Decision(" or ".join(backends), "; ".join(dict.fromkeys(decision.why for decision in decisions)))
 
 
 def default_backend() -> str:

@@ -11,14 +11,17 @@ anything but complex; others are torch's names.
 
 Public functions check their own arguments, with words of their own, and call an op's function directly (`eager`). What
 comes through `torch.ops` may come from anywhere, and is checked here.
+
+An op takes flat arguments. Its Python function may take NamedTuples: each stands for one argument per field (`Op`).
 """
 
 from __future__ import annotations
 
-import functools
+import collections
 import inspect
 import math
 import re
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -110,14 +113,14 @@ class _Call:
 class Signature:
     """The check of a function's arguments."""
 
-    def __init__(self, function: Callable[..., Any], text: str) -> None:
-        parameters = inspect.signature(function).parameters
-        self._has_lora = "lora_A" in parameters
-        places = {name: place for place, name in enumerate(parameters)}
+    def __init__(self, parameters: Sequence[inspect.Parameter], text: str) -> None:
+        annotations = {p.name: p.annotation for p in parameters}
+        places = {name: place for place, name in enumerate(annotations)}
+        self._has_lora = "lora_A" in annotations
         self._arguments: list[tuple[str, int, _Argument]] = []
         for name, kind, forms, maybe_empty in _ARGUMENT.findall(text):
             sizes = [tuple(filter(None, form.split(", "))) for form in re.findall(r"\[([^\]]*)\]", forms)]
-            may_be_none = "None" in str(parameters[name].annotation)
+            may_be_none = type(None) in typing.get_args(annotations[name])
             argument = _Argument(kind, (*sizes, *((("0",),) if maybe_empty else ())), may_be_none)
             self._arguments.append((name, places[name], argument))
 
@@ -138,34 +141,99 @@ class Signature:
                 call.check(name, value, argument, "")
 
 
-_FOLDERS: dict[str, str] = {}
+class Op:
+    """An op of `torch.library` whose function takes NamedTuples where the op takes a flat argument per field."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        tensors: str,
+        also: Callable[[Any], None] | None = None,
+        mutates_args: Sequence[str] = (),
+    ) -> None:
+        types = typing.get_type_hints(function)
+        returned = types.pop("return")
+        returned = None if returned is type(None) else returned  # `get_type_hints` makes a type of None
+        self._function = function
+        self.inputs = collections.namedtuple("inputs", types)  # type: ignore[misc]  # by the names of its parameters
+        self._groups = [t if hasattr(t, "_fields") else None for t in types.values()]
+        self._is_flat = not any(self._groups)
+        flat: dict[str, Any] = {}
+        for parameter, kind in types.items():
+            flat |= typing.get_type_hints(kind) if hasattr(kind, "_fields") else {parameter: kind}
+        self.names = tuple(flat)
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=_as_tensor(kind))
+            for name, kind in flat.items()
+        ]
+        signature = Signature(parameters, tensors)
+
+        def checked(*args: Any) -> Any:
+            signature.check(args)
+            inputs = self.nest(args)
+            if also is not None:
+                also(inputs)
+            return function(*inputs)
+
+        checked.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+        schema = torch.library.infer_schema(checked, mutates_args=mutates_args)
+        self._registered = torch.library.custom_op(name, checked, mutates_args=mutates_args, schema=schema)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._registered(*self.flatten(args))
+
+    def register_fake(self, fake: Callable[..., Any]) -> None:
+        """Same as `torch.library`'s; arguments are those of the function."""
+        self._registered.register_fake(lambda *args: fake(*self.nest(args)))
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Same as `torch.library`'s; inputs are those of the function, by name. Gradients are flat (`gradients`)."""
+
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, self.nest(inputs), output)
+
+        self._registered.register_autograd(backward, setup_context=setup)
+
+    def nest(self, args: Sequence[Any]) -> Any:
+        """Arguments of the function, by name, from those of the op."""
+        if self._is_flat:
+            return self.inputs(*args)
+        rest = iter(args)
+        groups = self._groups
+        return self.inputs(*(next(rest) if g is None else g(*(next(rest) for _ in g._fields)) for g in groups))
+
+    def flatten(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Arguments of the op from those of the function."""
+        if self._is_flat:
+            return args
+        flat: list[Any] = []
+        for arg, group in zip(args, self._groups, strict=True):
+            if group is None:
+                flat.append(arg)
+            else:
+                flat.extend(arg)
+        return flat
+
+    def needed(self, ctx: Any, *names: str) -> list[Any]:
+        """Entries of `ctx.needs_input_grad` for flat arguments."""
+        return [ctx.needs_input_grad[self.names.index(name)] for name in names]
+
+    def gradients(self, **named: Any) -> tuple[Any, ...]:
+        """What a backward returns: gradients of flat arguments by name, None for all others."""
+        return tuple(named.get(name) for name in self.names)
 
 
-def folder_of(op: str) -> str:
-    """Folder of `rlhf_kernels` that defines an op, by the op's name in `torch.ops.rlhf_kernels`."""
-    return _FOLDERS[op]
+def _as_tensor(kind: Any) -> Any:
+    """The type of an op's argument: where the function also takes a number, the op takes a tensor."""
+    return Tensor if set(typing.get_args(kind)) == {Tensor, float} else kind
 
 
 def custom_op(
-    name: str, signature: str, *, also: Callable[..., None] | None = None, mutates_args: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Any]:
+    name: str, signature: str, *, also: Callable[[Any], None] | None = None, mutates_args: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Op]:
     """Decorator: `torch.library.custom_op` that checks tensors against `signature`, then calls `also` with all."""
-
-    def register(function: Callable[..., Any]) -> Any:
-        _FOLDERS[name.split("::")[1]] = function.__module__.split(".")[1]
-        tensors = Signature(function, signature)
-
-        @functools.wraps(function)
-        def checked(*args: Any) -> Any:
-            tensors.check(args)
-            if also is not None:
-                also(*args)
-            return function(*args)
-
-        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-        return torch.library.custom_op(name, checked, mutates_args=mutates_args, schema=schema)
-
-    return register
+    return lambda function: Op(name, function, signature, also, mutates_args)
 
 
 def check_window(name: str, window: int | None) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from rlhf_kernels.runtime import eager, registry, triton_support
 from rlhf_kernels.sample import native, reference
 from rlhf_kernels.vocab.logits import (
+    HEAD,
     HeadLora,
     HeadOptions,
     accumulation_dtype,
@@ -41,6 +42,14 @@ registry.register("sample", "cpu", native)
 
 FILTERS = "top_k, top_p and min_p need all logits of a row at once"
 """Reason why a call with a filter goes to the reference."""
+
+
+class Filters(NamedTuple):
+    """Tokens that may be drawn; the defaults leave all."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class SampleOutputs(NamedTuple):
@@ -153,10 +162,8 @@ def sample(
         greedy,
         forbidden,
         forbids,
-        *options,
-        top_k or 0,
-        float(top_p or 1.0),
-        float(min_p or 0.0),
+        options,
+        Filters(top_k or 0, float(top_p or 1.0), float(min_p or 0.0)),
         "entropy" in wanted,
         chosen,
     )
@@ -193,19 +200,19 @@ def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> st
     return "reference"
 
 
-def _check_filters(*args: Any) -> None:
+def _check_filters(given: Any) -> None:
     """Raise for one of `forbidden` and `forbids` without the other, and for a filter that the backend lacks.
 
     Raise for a forbidden token that the vocabulary lacks, and for a row without a token that is left, too.
     """
-    forbidden, forbids, filters, backend = args[5], args[6], args[15:18], args[19]
+    forbidden, forbids, n_vocab = given.forbidden, given.forbids, given.weight.shape[0]
     _check_bans(forbidden, forbids)
     if forbidden is not None:
-        _check_words(forbidden, args[1].shape[0])
+        _check_words(forbidden, n_vocab)
         if forbidden.is_cpu and eager.eager(forbidden):
-            _require_rest(forbidden, forbids, args[1].shape[0])
-    if backend != "reference" and filters != (0, 1.0, 0.0):
-        raise registry.BackendUnavailableError(f"backend={backend!r} cannot serve sample: {FILTERS}")
+            _require_rest(forbidden, forbids, n_vocab)
+    if given.backend != "reference" and given.filters != Filters():
+        raise registry.BackendUnavailableError(f"backend={given.backend!r} cannot serve sample: {FILTERS}")
 
 
 def _check_bans(forbidden: Tensor | None, forbids: Tensor | None) -> None:
@@ -216,8 +223,7 @@ def _check_bans(forbidden: Tensor | None, forbids: Tensor | None) -> None:
 @eager.custom_op(
     "rlhf_kernels::sample",
     "hidden: float[N, H], weight: float[V, H], seed: int64[N], position: int64[N], greedy: bool[N], "
-    "forbidden: int64[F], forbids: bool[N], bias: float[V], lora_A: float[r, H], lora_B: float[V, r], "
-    "row_temperature: float[N]",
+    f"forbidden: int64[F], forbids: bool[N], {HEAD}",
     also=_check_filters,
 )
 def _sample(
@@ -228,24 +234,14 @@ def _sample(
     greedy: Tensor | None,
     forbidden: Tensor | None,
     forbids: Tensor | None,
-    bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    row_temperature: Tensor | None,
-    lora_scale: float,
-    temperature: float,
-    softcap: float,
-    logit_scale: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    head: HeadOptions,
+    filters: Filters,
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = HeadOptions(bias, lora_A, lora_B, row_temperature, lora_scale, temperature, softcap, logit_scale)
     run = registry.implementation("sample", backend).forward
     bans = None if forbidden is None or forbids is None else (forbidden, forbids)
-    return run(hidden, weight, seed, position, greedy, bans, options, top_k, top_p, min_p, with_entropy)
+    return run(hidden, weight, seed, position, greedy, bans, head, *filters, with_entropy)
 
 
 @_sample.register_fake

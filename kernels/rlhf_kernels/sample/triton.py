@@ -25,9 +25,9 @@ from torch import Tensor
 from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox_triton import gumbel, random_words
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
-from rlhf_kernels.sample.cost import CHOICES, FIELDS, PROGRAMS
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab import triton_by_row as by_row
+from rlhf_kernels.vocab.cost import SHARES
 from rlhf_kernels.vocab.logits import HeadOptions
 from rlhf_kernels.vocab.triton_aot import NO_LORA, PLAIN, head_case
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
@@ -41,6 +41,10 @@ from rlhf_kernels.vocab.triton_kernels import (
 )
 from rlhf_kernels.vocab.triton_logits import capped, joined, moved, tile_state
 
+PROGRAMS = SHARES
+"""Shares of the vocabulary."""
+FIELDS, CHOICES = 4, 2
+"""Numbers that a share leaves per row: m, s, w and the best column's logit; the best score's key and its column."""
 _STREAM = tl.constexpr(STREAM)
 _LOWEST_KEY = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)

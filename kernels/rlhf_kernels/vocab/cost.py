@@ -1,4 +1,4 @@
-"""Memory of one sweep of the vocabulary, by backend; the ops with a head call these from their `cost.py`."""
+"""Memory of one sweep of the vocabulary, by backend, and the tiles that decide it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.runtime import native, registry
-from rlhf_kernels.runtime.cost import next_power, round_up
 from rlhf_kernels.vocab.logits import TILE_ELEMENTS
 
 TILE_ROWS, TILE_COLUMNS = 4096, 8192
@@ -49,9 +48,10 @@ def sweep_bytes(hidden: Tensor, weight: Tensor, backend: str, *, needs: str, ahe
         e = 2 if hidden.dtype == weight.dtype == torch.bfloat16 and native.multiplies_bf16() else 4
         block = 2 * block_rows * h * e  # of W: one is multiplied with while the next is packed
         rows = 0 if weight.element_size() == e and h % 32 == 0 else block  # as they are multiplied with hidden
-        packed = round_up(n, panel) * h * e + rows + (block if ahead or second else 0)
+        panel_rows = -(-n // panel) * panel
+        packed = panel_rows * h * e + rows + (block if ahead or second else 0)
         scratch = native.threads() * (panel // 2) * h * e
-        own_sums = round_up(n, panel) * h * 4 if ahead or second else 0
+        own_sums = panel_rows * h * 4 if ahead or second else 0
         gathered = n * h * e if summed and e != 4 else 0  # rows of W at the targets
         return max(summed + packed + scratch + own_sums - (n * h * 4 if summed else 0), summed + gathered)
     tile = max(1, min(n, TILE_ELEMENTS // v)) * v
@@ -64,7 +64,9 @@ def tile_shape(n_rows: int, n_vocab: int) -> tuple[int, int]:
 
     In exact mode the number of rows does not decide about columns, and so about no order of summation.
     """
-    rows, columns = min(TILE_ROWS, next_power(n_rows)), min(TILE_COLUMNS, next_power(n_vocab))
+    rows, columns = (
+        min(most, 2 ** max(0, n - 1).bit_length()) for n, most in ((n_rows, TILE_ROWS), (n_vocab, TILE_COLUMNS))
+    )
     while not registry.is_exact() and rows * columns > max(SMALL_TILE, n_rows * n_vocab // 32):
         if rows > MIN_TILE_ROWS or columns <= MIN_TILE_COLUMNS:
             rows //= 2

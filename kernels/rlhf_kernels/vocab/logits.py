@@ -18,9 +18,9 @@ Rows that are not kept (ignored target) may hold anything, NaN included: they gi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,8 +85,18 @@ class PairSaved(NamedTuple):
     expected_kl: Tensor  # [N, H], D_n = Σ_{v≠t} p_nv (log p_nv − log p_r,nv − kl_n) u_nv W_v
 
 
+class LogprobGrads(NamedTuple):
+    """Gradients of the loss to statistics of `linear_logprob` and `gather_logprob`; None where there is none."""
+
+    d_logprob: Tensor | None
+    d_entropy: Tensor | None
+    d_lse: Tensor | None
+    d_mean_logit: Tensor | None
+    d_log_sum_sq_prob: Tensor | None
+
+
 class HeadOptions(NamedTuple):
-    """The flat form in which ops take bias, lora, temperature, softcap (0: none) and logit_scale."""
+    """A head beside its weight as ops take it: bias, lora, temperature, softcap (0: none), logit_scale."""
 
     bias: Tensor | None
     lora_A: Tensor | None
@@ -96,6 +106,12 @@ class HeadOptions(NamedTuple):
     temperature: float
     softcap: float
     logit_scale: float
+
+
+HEAD = "bias: float[V], lora_A: float[r, H], lora_B: float[V, r], row_temperature: float[N]"
+"""Tensors of `HeadOptions` in the signature of an op."""
+LOGPROB_GRADS = ", ".join(f"{name}: float[%s]" for name in LogprobGrads._fields)
+"""Tensors of `LogprobGrads` in the signature of an op, with a place for their sizes."""
 
 
 # --- checks of public arguments -----------------------------------------------------------------------------
@@ -201,9 +217,10 @@ def grads_needed(*inputs: Tensor | None) -> str:
     return ",".join(name for name, x in pairs if x is not None and x.requires_grad)
 
 
-def check_saved(grads: Sequence[Tensor | None], **saved: Tensor) -> None:
-    """Raise where a saved statistic was not made although its gradient, which stands at the same place, is given."""
-    for (name, x), grad in zip(saved.items(), grads, strict=True):
+def check_saved(grads: LogprobGrads, saved: Any) -> None:
+    """Raise where a saved statistic was not made although its gradient is given."""
+    for name in ("entropy", "log_sum_sq_prob"):
+        x, grad = getattr(saved, name), getattr(grads, f"d_{name}")
         if grad is not None and x.shape != grad.shape:
             raise ValueError(f"{name}: expected shape {list(grad.shape)} with d_{name}, got {list(x.shape)}")
 
