@@ -7,9 +7,9 @@ To a prompt x belong drawn answers a, one or more, and the greedy answer ā of t
 No critic, no advantage estimation, no clip. ā does not depend on a, so the estimate is unbiased; where a = ā the
 reward's share of the gradient is exactly 0. With a mean score near 0 the baseline can be worse than none.
 
-The released code departs from this in four more places, here options that are off: `gamma` < 1 discounts the score
-by its distance, `loss_type` "own_length" (see `policy_gradient`), the KL of a token without those after it (`kl_in`
-"local"), and `clip` on what the baseline leaves.
+The released code departs from this in four more places, here options that are off. `gamma` < 1 discounts the score
+by its distance. `loss_type` "own_length" divides by it (see `policy_gradient`). `kl_in` "local" takes the KL of a token
+without those after it. `clip` bounds what the baseline leaves.
 
 Legend: N sequences, M completion tokens packed.
 """

@@ -531,7 +531,7 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
             raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
         value = _emptied(hints[name], value)
-        if isinstance(value, str) and float in _alternatives(hints[name]):
+        if isinstance(value, str) and float in (kinds := _alternatives(hints[name])) and str not in kinds:
             value = _from_string(name, hints[name], float, value)
         values[name] = value
     return values

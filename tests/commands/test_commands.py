@@ -445,7 +445,17 @@ def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, mon
 
     out = tmp_path / "answers.jsonl"
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "6"]
-    common += ["--prompt", "red cat", "blue dog", "the", "--num_generations", "3", "--max_rows", "2", "--json"]
+    common += [
+        "--prompt",
+        "red cat",
+        "blue dog",
+        "the",
+        "--num_generations",
+        "3",
+        "--kv_cache_memory",
+        "40kB",
+        "--json",
+    ]
     expected = run(capsys, *common)[1].splitlines()
     assert len(expected) == 9
     step = RolloutEngine.step
