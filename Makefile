@@ -141,7 +141,7 @@ $(VERL): $(INSTALLED)
 # "torch>=2.11" becomes "torch==2.11", which pip takes for 2.11.0
 BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	extras = p["optional-dependencies"]; \
-	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"] + extras["data"])); \
+	found = re.findall(r"([\w-]+)>=([\d.]+)", " ".join(p["dependencies"] + extras["trl"])); \
 	print("\n".join(map("==".join, found)))
 
 $(GPU_LIKE):

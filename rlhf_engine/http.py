@@ -18,34 +18,27 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 
 from rlhf_engine.errors import ConfigError, RolloutServerError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
+class Server(NamedTuple):
     """Names of a server in messages, and the place of its key."""
 
-    kind: str
-    """Such as `a vLLM server`."""
-    option: str
-    """Option that the user has given the server by; messages begin with it."""
+    kind: str  # such as `a vLLM server`
+    option: str  # that the user has given the server by; messages begin with it
     timeout_option: str
-    """Option that the timeout comes from."""
-    key_variable: str
-    """Environment variable with the server's key: a flag would be kept in the run record."""
+    key_variable: str  # of the environment, with the server's key: a flag would be kept in the run record
 
 
 PAUSES = (0.25, 1.0)
 """Seconds before a request is sent again, once for each."""
 MOST_BYTES = 1 << 26
 """The longest body that is read. A token with its log-probs takes less than 300 bytes."""
-_PASSING = (502, 503, 504)
-"""Statuses of a server, or of what stands in front of it, that may be up in a moment."""
+_PASSING = (502, 503, 504)  # statuses of a server, or of what stands in front of it, that may be up in a moment
 
 
 class RequestGroup:
@@ -105,15 +98,10 @@ class Transport:
     """Requests to one server; may be used by several threads."""
 
     def __init__(self, base_url: str, server: Server, *, timeout: float) -> None:
-        """Make a client of a server; nothing is sent yet.
+        """Make a client of http(s)://host:port, with or without /v1; nothing is sent yet.
 
-        Args:
-            base_url: http(s)://host:port, with or without /v1.
-            server: what the server is called.
-            timeout: seconds within which a whole answer has to be there, attempts that failed included.
-
-        Raises:
-            ConfigError: an address of another form.
+        timeout: seconds within which a whole answer has to be there, attempts that failed included. Raises ConfigError
+        for an address of another form.
         """
         self.server, self.url, self.timeout = server, base_url, timeout
         try:
@@ -148,28 +136,22 @@ class Transport:
         group = RequestGroup() if group is None else group
         content = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self.timeout
-        pauses = iter(PAUSES if again else ())
-        attempts = 0
-        while True:
-            attempts += 1
+        for attempts, pause in enumerate((*PAUSES, None) if again else (None,), 1):
             try:
                 status, raw = self._attempt(method, path, content, deadline, group)
-                if status not in _PASSING or not group.pause(next(pauses, None), deadline):
+                if status not in _PASSING or not group.pause(pause, deadline):
                     break
             except (httpx2.TransportError, ConnectionAbortedError) as error:
                 if isinstance(error, httpx2.TimeoutException) or time.monotonic() >= deadline:
-                    raise self.error(
-                        f"expected an answer from {path} within {self.timeout:g} s ({self.server.timeout_option}), got "
-                        "none, or not the whole of it"
-                    ) from error
-                if not group.pause(next(pauses, None), deadline):
-                    times = f", after {attempts} attempts" if attempts > 1 else ""
-                    raise self.error(
-                        f"expected {self.server.kind} that answers {path}, got {type(error).__name__}: {error}{times}"
-                    ) from error
+                    limit = f"{self.timeout:g} s ({self.server.timeout_option})"
+                    said = f"expected an answer from {path} within {limit}, got none, or not the whole of it"
+                    raise self.error(said) from error
+                if not group.pause(pause, deadline):
+                    got = f"{type(error).__name__}: {error}" + (f", after {attempts} attempts" if attempts > 1 else "")
+                    raise self.error(f"expected {self.server.kind} that answers {path}, got {got}") from error
         if status in (401, 403):
-            variable = self.server.key_variable
-            raise self.error(f"expected the server's key in the environment variable {variable}, got {status}")
+            key = f"the server's key in the environment variable {self.server.key_variable}"
+            raise self.error(f"expected {key}, got {status}")
         return status, raw
 
     def error(self, text: str) -> RolloutServerError:
@@ -188,8 +170,7 @@ class Transport:
             )
             with contextlib.closing(self._client.send(request, stream=True)) as response:
                 length, body = int(response.headers.get("Content-Length", 0)), bytearray()
-                parts = response.iter_raw() if length <= MOST_BYTES else iter(())
-                for part in parts:
+                for part in response.iter_raw() if length <= MOST_BYTES else ():
                     body += part
                     if len(body) > MOST_BYTES:
                         break

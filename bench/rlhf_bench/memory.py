@@ -37,10 +37,9 @@ from rlhf_bench import OPS
 from rlhf_bench.candidates import find
 from rlhf_bench.case import Run
 from rlhf_bench.ops import load_cases
-from rlhf_engine.runs.metrics import is_rehearsal
+from rlhf_engine.runs.metrics import CLEAR_REFS, is_rehearsal, reset_peak_memory
 
 _M_MMAP_THRESHOLD, _PR_SET_THP_DISABLE = -3, 41
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 TIMEOUT_S = 60
 """Seconds that a measurement may take, which calls a candidate twice; a slower one has none."""
 
@@ -59,7 +58,7 @@ def unsupported() -> str | None:
     """Reason why CPU memory cannot be measured here, or None if it can."""
     if is_rehearsal():
         return "a rehearsal measures no memory"
-    if sys.platform != "linux" or not os.access(_CLEAR_REFS, os.W_OK):
+    if sys.platform != "linux" or not os.access(CLEAR_REFS, os.W_OK):
         return "peak memory on the CPU needs Linux and a writable /proc/self/clear_refs"
     return None
 
@@ -78,7 +77,7 @@ def peak_of_process(function: Run) -> int:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    _CLEAR_REFS.write_text("5")
+    reset_peak_memory("cpu")
     before = _status("VmRSS")
     result = function()
     peak = _status("VmHWM")

@@ -38,7 +38,7 @@ from rlhf_engine.planning.formula import FULL_SFT, PHASES, Formula, Setting, rol
 from rlhf_engine.policy.adamw import gradient_dtype
 from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import SamplingConfig, exactness, generate
-from rlhf_engine.runs.metrics import git_commit
+from rlhf_engine.runs.metrics import git_commit, reset_peak_memory
 from rlhf_engine.training.update import Schedule, update
 
 _COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
@@ -173,13 +173,9 @@ def optimizer_of(model: HydraModel, optim: Optim) -> RoleOptimizer:
 def _peak(run: Callable[[], None], device: str) -> int:
     """Most bytes of the process during a call."""
     _trim()
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak_memory(device)
     run()
-    return _status("VmHWM")
+    return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
 def _trim() -> None:

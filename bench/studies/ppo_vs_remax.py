@@ -35,6 +35,7 @@ from rlhf_bench.memory import _status, set_up_malloc
 from rlhf_bench.workload import PHASES, Setting, prepare
 
 from rlhf_engine.devices import keep_freed_memory
+from rlhf_engine.runs.metrics import reset_peak_memory
 from rlhf_engine.training.rl import RlTrainer
 
 ALGORITHMS = ("ppo", "remax")
@@ -78,10 +79,7 @@ def _memory(request: dict[str, Any], setting: Setting, folder: Path) -> dict[str
     gc.collect()
     before = _status("VmRSS") if on_cpu else torch.cuda.memory_allocated()
     trainer = make_trainer(request, setting, folder, Path(request["scratch"]))
-    if on_cpu:
-        Path("/proc/self/clear_refs").write_text("5")
-    else:
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(request["device"])
     for _ in range(2):
         trainer.step()
     peak = _status("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()

@@ -44,7 +44,7 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, SlotConfig, hydra_roles
-from rlhf_engine.planning.presets import find_config
+from rlhf_engine.planning.formula import find_config
 from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.rollout.steps import graph as graph_step

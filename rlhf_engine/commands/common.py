@@ -94,8 +94,7 @@ def run_trainer(
 
     `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
     """
-    from rlhf_engine.planning.before_run import before_run
-    from rlhf_engine.runs.live import PAGE_FILE
+    from rlhf_engine.runs.page import PAGE_FILE
 
     finished = trainer.world.gather(trainer.finished())[0]
     if not trainer.world.is_main:
@@ -107,8 +106,6 @@ def run_trainer(
     for note in notes:
         print(note, file=sys.stderr)
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
-    for line in before_run(trainer):
-        print(line, file=sys.stderr, flush=True)
     code = _run_until_stopped(name, trainer)
     if not code:
         _print_where_results_are(trainer.output, results())
@@ -117,7 +114,7 @@ def run_trainer(
 
 def _run_until_stopped(name: str, trainer: Run) -> int:
     """Make the remaining steps until a signal comes; 0, or the exit code where one has stopped the run."""
-    from rlhf_engine.runs.stop import StopSignals
+    from rlhf_engine.runs.progress import StopSignals
 
     with StopSignals() as signals:
         try:
@@ -132,8 +129,8 @@ def _run_until_stopped(name: str, trainer: Run) -> int:
 def _print_where_results_are(output: Path, results: Mapping[str, Any]) -> None:
     """Standard output of a run that is over."""
     from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
-    from rlhf_engine.runs.live import PAGE_FILE
-    from rlhf_engine.runs.summary import exit_summary
+    from rlhf_engine.runs.page import PAGE_FILE
+    from rlhf_engine.runs.progress import exit_summary
 
     metrics = output / METRICS_FILE
     files = {"curves": output / CURVES_FILE, "metrics": metrics, "page": output / PAGE_FILE}

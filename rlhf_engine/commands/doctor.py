@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from rlhf_engine import __version__
 from rlhf_engine.commands.common import as_request_errors, prepare
 from rlhf_engine.errors import ConfigError
 
@@ -16,6 +20,14 @@ Versions, device, and which kernel backend serves which op and why.
   --json            the same as one JSON object
   --measure [PATH]  time the backends of every op here, and write a kernel table (default: kernel_table.json)"""
 
+_CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "datasets", "triton")
+_OPTIONAL = {
+    "flash-attn": "pip install 'rlhf-engine[flash-attn]'",
+    "trl": "pip install 'rlhf-engine[trl]'",
+    "ray": "pip install 'rlhf-engine[ray]'",
+    "bitsandbytes": "pip install 'rlhf-engine[bnb]'",
+}
+
 
 def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
@@ -25,15 +37,107 @@ def run(argv: Sequence[str]) -> int:
     if option not in ("", "--json", "--measure") or len(values) > (option == "--measure"):
         raise ConfigError(f"doctor: expected no options, --json or --measure [PATH], got {list(argv)}")
     prepare("auto")
-    from rlhf_engine.commands.examine import examine, measure_kernels, print_examination
-
     if option == "--measure":
         with as_request_errors():
             measure_kernels(Path(values[0] if values else "kernel_table.json"))
         return 0
-    found = examine()
+    state = examine()
     if option == "--json":
-        print(json.dumps(found))
+        print(json.dumps(state))
     else:
-        print_examination(found)
+        print_examination(state)
     return 0
+
+
+def examine() -> dict[str, Any]:
+    """Versions, device, threads, extension and the backend of each op, as plain data."""
+    import torch
+    from rlhf_kernels.linear import packed
+    from rlhf_kernels.runtime import cores, native, registry
+
+    from rlhf_engine.hydra import varlen
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
+        "cpu": {**cores.find()._asdict(), "threads": native.threads()},
+        "versions": {name: _version(name) for name in _CORE},
+        "native_extension": native.missing() or f"available, instruction set {native.isa()}",
+        "kernel_table": {
+            "source": registry.table().source,
+            "machine": registry.table().machines.get(native.isa() or ""),
+        },
+        "packed_weights_mib": packed.budget() // 2**20,
+        "ops": {
+            str(dtype).removeprefix("torch."): registry.report(device, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        },
+        "attention": varlen.report(),
+        "optional": {name: _version(name) for name in _OPTIONAL},
+    }
+
+
+def print_examination(state: dict[str, Any]) -> None:
+    """Print an examination for people, with how to get what is missing."""
+    from rich.console import Console
+    from rlhf_kernels.linear import packed
+    from rlhf_kernels.runtime import cores
+
+    from rlhf_engine.runs.text import summary_table
+
+    console = Console()
+    console.print(f"rlhf-engine {state['version']}, Python {state['python']}, {state['device']}", highlight=False)
+    console.print(", ".join(f"{n} {v or 'missing'}" for n, v in state["versions"].items()), highlight=False)
+    cpu = dict(state["cpu"])
+    n_threads = cpu.pop("threads")
+    console.print(f"CPU: {cores.Cores(**cpu)}, {n_threads} threads", highlight=False)
+    console.print(f"native C++ extension: {state['native_extension']}", highlight=False)
+    rows = {op: (row["auto"], state["ops"]["bfloat16"][op]["auto"]) for op, row in state["ops"]["float32"].items()}
+    console.print(summary_table("Kernel backend per op (auto)", ("float32", "bfloat16"), rows))
+    table = state["kernel_table"]
+    measured = f"measured on {table['machine']}" if table["machine"] else "nothing measured for this instruction set"
+    console.print(f"kernel table: {table['source']}, {measured}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"packed copies of frozen weights: up to {state['packed_weights_mib']} MiB ({packed.ENVIRONMENT_VARIABLE})",
+        highlight=False,
+    )
+    for dtype, ops in state["ops"].items():
+        for why in dict.fromkeys(row["why"] for row in ops.values()):
+            names = ", ".join(op for op, row in ops.items() if row["why"] == why)
+            console.print(f"  {dtype} {names}: {why}", markup=False, highlight=False, soft_wrap=True)
+    attention = dict(state["attention"])
+    why = attention.pop("why")
+    paths = ", ".join(f"{name}: {path}" for name, path in attention.items())
+    console.print(f"packed sequences, {paths} ({why})", markup=False, highlight=False, soft_wrap=True)
+    for name, version in state["optional"].items():
+        console.print(f"{name}: {version or 'not installed, ' + _OPTIONAL[name]}", markup=False, highlight=False)
+
+
+def measure_kernels(path: Path) -> None:
+    """Time our own backends here for half a minute and write a kernel table, which is used where it is named."""
+    from rich.console import Console
+    from rlhf_bench.kernel_table import measure
+    from rlhf_kernels.runtime import kernel_table
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"measure: expected the path of a file in a folder that is there, got {str(path)!r}")
+    console = Console()
+    made = measure()
+    kernel_table.write(path, made.entries, made.machines)
+    chosen = {b: sum(entry.backend == b for entry in made.entries) for b in kernel_table.CANDIDATES}
+    counts = ", ".join(f"{n} times {b}" for b, n in chosen.items())
+    console.print(f"{path}: {len(made.entries)} entries for {', '.join(made.machines)}, {counts}", highlight=False)
+    for case in made.left_out:
+        console.print(f"  no time left for {case}", markup=False, highlight=False)
+    console.print(
+        f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

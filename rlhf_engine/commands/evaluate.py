@@ -46,13 +46,13 @@ def run(argv: Sequence[str]) -> int:
             bar.update(tasks[stage], completed=done)
 
         try:
-            found = evaluation.run(show)
+            measured = evaluation.run(show)
         except KeyboardInterrupt:
             errors.print(f"rlhf-engine evaluate: stopped; answers are kept in {evaluation.output}, --resume goes on")
             return _INTERRUPTED
-    results = summarise(evaluation, found)
+    results = summarise(evaluation, measured)
     write_json_atomic(evaluation.output / RESULTS_FILE, {**results, "record": record})
-    page = write_page(evaluation, found, results, evaluation.output / PAGE_FILE)
+    page = write_page(evaluation, measured, results, evaluation.output / PAGE_FILE)
     Console(highlight=False).print(table(results))
     print(f"results {evaluation.output / RESULTS_FILE}\npage {page}")
     return 0

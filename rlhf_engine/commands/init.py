@@ -12,8 +12,7 @@ from rlhf_engine.config import InitConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-_SMALL = 512
-"""Hidden size below which a base takes the learning rate of a small one."""
+_SMALL = 512  # hidden size below which a base takes the learning rate of a small one
 _SFT = "rlhf-engine sft --config sft.yaml"
 _PPO = (
     "rlhf-engine train --config train.yaml",
@@ -27,10 +26,8 @@ _PPO = (
 class Template:
     """Files of a start and the commands that run it."""
 
-    readme: str
-    """Name of the README's template."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """File → its template."""
+    readme: str  # name of the README's template
+    files: Mapping[str, str] = field(default_factory=dict)  # file → its template
     commands: tuple[str, ...]
     """Commands, in their order. Braces name what `_values` gives."""
 
@@ -129,7 +126,7 @@ def _from_inside(base: str, folder: str) -> str:
 def _make_small_model(config: InitConfig, folder: Path) -> None:
     """The demo's model before any training, and data of its task."""
     from rlhf_engine.commands.common import prepare
-    from rlhf_engine.commands.demo.run import DemoSize, write_data, write_model, write_rows
+    from rlhf_engine.commands.demo.stages import DemoSize, write_data, write_model, write_rows
     from rlhf_engine.commands.demo.task import DemoTask
 
     prepare("auto")

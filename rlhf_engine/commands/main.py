@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _SPINS = "10000"
 """Turns in which a thread waits for the others before it sleeps: its share of a core belongs to who has work to do."""
-_BROKEN_PIPE = 141
-"""Exit code of a program that SIGPIPE ends."""
+_BROKEN_PIPE = 141  # exit code of a program that SIGPIPE ends
 _THREADS_END_WITHIN = 5.0
 """Seconds that threads of other libraries or of a reward function have, once a command is done."""
 
@@ -131,7 +130,7 @@ def _fail(name: str, error: Exception, code: int) -> int:
 
 
 _COMMANDS = {
-    "demo": "rlhf_engine.commands.demo.command",
+    "demo": "rlhf_engine.commands.demo",
     "init": "rlhf_engine.commands.init",
     "sft": "rlhf_engine.commands.sft",
     "reward": "rlhf_engine.commands.reward",

@@ -22,8 +22,7 @@ _STATE = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
 }
-_WIDTH = 110
-"""Columns of what is printed to a file."""
+_WIDTH = 110  # columns of what is printed to a file
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,8 +51,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
     from rlhf_engine.hydra import METHODS, SlotConfig
     from rlhf_engine.hydra.loading import context_length
     from rlhf_engine.hydra.model import default_token_budget
-    from rlhf_engine.planning.formula import Formula, Setting, roles_of
-    from rlhf_engine.planning.presets import find_config
+    from rlhf_engine.planning.formula import Formula, Setting, find_config, roles_of
 
     shape, named = find_config(config.model), config.lora_target_modules
     limit = context_length(shape)
@@ -83,11 +81,8 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
         shard_base=config.shard_base,
     )
     methods = list(METHODS) if config.method == "all" else [config.method]
-    found: dict[str, Formula] = {}
-    for method in methods:
-        model = next(iter(found.values())).model if found else None
-        found[method] = Formula(roles_of(method), setting, model)
-    return found
+    first = Formula(roles_of(methods[0]), setting)
+    return {methods[0]: first, **{name: Formula(roles_of(name), setting, first.model) for name in methods[1:]}}
 
 
 def as_row(formula: Formula, config: PlanConfig) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
         with as_request_errors():
             connect = None
             if config.async_mode == "ray":
-                from rlhf_engine.generators.ray.connect import generators_on_ray
+                from rlhf_engine.generators.ray import generators_on_ray
 
                 connect = stack.enter_context(generators_on_ray(config, world))
             trainer = RlTrainer(config, world, connect=connect)

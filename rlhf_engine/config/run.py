@@ -12,12 +12,12 @@ from typing import Any, Literal
 from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.errors import ConfigError
 
-SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
 """Names of files with rows end so."""
 
 SOURCES = (
-    "a file or folder of JSON, JSONL (either also .gz) or Parquet, a folder of save_to_disk, or a dataset of the Hub: "
-    "owner/name[/subset][@revision][:split]"
+    "a file or folder of JSON, JSONL, CSV (each also .gz) or Parquet, a folder of save_to_disk, or a dataset of the "
+    "Hub: owner/name[/subset][@revision][:split]"
 )
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tally import Tally
+from rlhf_engine.data.read import Tally
 from rlhf_engine.data.tokenize import Truncation, tokenize_rows
 from rlhf_engine.data.types import PromptOnly, Row, Text
 
@@ -20,12 +20,9 @@ _TAKEN = ("prompts", "completion", "completions", "completion_ids")
 class PromptSet:
     """Prompts, tokenized."""
 
-    rows: list[Row]
-    """Rows that the prompts come from."""
-    prompts: list[str]
-    """Text that the model reads, without what was cut; messages as the chat template writes them."""
-    ids: list[list[int]]
-    """Token ids of the prompts."""
+    rows: list[Row]  # rows that the prompts come from
+    prompts: list[str]  # text that the model reads, without what was cut; messages as the chat template writes them
+    ids: list[list[int]]  # token ids of the prompts
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
         """Other columns of the rows at some places, for reward functions; None where a row lacks the column."""

@@ -1,55 +1,299 @@
-"""Rows of a data source, each with its place for messages.
+"""Data sources read into rows of a type; rows that are left out or cut are counted, with their places.
 
 A source is
     a .json file: a list of objects; or the same as .json.gz
     a .jsonl file: an object per line; or the same as .jsonl.gz; a file of any other name is one, too
+    a .csv file with a line of column names; or the same as .csv.gz. Cells are texts, an empty one is no value, and a
+    `label` of true, false, 1 or 0 is a truth value
     a .parquet file
     a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
     owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
     (`train` where no split is named)
 
-A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and, from version 4 on, runs no
-code of it. Text is UTF-8, with or without a byte order mark; only line feeds end a line,
-as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice, is a bad row; a file
-that cannot be read to its end is an error, whatever rows came before.
+A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and runs no code of it. Text is
+UTF-8, with or without a byte order mark; only line feeds end a line, as JSON strings may hold U+2028. A line that is no
+JSON, or an object that names a column twice, is a bad row; a file that cannot be read to its end is an error, whatever
+rows came before.
+
+JSON and CSV are not read by `datasets`. It gives a column one type: 1 beside 2.5 becomes 1.0, a text like a date a
+date, a key that a row lacks null. It does not say which line is damaged.
+
+    read = used + bad + dropped            truncated, without_prompt ≤ used
+
+A bad row cannot be used; a dropped one is too long where the user asked to drop such rows (`truncation`).
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from rlhf_engine.config.run import SUFFIXES
-from rlhf_engine.data.tally import RowError, Tally, shown
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from rlhf_engine.config.run import SUFFIXES, RowOptions
+from rlhf_engine.data.types import (
+    KINDS,
+    TASKMASTER_COLUMNS,
+    Kind,
+    PromptOnly,
+    Row,
+    RowError,
+    UnpairedPreference,
+    parse_row,
+    parse_taskmaster,
+    recast,
+    recognise,
+    shown,
+    with_known_columns,
+)
 from rlhf_engine.errors import ConfigError
 
-R = TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 """Beginning of the name of a file that holds one part of a data set."""
-_INSTALL = "pip install 'rlhf-engine[data]' has it"
 _BOM = b"\xef\xbb\xbf"
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+PLACES_SHOWN = 3  # places kept of every reason why rows are bad
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of the rows of a data source, while they are read and tokenized."""
+
+    source: str  # name of the source
+    argument: str = "dataset_name"  # name of the option that names the source, for messages
+    max_bad_rows: float = 0.0
+    """Bad rows allowed: below 1 a share of the rows read, from 1 on a number of rows; 0 allows none."""
+    read: int = 0  # rows read so far
+    dropped: int = 0  # rows that were left out as too long
+    truncated: int = 0  # rows of which tokens were cut
+    without_prompt: int = 0  # rows that are used and have an answer to an empty prompt
+    bad: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    """What was expected of bad rows → number of them, and places of the first few."""
+    _first: str | None = None
+    _hint: str = ""
+
+    def __post_init__(self) -> None:
+        value = self.max_bad_rows
+        if not (0 <= value < 1 or (value >= 1 and float(value).is_integer())):
+            raise ConfigError(f"max_bad_rows: expected a share below 1 or a whole number of rows, got {value:g}")
+
+    def refuse(self, place: str, error: RowError) -> None:
+        """Count the bad row at this place of the source, and the reason why it cannot be used."""
+        count, places = self.bad.get(error.expected, (0, []))
+        self.bad[error.expected] = (count + 1, [*places, place][:PLACES_SHOWN])
+        if self._first is None:
+            self._first = f"{place}: {error}"
+            self._hint = error.hint
+
+    @property
+    def n_bad(self) -> int:
+        """Bad rows so far."""
+        return sum(count for count, _ in self.bad.values())
+
+    @property
+    def used(self) -> int:
+        """Rows that are neither bad nor dropped."""
+        return self.read - self.n_bad - self.dropped
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row was used as it is."""
+        return self.used == self.read and not self.truncated and not self.without_prompt
+
+    @property
+    def allowed(self) -> int:
+        """Bad rows that the rows read so far may hold."""
+        return int(self.max_bad_rows * self.read + 1e-9) if self.max_bad_rows < 1 else int(self.max_bad_rows)
+
+    def check(self) -> None:
+        """Raise ConfigError where more rows are bad than allowed, or no row is left."""
+        n = self.n_bad
+        if n > self.allowed:
+            on = f"; max_bad_rows={n} goes on without {'it' if n == 1 else 'them'}" if self.used else ""
+            on = f"; {self._hint}" if self._hint else on
+            if n == 1:
+                raise ConfigError(f"{self._first}{on}")
+            raise ConfigError(
+                f"{self._first}. {n} of {self.read} rows cannot be used, where max_bad_rows is "
+                f"{self.max_bad_rows:g}: {self._reasons()}{on}"
+            )
+        if self.used == 0:
+            got = "none" if self.read == 0 else self.text()
+            raise ConfigError(f"{self.argument}: expected at least one row in {self.source!r}, got {got}")
+
+    def _by_count(self) -> list[tuple[str, int, list[str]]]:
+        """Reasons why rows are bad, the most frequent first."""
+        return sorted(((reason, *entry) for reason, entry in self.bad.items()), key=lambda row: -row[1])
+
+    def _reasons(self) -> str:
+        rows = (
+            f"expected {reason}: {', '.join(places)}" + (f" and {n - len(places)} more" if n > len(places) else "")
+            for reason, n, places in self._by_count()
+        )
+        return "; ".join(rows)
+
+    def text(self) -> str:
+        """Describe the counts in one line, without markup."""
+        counts = {
+            f"bad ({self._reasons()})": self.n_bad,
+            "dropped as too long": self.dropped,
+            "truncated": self.truncated,
+            "with an empty prompt": self.without_prompt,
+        }
+        parts = [f"{n} {what}" for what, n in counts.items() if n]
+        return ", ".join([f"{self.source}: {self.read} rows read", f"{self.used} used", *parts])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a run's record."""
+        return {
+            "source": self.source,
+            "read": self.read,
+            "used": self.used,
+            "bad": [{"expected": reason, "count": n, "places": places} for reason, n, places in self._by_count()],
+            "dropped": self.dropped,
+            "truncated": self.truncated,
+            "without_prompt": self.without_prompt,
+        }
+
+
+# ---- rows of a type --------------------------------------------------------------------------------------------------
+
+
+def load_rows(
+    source: str | os.PathLike[str],
+    tally: Tally,
+    options: RowOptions | None = None,
+    *,
+    kinds: Sequence[Kind] = KINDS,
+    limit: int | None = None,
+    group_column: str | None = None,
+) -> list[Row]:
+    """Read the usable rows of a source, all of the one of `kinds` that its columns show.
+
+    Of `kinds` the first are preferred. A row's group is its value of `group_column`; None: its prompt. Taskmaster's
+    published rewards (see `data.types`) are unpaired preferences whose group is their dialogue, or the prompts of
+    these. A source without usable rows raises ConfigError, with the tally's `argument` as its name.
+    """
+    streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
+    read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
+    records = [part for record in read for part in _known_parts(record, kinds)]
+    objects = (record.value for record in records if isinstance(record.value, Mapping))
+    # tables give every row every column, so that one without a value is no column of its row
+    columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
+    is_taskmaster = _is_taskmaster(columns, kinds, group_column)
+    kind: Kind = "unpaired_preference" if is_taskmaster else recognise(columns, kinds, argument=tally.argument)
+    parse = parse_taskmaster if is_taskmaster else partial(parse_row, kind=kind, group_column=group_column)
+    rows = _usable_rows(records, tally, lambda value, place: with_options(parse(value, place=place), options))
+    if kind not in kinds:
+        return [recast(row, PromptOnly) for row in rows]
+    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
+
+
+def load_taskmaster(
+    source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
+) -> list[UnpairedPreference]:
+    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), from one of them or their folder.
+
+    A row's group is the first two turns of its dialogue. `last_turns` are those of the context that the prompt keeps;
+    None: all.
+    """
+    if last_turns is not None and last_turns < 1:
+        raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
+    parse = partial(parse_taskmaster, last_turns=last_turns)
+    return _usable_rows(
+        read_records(source, argument=tally.argument), tally, lambda value, place: parse(value, place=place)
+    )
+
+
+def _usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], T]) -> list[T]:
+    """Rows that `parse(value, place)` makes of records; rows read and bad rows are counted in `tally`."""
+    rows = []
+    for record in records:
+        tally.read += 1
+        try:
+            if record.error is not None:
+                raise record.error
+            rows.append(parse(record.value, record.place))
+        except RowError as error:
+            tally.refuse(record.place, error)
+    tally.check()
+    return rows
+
+
+def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
+    """The record with TRL's columns, in several where it is a conversation of several answers."""
+    try:
+        return [replace(record, value=value) for value in with_known_columns(record.value, kinds)]
+    except RowError as error:
+        return [replace(record, value=None, error=error)]
+
+
+def with_options(row: R, options: RowOptions | None) -> R:
+    """Give a conversation the system prompt, unless it has one, and template arguments beside its own.
+
+    Raises RowError for a row of strings, which no chat template writes.
+    """
+    if options is None or (options.system_prompt is None and not options.chat_template_kwargs):
+        return row
+    if isinstance(row.prompt, str):
+        raise RowError("messages for system_prompt and chat_template_kwargs", shown(row.prompt))
+    prompt = row.prompt
+    if options.system_prompt is not None and prompt[0]["role"] != "system":
+        prompt = ({"role": "system", "content": options.system_prompt}, *prompt)
+    return replace(row, prompt=prompt, template={**(options.chat_template_kwargs or {}), **row.template})
+
+
+def _is_taskmaster(columns: Counter[frozenset[str]], kinds: Sequence[Kind], group_column: str | None) -> bool:
+    """Whether most rows have the columns of the published rewards, and one of `kinds` can be made of them."""
+    published = sum(n for names, n in columns.items() if names >= TASKMASTER_COLUMNS)
+    is_wanted = "unpaired_preference" in kinds or "prompt_only" in kinds
+    return 2 * published > columns.total() and is_wanted and group_column in (None, "conversation_id")
+
+
+def join_groups(rows: Sequence[Row]) -> list[Row]:
+    """Rows of implicit prompts, those that may answer the same question in one group.
+
+    Such a prompt is what two answers begin with in common, which with other answers to the same question is more of
+    them or less. So the group is the prompt's whole lines, as answers mostly begin in the middle of one, and rows whose
+    group begins with that of others join them.
+    """
+    lines = {row.group: row.group.rpartition("\n")[0] for row in rows if isinstance(row.prompt, str)}
+    groups = {group: whole if whole.strip() else group for group, whole in lines.items()}
+    first: dict[str, str] = {}
+    root: str | None = None
+    for group in sorted(set(groups.values())):  # what begins with another comes after it, with only such in between
+        if root is None or not group.startswith(root):
+            root = group
+        first[group] = root
+    return [replace(row, group=first[groups[row.group]]) if row.group in groups else row for row in rows]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One row as read."""
 
-    place: str
-    """`file:line`, or `file: row i` where rows have no lines."""
-    value: Any
-    """Row as read, whose columns are not checked."""
-    error: RowError | None = None
-    """Reason why there is no value; None where there is one."""
+    place: str  # `file:line`, or `file: row i` where rows have no lines
+    value: Any  # row as read, whose columns are not checked
+    error: RowError | None = None  # reason why there is no value; None where there is one
 
 
 def read_records(
@@ -69,34 +313,16 @@ def read_records(
     if name.startswith("hub:") or (_HUB.fullmatch(name) is not None and not name.endswith(SUFFIXES)):
         return _hub(name, argument, streaming)
     raise ConfigError(
-        f"{argument}: expected a .json, .jsonl or .parquet file, a folder of such or owner/name of the Hub, got "
+        f"{argument}: expected a .json, .jsonl, .csv or .parquet file, a folder of such or owner/name of the Hub, got "
         f"{name!r} which is not a file"
     )
 
 
-def usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], R]) -> list[R]:
-    """Rows that `parse(value, place)` makes of records; rows read and bad rows are counted in `tally`.
-
-    Raises ConfigError as `Tally.check` does.
-    """
-    rows = []
-    for record in records:
-        tally.read += 1
-        try:
-            if record.error is not None:
-                raise record.error
-            rows.append(parse(record.value, record.place))
-        except RowError as error:
-            tally.bad(record.place, error)
-    tally.check()
-    return rows
-
-
 def _file(path: Path) -> Iterator[Record]:
-    name = path.name.lower()
+    name = path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
-        return _parquet(path)
-    return _json_list(path) if name.endswith((".json", ".json.gz")) else _json_lines(path)
+        return _table(str(path), f"{path}: expected a Parquet file", lambda: _parquet(path))
+    return (_json_list if name.endswith(".json") else _csv if name.endswith(".csv") else _json_lines)(path)
 
 
 def _folder(path: Path, argument: str) -> Iterator[Record]:
@@ -104,7 +330,10 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
         splits = sorted(p.parent.name for p in path.glob("*/state.json"))
         raise ConfigError(f"{argument}: expected the folder of one split, got {str(path)!r} with the splits {splits}")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return _saved_dataset(path)
+        import datasets  # takes seconds, which files need not wait for
+
+        load = partial(datasets.load_from_disk, str(path))
+        return _table(str(path), f"{path}: expected a folder of save_to_disk", load)
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.lower().endswith(SUFFIXES) and p.name[0] != ".")
     if not files:
         raise ConfigError(f"{argument}: expected files {', '.join(SUFFIXES)} in {str(path)!r}, got none")
@@ -114,7 +343,7 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
     return (record for file in files for record in _file(file))
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------
+# ---- JSON and CSV ----------------------------------------------------------------------------------------------------
 
 
 class _Doubled(dict[str, Any]):
@@ -155,13 +384,10 @@ def _json_list(path: Path) -> Iterator[Record]:
     try:
         with _open(path) as stream:
             text = stream.read().removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}") from error
+        whole = json.loads(text, object_pairs_hook=_object)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
-    try:
-        whole = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:  # ValueError: also integers of more digits than Python takes
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or integers of more digits than Python takes
         hint = "; a file with an object per line is called .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}{hint}") from error
     if not isinstance(whole, list):
@@ -191,47 +417,53 @@ def _line(place: str, line: bytes) -> Record:
         return Record(place=place, value=None, error=RowError("a JSON object", str(error)))
 
 
+def _csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(2**31 - 1)  # a cell may hold a whole book
+    rows: Any = None
+    try:
+        with _open(path) as stream:
+            rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
+            names: list[str] = next(rows, [])
+            number = rows.line_num
+            if len(set(names)) < len(names):
+                raise csv.Error(f"a column name twice in {names}")
+            for cells in rows:
+                place, number = f"{path}:{number + 1}", rows.line_num
+                if len(cells) == len(names):
+                    row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                    label = str(row.get("label")).lower()
+                    yield Record(place=place, value={**row, "label": _LABELS[label]} if label in _LABELS else row)
+                elif cells:
+                    error = RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells")
+                    yield Record(place=place, value=None, error=error)
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise ConfigError(f"{path}:{rows.line_num}: expected CSV in UTF-8, got {failure}") from failure
+    except (OSError, EOFError, zlib.error) as failure:
+        raise _unreadable(path, failure) from failure
+
+
 # ---- Parquet and datasets --------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _table(place: str, expected: str, load: Callable[[], Iterable[Any]]) -> Iterator[Record]:
+    """Rows of a table by their number. What cannot be loaded or read raises ConfigError."""
     try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: expected the package pyarrow to read Parquet, got none; {_INSTALL}") from error
-    try:
-        file = parquet.ParquetFile(path)
-        twice = [name for name, n in Counter(file.schema_arrow.names).items() if n > 1]
-        if twice:
-            raise ConfigError(f"{path}: expected every column once, got {shown(twice[0])} twice")
-        start = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for i, row in enumerate(batch.to_pylist()):
-                yield Record(place=f"{path}: row {start + i}", value=row)
-            start += batch.num_rows
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
-        raise ConfigError(f"{path}: expected a Parquet file, got {_first_line(error)}") from error
+        for i, row in enumerate(load()):
+            yield Record(place=f"{place}: row {i}", value=row)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # of pyarrow and datasets; offline, no such split
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{expected}, got {first_line}") from error
 
 
-def _datasets(place: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"{place}: expected the package datasets to read it, got none; {_INSTALL}") from error
-    return datasets
+def _parquet(path: Path) -> Iterator[Any]:
+    from pyarrow import parquet  # by which datasets reads them, and which takes a tenth of its time to import
 
-
-def _saved_dataset(path: Path) -> Iterator[Record]:
-    try:
-        rows = _datasets(str(path)).load_from_disk(str(path))
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: expected a folder of save_to_disk, got {_first_line(error)}") from error
-    for i, row in enumerate(rows):
-        yield Record(place=f"{path}: row {i}", value=row)
+    file = parquet.ParquetFile(path)
+    twice = [name for name, n in Counter(file.schema_arrow.names).items() if n > 1]
+    if twice:
+        raise ValueError(f"the column {shown(twice[0])} twice")
+    for batch in file.iter_batches(batch_size=1024):
+        yield from batch.to_pylist()
 
 
 def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
@@ -239,21 +471,10 @@ def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
     if match is None:
         full = "hub:owner/name/subset@revision:split"
         raise ConfigError(f"{argument}: expected hub:owner/name, in full {full}, got {name!r}")
-    datasets = _datasets(f"{argument}: {name}")
-    if int(datasets.__version__.partition(".")[0]) < 4:
-        raise ConfigError(
-            f"{argument}: expected datasets of version 4 or later, which runs no code of a dataset, got "
-            f"{datasets.__version__}"
-        )
-    try:
-        rows = datasets.load_dataset(
-            match[1], match[2], revision=match[3], split=match[4] or "train", streaming=streaming
-        )
-    except (OSError, ValueError, RuntimeError) as error:  # not found, offline; no such split; a script
-        neither = "" if name.startswith("hub:") else ", which is no file or folder here"
-        raise ConfigError(f"{argument}: expected to load {name!r}{neither}, got {_first_line(error)}") from error
-    return (Record(place=f"{name}: row {i}", value=row) for i, row in enumerate(rows))
+    import datasets
 
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    load = partial(
+        datasets.load_dataset, match[1], match[2], revision=match[3], split=match[4] or "train", streaming=streaming
+    )
+    neither = "" if name.startswith("hub:") else ", which is no file or folder here"
+    return _table(name, f"{argument}: expected to load {name!r}{neither}", load)

@@ -37,8 +37,17 @@ from typing import Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tally import RowError, Tally, shown
-from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, Text, UnpairedPreference
+from rlhf_engine.data.read import Tally
+from rlhf_engine.data.types import (
+    Message,
+    Preference,
+    PromptCompletion,
+    Row,
+    RowError,
+    Text,
+    UnpairedPreference,
+    shown,
+)
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 
@@ -49,16 +58,12 @@ Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
 class Tokenized:
     """A row with its token ids."""
 
-    row: Row
-    """Row that the tokens are of; where turns of a conversation were cut, without these."""
-    prompt: list[int]
-    """Token ids of the prompt, at least one."""
+    row: Row  # row that the tokens are of; where turns of a conversation were cut, without these
+    prompt: list[int]  # token ids of the prompt, at least one
     answers: tuple[list[int], ...]
     """Token ids of the answers: none of a prompt alone, one completion, or chosen and rejected."""
-    text: str = ""
-    """Prompt as the model reads it; without the beginning that the tokenizer adds."""
-    truncated: bool = False
-    """Whether tokens were cut."""
+    text: str = ""  # prompt as the model reads it; without the beginning that the tokenizer adds
+    truncated: bool = False  # whether tokens were cut
 
 
 def tokenize_rows(
@@ -86,7 +91,7 @@ def tokenize_rows(
                 _require_known(tokens, vocabulary, tokenizer)
             one = fit_to_length(tokens, max_length, truncation, limit_name, tokenizer=tokenizer, end_ids=end_ids)
         except RowError as error:
-            tally.bad(row.place, error)
+            tally.refuse(row.place, error)
             continue
         if one is None:
             tally.dropped += 1

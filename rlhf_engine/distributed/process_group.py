@@ -187,8 +187,7 @@ class World:
 
 
 ALONE = World()
-_OF_GLOO = re.compile(r"\bgloo\b")
-"""Words of gloo's errors, which have no class of their own in torch."""
+_OF_GLOO = re.compile(r"\bgloo\b")  # words of gloo's errors, which have no class of their own in torch
 
 
 def share(n: int, rank: int, size: int) -> range:

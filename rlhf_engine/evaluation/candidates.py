@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_engine.config.commands import BASE, REFERENCES, EvaluateConfig
+from rlhf_engine.config.run import SUFFIXES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
@@ -30,7 +31,6 @@ _DRAWN_BY = (
 """Options that an answer depends on."""
 _JUDGED_BY = ("judge", "judge_model", "against")
 CandidateKind = Literal["base", "adapter", "model", "answers", "references"]
-_ANSWERS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 class Candidate(NamedTuple):
@@ -57,24 +57,24 @@ def find_candidates(config: EvaluateConfig) -> list[Candidate]:
     Raises ConfigError for a place that holds neither a model, an adapter nor answers, a name that is given twice, or an
     `against` that is none of the names; ValueError for an adapter that is not served, or a model without an LM head.
     """
-    found = [_candidate(given) for given in config.models]
-    names = [candidate.name for candidate in found]
+    candidates = [_candidate(given) for given in config.models]
+    names = [candidate.name for candidate in candidates]
     if config.against not in names:
         if config.against not in (BASE, REFERENCES):
             raise ConfigError(
                 f"against: expected {BASE}, {REFERENCES} or one of the models {names}, got {config.against!r}"
             )
-        found.insert(0, _candidate(config.against))
-    if len(found) < 2 and config.against == REFERENCES:
-        found.append(_candidate(BASE))
+        candidates.insert(0, _candidate(config.against))
+    if len(candidates) < 2 and config.against == REFERENCES:
+        candidates.append(_candidate(BASE))
     for key in ("name", "role"):
-        names = [getattr(candidate, key) for candidate in found]
-        twice = [candidate.name for candidate in found if names.count(getattr(candidate, key)) > 1]
+        names = [getattr(candidate, key) for candidate in candidates]
+        twice = [candidate.name for candidate in candidates if names.count(getattr(candidate, key)) > 1]
         if twice:
             raise ConfigError(
                 f"models: expected different names, got {twice[0]!r} and {twice[1]!r}; give them as name=PLACE"
             )
-    return sorted(found, key=lambda candidate: candidate.name != config.against)
+    return sorted(candidates, key=lambda candidate: candidate.name != config.against)
 
 
 def _candidate(given: str) -> Candidate:
@@ -88,7 +88,7 @@ def _candidate(given: str) -> Candidate:
     if place == REFERENCES:
         return Candidate(name or REFERENCES, "references", "")
     name = name or _short_name(place)
-    if place.endswith(_ANSWERS):
+    if place.endswith(SUFFIXES):
         if not Path(place).is_file():
             raise ConfigError(f"models: expected a file with prompt and completion, got {place!r}, which is not there")
         return Candidate(name, "answers", place)
@@ -106,7 +106,8 @@ def _short_name(place: str) -> str:
     parts = [part for part in Path(place).parts if part not in (os.path.sep, ".", "..")]
     while len(parts) > 1 and parts[-1] == FINAL_FOLDER:
         parts.pop()
-    return parts[-1].partition(".json")[0].removesuffix(".parquet") if parts else place
+    suffix = next((suffix for suffix in SUFFIXES if place.endswith(suffix)), "")
+    return parts[-1].removesuffix(suffix) if parts else place
 
 
 # ---- answers and verdicts on disk ------------------------------------------------------------------------------------
@@ -127,8 +128,7 @@ class Kept:
         """Read what is there."""
         self._file = LineFile(path)
         self._digests = digests
-        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-        """(candidate, prompt, draw, order) → line."""
+        self.rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}  # (candidate, prompt, draw, order) → line
         if path.exists() and not resume:
             raise ConfigError(
                 f"output_dir: expected a folder without {path.name}, got {str(path.parent)!r}; --resume goes on with it"

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.commands import BASE, REWARD
-from rlhf_engine.data.load import with_options
+from rlhf_engine.data.read import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
 from rlhf_engine.evaluation import candidates as kept
 from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
-from rlhf_engine.evaluation.judges import Judge, Pair, by_reward, make_judge
+from rlhf_engine.evaluation.judges import Pair, by_reward, make_judge
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
@@ -41,8 +41,7 @@ from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
-"""Called with (what is done, how many are, of how many)."""
+Progress = Callable[[str, int, int], None]  # called with (what is done, how many are, of how many)
 _PAIRS: tuple[Kind, ...] = ("preference", "implicit_preference", "unpaired_preference")
 KINDS: tuple[Kind, ...] = ("prompt_completion", *_PAIRS, "prompt_only")
 
@@ -96,7 +95,7 @@ class Evaluation:
             vocabulary=self._vocabulary,
         )
         self.n_prompts = len(self.prompts.ids)
-        self.report = tally.report()
+        self.report = tally
         by_place = {row.place: row for row in rows}
         self._rows = [by_place[row.place] for row in self.prompts.rows]
         answers = map(_reference, self._rows)
@@ -105,7 +104,7 @@ class Evaluation:
         if self.scorer is not None:
             n = range(min(2, len(self.prompts.ids)))
             self.scorer.dry_run(self.prompts.written(list(n)), self.prompts.columns(list(n)))
-        self.judge: Judge | None = make_judge(config) if config.judged_by not in (None, REWARD) else None
+        self.judge = make_judge(config) if config.judged_by not in (None, REWARD) else None
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
@@ -126,17 +125,17 @@ class Evaluation:
 
     def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
         """Draw what is missing, score and judge; name → what is known, in the order of the candidates."""
-        found = {c.name: Measured(candidate=c) for c in self.candidates}
+        measured = {c.name: Measured(candidate=c) for c in self.candidates}
         for candidate in self.candidates:
             if candidate.kind == "model":
-                self._run_other(found[candidate.name], progress)
-        self._run_on_base(found, progress)
-        self._judge_all(found, progress)
-        return found
+                self._run_other(measured[candidate.name], progress)
+        self._run_on_base(measured, progress)
+        self._judge_all(measured, progress)
+        return measured
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _run_on_base(self, found: Mapping[str, Measured], progress: Progress) -> None:
+    def _run_on_base(self, measured: Mapping[str, Measured], progress: Progress) -> None:
         """The base, its adapters, answers that are written already, and every reward."""
         config = self.config
         on_base = [c for c in self.candidates if c.kind in ("base", "adapter")]
@@ -151,19 +150,19 @@ class Evaluation:
         if on_base:
             self._draw(model, on_base, self.tokenizer, self.prompts.ids, progress)
         for candidate in self.candidates:
-            of = found[candidate.name]
+            of = measured[candidate.name]
             if not of.answers:
                 of.answers = self._answers_of(candidate)
         for candidate in on_base:
-            self._measure_kl(model, found[candidate.name])
-            self._measure_surprise(model, found[candidate.name], self.tokenizer)
+            self._measure_kl(model, measured[candidate.name])
+            self._measure_surprise(model, measured[candidate.name], self.tokenizer)
         for candidate in self.candidates:
             if not candidate.is_drawn:
-                found[candidate.name].missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
+                measured[candidate.name].missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
         if self.scorer is not None:
-            for i, of in enumerate(found.values()):
+            for i, of in enumerate(measured.values()):
                 self._reward(of, model if wants_reward else None)
-                progress("scoring", i + 1, len(found))
+                progress("scoring", i + 1, len(measured))
 
     def _run_other(self, of: Measured, progress: Progress) -> None:
         """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
@@ -232,7 +231,8 @@ class Evaluation:
             candidate, i, draw = missing[answer.index]
             text = stops.cut(str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
             finished = answer.finish_reason != "length"
-            ids = list(answer.tokens) if own else list(self._encode(i, text, finished))
+            room = self._context - len(self.prompts.ids[i])
+            ids = list(answer.tokens) if own else self._encode(i, text, finished)[:room]
             self._answers.add(candidate.name, i, draw, text=text, ids=ids, finished=finished)
             done += 1
             progress(what, done, total)
@@ -274,25 +274,20 @@ class Evaluation:
         return answers
 
     def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
-        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself."""
-        reason, ids = columns.get("finish_reason"), columns.get("completion_ids", [])
-        if not self._reads_as(ids, text, is_cut=reason == "stop"):
-            ids = self._encode(i, text, reason != "length")
-        ids = ids[: self._context - len(self.prompts.ids[i])]
-        return Answer(text, tuple(ids), reason != "length")
+        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself.
 
-    def _reads_as(self, ids: Any, text: str, *, is_cut: bool) -> bool:
-        """Whether ids are tokens of a text, or of one that a stop text cut. Those of another tokenizer are not."""
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
-            return False
-        read = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return bool(ids) and (read.startswith(text) if is_cut else read == text)
+        Ids that do not read as the text, or as what a stop text cut, are those of another tokenizer.
+        """
+        reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
+        is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
+        read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None
+        is_same = read is not None and (read.startswith(text) if reason == "stop" else read == text)
+        tokens: list[int] = ids if ids and is_same else self._encode(i, text, reason != "length")
+        return Answer(text, tuple(tokens[: self._context - len(self.prompts.ids[i])]), reason != "length")
 
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
-        """Token ids of an answer to prompt i, at most as many as the context leaves; with its end where it ended."""
-        row = self.prompts.rows[i]
-        ids = _tokenized(row, text, self.tokenizer).answers[0]
-        return ids[: None if finished else -1][: self._context - len(self.prompts.ids[i])]
+        """Token ids of an answer to prompt i, with its end where it ended."""
+        return _tokenized(self.prompts.rows[i], text, self.tokenizer).answers[0][: None if finished else -1]
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
@@ -346,10 +341,10 @@ class Evaluation:
 
     # ---- verdicts ---------------------------------------------------------------------------------------------------
 
-    def _judge_all(self, found: Mapping[str, Measured], progress: Progress) -> None:
+    def _judge_all(self, measured: Mapping[str, Measured], progress: Progress) -> None:
         """Preferences of each candidate's answers over those of `against`, draw by draw."""
-        against = found[self.config.against]
-        for of in found.values():
+        against = measured[self.config.against]
+        for of in measured.values():
             if of is against or self.config.judged_by is None:
                 continue
             if self.judge is None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rlhf_engine.config.commands import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError
@@ -44,15 +44,11 @@ Judge by how well the answer serves the prompt. Neither the order nor the length
 answer A is better, B if answer B is better, TIE if they are equally good."""
 """Question to a server; {prompt}, {first} and {second} are replaced."""
 _FIELDS = ("{prompt}", "{first}", "{second}")
-_MOST_TOKENS = 1024
-"""Tokens of a judge's reply, some of which think first."""
+_MOST_TOKENS = 1024  # tokens of a judge's reply, some of which think first
 _SAID = {"A": 1.0, "B": 0.0, "TIE": 0.5, "C": 0.5}
-_BUSY = (429, 500)
-"""Statuses after which a server is given time, up to the timeout."""
-_FIRST_PAUSE = 1.0
-"""Seconds; doubled each time."""
-_AT_ONCE = 64
-"""Pairs that a function sees in one call."""
+_BUSY = (429, 500)  # statuses after which a server is given time, up to the timeout
+_FIRST_PAUSE = 1.0  # seconds; doubled each time
+_AT_ONCE = 64  # pairs that a function sees in one call
 
 
 class Pair(NamedTuple):
@@ -70,14 +66,7 @@ class Verdict(NamedTuple):
     reply: str  # in the judge's words, cut short; "" of a function
 
 
-class Judge(Protocol):
-    """Judge of which of two answers is better."""
-
-    def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """(place of the pair, verdict) of each pair, in any order."""
-
-
-def make_judge(config: EvaluateConfig) -> Judge:
+def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
     """Build the function or the client of a server that the options name.
 
     Raises ConfigError for no such function, an address of another form, or a template without a place for an answer.
@@ -111,16 +100,16 @@ class FunctionJudge:
     def __init__(self, spec: str) -> None:
         """Load the function."""
         try:
-            found: Any = load_reward(spec)
+            given: Any = load_reward(spec)
         except ConfigError as error:
             raise ConfigError(str(error).replace("reward_funcs", "judge")) from error
-        if isinstance(found, type):
-            found = found()
-        self._judge: Callable[..., Any] = getattr(found, "judge", found)
+        if isinstance(given, type):
+            given = given()
+        self._judge: Callable[..., Any] = getattr(given, "judge", given)
         self._spec = spec
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs. See `Judge.verdicts`."""
+        """(place of the pair, verdict) of each pair, in any order."""
         for start in range(0, len(pairs), _AT_ONCE):
             some = pairs[start : start + _AT_ONCE]
             prompts = [pair.prompt for pair in some]
@@ -129,12 +118,12 @@ class FunctionJudge:
                 # TRL's judges may shuffle the order themselves; both orders are given here
                 takes_order = "shuffle_order" in inspect.signature(self._judge).parameters
                 options = {"shuffle_order": False} if takes_order else {}
-                found = self._judge(prompts, completions, **options)
+                results = self._judge(prompts, completions, **options)
             except Exception as error:  # a user's function may raise anything; it is named and passed on
                 raise RewardError(f"judge {self._spec!r} raised {type(error).__name__}: {error}") from error
-            if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(some):
-                raise RewardError(f"judge {self._spec!r}: expected a list of {len(some)} results, got {found!r:.200}")
-            for i, value in enumerate(found):
+            if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(some):
+                raise RewardError(f"judge {self._spec!r}: expected a list of {len(some)} results, got {results!r:.200}")
+            for i, value in enumerate(results):
                 yield start + i, Verdict(self._preference(value), "")
 
     def _preference(self, value: Any) -> float | None:
@@ -157,7 +146,7 @@ class ServerJudge:
         self._model, self._template, self._requests = model, template, requests
 
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
-        """Judge pairs, several at once. See `Judge.verdicts`."""
+        """(place of the pair, verdict) of each pair, in any order; several are asked at once."""
         group = RequestGroup()
         stopped = threading.Event()
         waiting: dict[Future[Verdict], int] = {}
@@ -200,13 +189,13 @@ class ServerJudge:
 
 def _content(raw: bytes, http: Transport) -> str:
     try:
-        found = json.loads(raw)["choices"][0]["message"]["content"]
+        content = json.loads(raw)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         text = raw.decode(errors="replace")[:200]
         raise http.error(f"expected choices[0].message.content from /v1/chat/completions, got {text!r}") from error
-    if found is not None and not isinstance(found, str):
-        raise http.error(f"expected text as choices[0].message.content, got {type(found).__name__}")
-    return found or ""
+    if content is not None and not isinstance(content, str):
+        raise http.error(f"expected text as choices[0].message.content, got {type(content).__name__}")
+    return content or ""
 
 
 def _verdict(reply: str) -> Verdict:

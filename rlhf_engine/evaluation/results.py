@@ -15,68 +15,48 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_engine.evaluation.evaluate import Evaluation, Measured, pairs
-from rlhf_engine.evaluation.statistics import (
-    best_of_n_curve,
-    length_controlled_win_rate,
-    mean_by_prompt,
-    ratio_by_prompt,
-)
+from rlhf_engine.evaluation.evaluate import Evaluation, Measured
+from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 from rlhf_engine.runs.metrics import write_atomic
-from rlhf_engine.runs.page_parts import COLOURS, render
+from rlhf_engine.runs.page import COLOURS, render
 from rlhf_engine.runs.text import show_controls
 from rlhf_engine.scoring.rewards import mean_or_none
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 """Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
-
-
-MOST_PROMPTS = 400
-"""Prompts on the page; of more, every so many-th."""
-
-
-class Row(NamedTuple):
-    """A line of the table."""
-
-    key: str
-    label: str
-    form: str
-
-
-ROWS = (
-    Row("reward", "reward", ".3f"),
-    Row("win_rate", "win rate", ".1%"),
-    Row("length_controlled_win_rate", "win rate at equal lengths", ".1%"),
-    Row("kl", "KL from the base, nats", ".3f"),
-    Row("kl_per_token", "… per token", ".4f"),
-    Row("perplexity", "perplexity of references", ".2f"),
-    Row("tokens", "tokens per answer", ".1f"),
-    Row("characters", "characters per answer", ".1f"),
-    Row("finished", "ended by themselves", ".1%"),
-    *(Row(name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
+MOST_PROMPTS = 400  # prompts on the page; of more, every so many-th
+_LINES = (
+    ("win_rate", "win rate", ".1%"),
+    ("kl", "KL from the base, nats", ".3f"),
+    ("kl_per_token", "… per token", ".4f"),
+    ("perplexity", "perplexity of references", ".2f"),
+    ("tokens", "tokens per answer", ".1f"),
+    ("characters", "characters per answer", ".1f"),
+    ("finished", "ended by themselves", ".1%"),
+    *((name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
 )
-"""Lines of the table, beside the difference of rewards and one for each reward source where there are several."""
+"""Lines of the table below those of rewards: key of the figure, label, form of numbers."""
 
 
-def summarise(evaluation: Evaluation, found: Mapping[str, Measured]) -> dict[str, Any]:
+def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Figures of an evaluation as plain values for JSON: prompts, judge, against, and for each model its figures.
 
     A figure with an interval is [value, low, high].
     """
     config = evaluation.config
-    against = found[config.against]
+    against = measured[config.against]
     return {
         "prompts": evaluation.n_prompts,
         "answers_per_prompt": config.num_generations,
         "against": config.against,
         "judge": config.judged_by,
         "interval": "95 %, percentile bootstrap over prompts",
-        "models": {name: _figures(evaluation, of, against) for name, of in found.items()},
+        "models": {name: _figures(evaluation, of, against) for name, of in measured.items()},
     }
 
 
@@ -113,7 +93,7 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
         figures["perplexity"] = [math.exp(value) for value in nats]
     _add_rouge(evaluation, of, figures, missing)
     if of.preferences is not None:
-        figures |= _win_rates(of, against, seed)
+        figures |= _win_rates(of, seed)
     elif of is not against:
         missing["win_rate"] = "no judge"
     return {**figures, "missing": missing}
@@ -140,29 +120,19 @@ def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], mi
             )
 
 
-def _win_rates(of: Measured, against: Measured, seed: int) -> dict[str, Any]:
-    """Wins, ties and losses; win rates plain and at equal lengths. Draws without a verdict are left out."""
+def _win_rates(of: Measured, seed: int) -> dict[str, Any]:
+    """Win rate, and shares of wins, ties and losses. Draws without a verdict are left out and counted."""
     assert of.preferences is not None
-    judged = [
-        (i, preference, float(len(mine.text) - len(theirs.text)))
-        for i, row in enumerate(of.preferences)
-        for preference, (mine, theirs) in zip(row, pairs(of.answers[i], against.answers[i]), strict=True)
-        if preference is not None
-    ]
-    unjudged = sum(preference is None for row in of.preferences for preference in row)
+    preferences = [preference for row in of.preferences for preference in row]
+    judged = [preference for preference in preferences if preference is not None]
+    unjudged = len(preferences) - len(judged)
     if not judged:
         return {"win_rate": None, "unjudged": unjudged}
-    prompts, preferences, longer_by = map(list, zip(*judged, strict=True))
-    places = {i: k for k, i in enumerate(dict.fromkeys(prompts))}
-    at_equal_lengths = length_controlled_win_rate(
-        preferences, longer_by, [places[i] for i in prompts], len(places), seed=seed
-    )
     return {
         "win_rate": _mean(of.preferences, seed),
-        "length_controlled_win_rate": list(at_equal_lengths),
-        "won": fmean(p > 0.5 for p in preferences),
-        "tied": fmean(p == 0.5 for p in preferences),
-        "lost": fmean(p < 0.5 for p in preferences),
+        "won": fmean(p > 0.5 for p in judged),
+        "tied": fmean(p == 0.5 for p in judged),
+        "lost": fmean(p < 0.5 for p in judged),
         "unjudged": unjudged,
     }
 
@@ -178,7 +148,6 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
 
 def table(results: Mapping[str, Any]) -> Table:
     """Draw the figures of all models, a column for each."""
-    models = results["models"]
     shown = Table(
         title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
         caption=escape("[low, high]: 95 % by prompt. –: see missing in results.json"),
@@ -186,72 +155,66 @@ def table(results: Mapping[str, Any]) -> Table:
         caption_justify="left",
     )
     shown.add_column("")
-    for name in models:
+    for name in results["models"]:
         shown.add_column(escape(name), justify="right")
-    for row in lines(results):
-        cells = (shown_figure(figure_of(figures, row.key), row.form) for figures in models.values())
-        shown.add_row(escape(row.label), *(escape(cell.replace(" [", "\n[")) for cell in cells))
+    for label, figures in lines(results):
+        shown.add_row(escape(label), *(escape("\n".join(filter(None, figure))) for figure in figures))
     return shown
 
 
-def lines(results: Mapping[str, Any]) -> list[Row]:
-    """Lines of a table of results: those that some model has, and the reward sources where there are several."""
-    models = results["models"].values()
-    names = list(dict.fromkeys(name for figures in models for name in figures.get("sources", {})))
-    sources = [Row(f"sources.{name}", f"reward: {name}", ".3f") for name in names] if len(names) > 1 else []
-    difference = Row("reward_difference", f"reward above that of {results['against']}", "+.3f")
-    rows = [ROWS[0], difference, *sources, *ROWS[1:]]
-    return [row for row in rows if any(figure_of(figures, row.key) is not None for figures in models)]
+def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Lines of the table that some model has a figure for: label, and each model's figure and its interval as texts."""
+    models = [
+        {**figures, **{f"reward: {name}": one for name, one in figures.get("sources", {}).items()}}
+        for figures in results["models"].values()
+    ]
+    names = list(dict.fromkeys(name for figures in models for name in figures if name.startswith("reward: ")))
+    sources = [(name, name, ".3f") for name in names] if len(names) > 1 else []
+    difference = ("reward_difference", f"reward above that of {results['against']}", "+.3f")
+    return [
+        (label, [_as_text(figures.get(key), form) for figures in models])
+        for key, label, form in (("reward", "reward", ".3f"), difference, *sources, *_LINES)
+        if any(figures.get(key) is not None for figures in models)
+    ]
 
 
-def figure_of(figures: Mapping[str, Any], key: str) -> Any:
-    """Figure of a model by the key of a `Row`: a number, [value, low, high], or None."""
-    where, _, name = key.partition(".")
-    return figures.get(where, {}).get(name) if name else figures.get(where)
-
-
-def shown_figure(value: Any, form: str) -> str:
-    """A figure as text, with its interval; – of None."""
-    if value is None:
-        return "–"
-    middle, low, high = value if isinstance(value, list) else (value, None, None)
-    return f"{middle:{form}}" if low is None else f"{middle:{form}} [{low:{form}}, {high:{form}}]"
+def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
+    """A figure and its interval; – of None."""
+    if figure is None:
+        return "–", ""
+    value, low, high = figure
+    return f"{value:{form}}", f"[{low:{form}}, {high:{form}}]"
 
 
 # ---- page ------------------------------------------------------------------------------------------------------------
 
 
-def write_page(evaluation: Evaluation, found: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
+def write_page(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
     """Write the page with the figures that `summarise` returned, at once and whole; its path."""
     judge = results["judge"] or "nobody"  # without its address or path
     judge = "a server" if judge.startswith(("http://", "https://")) else judge.rpartition("/")[2]
-    models = results["models"].values()
-    table = [
-        (row.label, [shown_figure(figure_of(model, row.key), row.form).partition(" [")[::2] for model in models])
-        for row in lines(results)
-    ]
     text = render(
         "evaluation/page.html.jinja",
         ["runs/page_chart.js", "evaluation/page.js"],
         ["runs/page.css", "evaluation/page.css"],
         written=round(time.time()),
         refresh=None,
-        title=show_controls(f"Evaluation of {', '.join(found)}"),
+        title=show_controls(f"Evaluation of {', '.join(measured)}"),
         results=results,
         judge=judge,
-        table=table,
-        data=_data(evaluation, found, results),
+        table=lines(results),
+        data=_data(evaluation, measured, results),
     )
     write_atomic(out, text.encode())
     return out
 
 
-def _data(evaluation: Evaluation, found: Mapping[str, Measured], results: Mapping[str, Any]) -> dict[str, Any]:
+def _data(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any]) -> dict[str, Any]:
     every = -(-evaluation.n_prompts // MOST_PROMPTS)
     shown = range(0, evaluation.n_prompts, every)
     rows, texts = evaluation.prompts.rows, evaluation.prompts.prompts
     models = []
-    for name, of in found.items():
+    for name, of in measured.items():
         curve = results["models"][name].get("best_of_n")
         models.append(
             {

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: means and win rates with intervals by prompt, length control, and best of n.
+"""Statistics of an evaluation: means and ratios with intervals by prompt, and best of n.
 
 Intervals are percentile bootstraps over prompts (Efron and Tibshirani 1993, chapter 13): answers to one prompt stay
 together. Legend: P prompts, R resamples.
@@ -14,13 +14,8 @@ import numpy as np
 import torch
 from scipy.stats import bootstrap
 
-RESAMPLES = 2000
-"""Resamples of the prompts for an interval."""
-_MOST_WEIGHTS = 2**22
-"""Weights that are held at once: 32 MiB."""
-_PRIOR = 0.01
-"""Precision of the normal prior on the two numbers of a length-controlled fit: answers that always win stay finite."""
-_NEWTON_STEPS = 50
+RESAMPLES = 2000  # resamples of the prompts for an interval
+_MOST_WEIGHTS = 2**22  # weights that are held at once: 32 MiB
 
 
 class Interval(NamedTuple):
@@ -31,9 +26,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval_by_prompt(
-    statistic: Callable[[torch.Tensor], torch.Tensor], prompts: int, *, seed: int = 0, resamples: int = RESAMPLES
-) -> Interval:
+def interval_by_prompt(statistic: Callable[[torch.Tensor], torch.Tensor], prompts: int, *, seed: int = 0) -> Interval:
     """A statistic with every prompt once, and the middle 95 % of its resamples, those left out where it is not defined.
 
     The statistic is a function of weights [R, P] (float64, how often each prompt was drawn) to values [R].
@@ -52,7 +45,7 @@ def interval_by_prompt(
         (np.arange(prompts),),
         of_places,
         vectorized=True,
-        n_resamples=resamples,
+        n_resamples=RESAMPLES,
         batch=max(1, _MOST_WEIGHTS // prompts),
         method="percentile",
         rng=np.random.default_rng(seed),
@@ -70,41 +63,6 @@ def ratio_by_prompt(numerators: Sequence[float], denominators: Sequence[float], 
     """Σ numerators / Σ denominators, one each per prompt, such as nats per token over texts of different lengths."""
     above, below = (torch.tensor(values, dtype=torch.float64) for values in (numerators, denominators))
     return interval_by_prompt(lambda weights: (weights @ above) / (weights @ below), len(numerators), seed=seed)
-
-
-def length_controlled_win_rate(
-    wins: Sequence[float], longer_by: Sequence[float], prompt_of: Sequence[int], prompts: int, *, seed: int = 0
-) -> Interval:
-    """Win rate at equal lengths, by a logistic fit (after Dubois and others, arXiv 2404.04475, equation 2).
-
-        P(win_i) = σ(θ + β · tanh(d_i / s))      d_i: how much longer, s: standard deviation of d
-
-    The figure is σ(θ). θ and β have a normal prior of standard deviation 10, so that a model that always wins has
-    finite numbers. The paper's term for how hard a prompt is needs many models and is left out. A comparison is won
-    (1), lost (0), or anything between; `prompt_of` is the place of its prompt.
-    """
-    won = torch.tensor(wins, dtype=torch.float64)
-    gap = torch.tensor(longer_by, dtype=torch.float64)
-    spread = gap.std(correction=0)
-    x = torch.tanh(gap / spread) if float(spread) > 0 else torch.zeros_like(gap)
-    places = torch.tensor(prompt_of)
-
-    def fit(weights_RP: torch.Tensor) -> torch.Tensor:
-        weights = weights_RP[:, places]
-        theta = torch.zeros(len(weights), 2, dtype=torch.float64)
-        design = torch.stack([torch.ones_like(x), x], dim=1)
-        for _ in range(_NEWTON_STEPS):
-            p = torch.sigmoid(theta @ design.T)
-            gradient = (weights * (won - p)) @ design - _PRIOR * theta
-            curvature = weights * p * (1 - p)
-            hessian = torch.einsum("rn,ni,nj->rij", curvature, design, design) + _PRIOR * torch.eye(2).double()
-            step = torch.linalg.solve(hessian, gradient)
-            theta = theta + step.clamp(-2.0, 2.0)
-            if float(step.abs().max()) < 1e-10:
-                break
-        return torch.sigmoid(theta[:, 0])
-
-    return interval_by_prompt(fit, prompts, seed=seed, resamples=RESAMPLES // 4)
 
 
 def best_of_n_curve(rewards: Sequence[Sequence[float]], *, seed: int = 0) -> list[dict[str, Any]]:

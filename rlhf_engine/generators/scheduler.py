@@ -3,41 +3,159 @@
 What is learned from comes from `take`, step by step; nothing is drawn that would be too old by then, so nothing is ever
 thrown away, and nothing beyond the last step is drawn at all. A step's answers are taken once: what a generator still
 sends after it was given up is not looked at.
+
+The policy after s steps is what the first s steps have made of the start. The answers of step t may be drawn as soon as
+`earliest(t)` steps are done, by the policy after so many. With `newest` the policy after any later step may draw them:
+
+    every step its own      earliest(t) = t
+    n batches per policy    earliest(t) = t − t mod n              ages 0, 1, …, n−1, 0, 1, …
+    staleness k             earliest(t) = max(0, t − k)            ages 0, 1, …, k, k, k, …
+
+(Asynchronous RLHF, arXiv 2410.18252, has k = 1, and n from 1 to 64.)
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+from rlhf_engine.config.rollout import AsyncOptions
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.generators.policy_store import Snapshot
-from rlhf_engine.generators.staleness import StalenessRule, newest_after
-from rlhf_engine.generators.transport import Drawn, Event, GeneratorTransport, Joined, Lost
-from rlhf_engine.generators.work import WorkItem, join
+from rlhf_engine.generators.work import Snapshot, WorkItem, join
 from rlhf_engine.rollout import Rollout
 
-MakeItems = Callable[[int, int, int], list[WorkItem]]
-"""(step, version, shares) → work items"""
-SILENCE = 600.0
-"""Seconds without a token after which a generator is given up."""
-_LOOK = 0.2
-"""Seconds between two looks at generators that may hang."""
+SILENCE = 600.0  # seconds without a token after which a generator is given up
+_LOOK = 0.2  # seconds between two looks at generators that may hang
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessRule:
+    """Rule for the age of answers when they are learned from."""
+
+    max_staleness: int = 0  # steps, k above
+    batches_per_policy: int = 1  # n above
+    newest: bool = False  # draw by the newest policy rather than by that after `earliest` steps
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness: expected at least 0, got {self.max_staleness}")
+        if self.batches_per_policy < 1:
+            raise ValueError(f"batches_per_policy: expected at least 1, got {self.batches_per_policy}")
+        if self.max_staleness and self.batches_per_policy > 1:
+            raise ValueError(f"batches_per_policy: expected 1 with max_staleness, got {self.batches_per_policy}")
+
+    @classmethod
+    def of(cls, config: AsyncOptions) -> StalenessRule:
+        """The rule that a configuration describes."""
+        if config.async_mode == "off":
+            return cls(batches_per_policy=config.batches_per_policy)
+        return cls(max_staleness=config.max_staleness, newest=config.async_policy != "fixed")
+
+    def earliest(self, step: int) -> int:
+        """Steps that have to be done before the answers of `step` (from 0) may be drawn."""
+        return max(0, step - step % self.batches_per_policy - self.max_staleness)
+
+    def drawable(self, done: int) -> int:
+        """Answers of every step before this one may be drawn once so many steps are done."""
+        block = self.batches_per_policy
+        return done + self.max_staleness + 1 if block == 1 else done - done % block + block
+
+    def drawn_after(self, step: int, done: int) -> int:
+        """Steps after which the policy was that draws for `step`, where `done` are done. Raises ValueError if none."""
+        earliest = self.earliest(step)
+        if done < earliest:
+            raise ValueError(f"step: expected one whose answers may be drawn after {done} steps, got {step}")
+        return min(done, step) if self.newest else earliest
+
+
+def newest_after(known: Collection[int], done: int) -> int:
+    """Number of steps after which the newest policy was made that there was after `done` steps.
+
+    The first where none is known from so early, as after a run was taken up: it is the one that the run began with.
+    """
+    return max((steps for steps in known if steps <= done), default=min(known))
+
+
+class Drawn(NamedTuple):
+    """A generator has drawn the answers of a work item."""
+
+    worker: str
+    item: WorkItem
+    rollout: Rollout
+
+
+class Lost(NamedTuple):
+    """A generator has ended, by this cause; its work item, if it had one, has to be drawn by another."""
+
+    worker: str
+    cause: BaseException
+
+
+class Joined(NamedTuple):
+    """A generator takes work from now on, and has every policy that is held."""
+
+    worker: str
+
+
+Event = Drawn | Lost | Joined
+
+
+class GeneratorTransport(Protocol):
+    """Generators, each of which draws one work item at a time. Its methods are called by one thread at a time."""
+
+    _notes: queue.SimpleQueue[Callable[[], Event | None]]
+    """Of what has happened; what is made of it is an event, or nothing."""
+
+    def publish(self, snapshot: Snapshot) -> int:
+        """Let every generator draw by a policy, and those that join later as well; the bytes that it sends."""
+
+    def keep(self, versions: frozenset[int]) -> None:
+        """Forget policies that no work item will name any more: all but these."""
+
+    def submit(self, worker: str, item: WorkItem) -> None:
+        """Have an idle generator draw a work item, by a policy that was published."""
+
+    def next_event(self, timeout: float) -> Event | None:
+        """Wait up to `timeout` seconds for what happens next; None: nothing. May be called while other methods are."""
+        until = time.monotonic() + timeout
+        while True:
+            self._look_after()
+            try:
+                note = self._notes.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return None
+            if (event := note()) is not None:
+                return event
+
+    def _look_after(self) -> None:
+        """Do what is due before a wait for an event."""
+        return
+
+    def silent_for(self, worker: str) -> float:
+        """Seconds since a generator with work has last shown that it is at work."""
+
+    def expects_more(self) -> bool:
+        """Whether a generator is on its way, so that a `Joined` or one more `Lost` will come."""
+
+    def give_up(self, worker: str, cause: BaseException) -> None:
+        """Stop a generator for good, as far as that can be done. It is `Lost`, with this cause."""
+
+    def close(self) -> None:
+        """Stop all generators and wait until they have; without effect the second time."""
 
 
 class Taken(NamedTuple):
     """The answers of a step, and how the generators do."""
 
     rollout: Rollout
-    wait_seconds: float
-    """Seconds that the learner had to wait."""
-    ready: int
-    """Steps beyond whose answers are there."""
-    busy_seconds: float
-    """Seconds that all generators have been at work, since the first began."""
+    wait_seconds: float  # that the learner had to wait
+    ready: int  # steps beyond whose answers are there
+    busy_seconds: float  # that all generators have been at work, since the first began
 
 
 class Scheduler:
@@ -46,7 +164,7 @@ class Scheduler:
     def __init__(
         self,
         transport: GeneratorTransport,
-        make_items: MakeItems,
+        make_items: Callable[[int, int, int], list[WorkItem]],
         rule: StalenessRule,
         policies: Mapping[int, Snapshot],
         *,
@@ -57,7 +175,9 @@ class Scheduler:
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
-        """policies: by steps done, those that may draw what is missing; the newest is that after `step` steps.
+        """make_items: (step, version, shares) → work items.
+
+        policies: by steps done, those that may draw what is missing; the newest is that after `step` steps.
 
         step: the first one whose answers are to be drawn; total_steps: the last one is before it.
 
@@ -151,9 +271,7 @@ class Scheduler:
         first = newest_after(self._after, self._rule.earliest(self._done))
         drawn = {version for step, version in self._drawn_by.items() if step >= self._done}
         asked = {version for step, version in self._asked.items() if step >= self._done}
-        self._after = {
-            done: version for done, version in self._after.items() if done >= first or version in drawn | asked
-        }
+        self._after = {done: v for done, v in self._after.items() if done >= first or v in drawn | asked}
         self._drawn_by = {step: version for step, version in self._drawn_by.items() if step >= self._done}
         self._transport.keep(frozenset(self._after.values()))
 
@@ -226,7 +344,5 @@ class Scheduler:
         for worker, (item, _) in list(self._running.items()):
             silent = self._transport.silent_for(worker)
             if silent > self._timeout:
-                self._transport.give_up(
-                    worker,
-                    TimeoutError(f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds"),
-                )
+                said = f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds"
+                self._transport.give_up(worker, TimeoutError(said))

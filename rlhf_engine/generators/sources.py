@@ -3,6 +3,11 @@
 OwnPolicy      every step draws its own, on the very weights that train
 PastPolicies   one after the other, by the policies that a rule names; what a concurrent run draws, repeated
 Concurrent     generators draw the answers of later steps meanwhile
+
+A source has four methods. `draw(step, version, lap)` makes the answers of a step (from 0), the next one to learn from,
+and metrics by name; `version` is the present policy's, `lap` is called with the name of a phase at its end.
+`learned(done, version)` notes that `done` steps are done, and publishes the policy that they made. `state()` is for a
+checkpoint that is written now, and `close()` lets go of what draws.
 """
 
 from __future__ import annotations
@@ -12,19 +17,29 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from rlhf_engine.generators.policy_store import Snapshot, VersionStore, take
-from rlhf_engine.generators.scheduler import Scheduler
-from rlhf_engine.generators.served import ServedWorker
-from rlhf_engine.generators.staleness import StalenessRule, newest_after
-from rlhf_engine.generators.work import StepPrompts
-from rlhf_engine.generators.worker import Worker
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.devices import is_gpu
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.generators.scheduler import SILENCE, GeneratorTransport, Scheduler, StalenessRule, newest_after
+from rlhf_engine.generators.thread import GeneratorThread, ServedWorker, Worker
+from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put, take
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.rollout import Rollout
+from rlhf_engine.policy.build import BEHAVIOUR, PAST
+from rlhf_engine.rollout import EngineOptions, Rollout
 from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.rollout.vllm.backend import VllmRollouts
+from rlhf_engine.scoring.score import FrozenRoles
+
+Lap = Callable[[str], None]
+"""Called with the name of a phase at its end."""
+Connect = Callable[[HydraModel], GeneratorTransport]
+"""Starts generators in other processes, for the learner's model."""
+Serve = Callable[[Callable[[], bool]], VllmRollouts]
+"""Makes the backend by which a server draws for the role `behaviour`; it is given what says whether to stop."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,37 +52,8 @@ class PastState:
     """Step → version, of steps whose answers had been begun."""
 
 
-Lap = Callable[[str], None]
-"""Called with the name of a phase at its end."""
-Hold = Callable[[Snapshot], dict[str, float]]
-"""Puts a policy where the learner scores answers by it, and checks that a server draws by it; metrics by name."""
-
-
-class AnswerSource(Protocol):
-    """Answers, step by step."""
-
-    def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
-        """Draw the answers of step `step` (from 0), the next one to learn from; also metrics by name.
-
-        `version` is the present policy's. `lap` is called with the name of a phase at its end.
-        """
-        ...
-
-    def learned(self, done: int, version: int) -> dict[str, float]:
-        """Note that `done` steps are done, and publish the policy that they made; metrics by name."""
-        ...
-
-    def state(self) -> PastState:
-        """State for a checkpoint that is written now."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what draws."""
-        ...
-
-
 class OwnPolicy:
-    """Every step draws its own answers."""
+    """Every step draws its own answers: there is nothing to remember, and nothing to let go of."""
 
     def __init__(self, rollouts: Rollouts, prompts: StepPrompts) -> None:
         self._rollouts, self._prompts = rollouts, prompts
@@ -98,59 +84,66 @@ class OwnPolicy:
         """Nothing to let go of."""
 
 
-class PolicyTracker:
-    """Snapshots of the policy that learns, one per version."""
-
-    def __init__(self, model: HydraModel, past: PastState, *, done: int, version: int) -> None:
-        """Snapshot the present policy beside the past ones, those of the checkpoint that the run goes on from."""
-        spec = model.roles["actor"]
-        assert spec.slot is not None
-        self._slot = model.backbone(spec.backbone).slot(spec.slot)
-        self.present = take(self._slot, version)
-        known = {snapshot.version: snapshot for snapshot in past.policies.values()} | {version: self.present}
-        self.after = {steps: known[snapshot.version] for steps, snapshot in past.policies.items()}
-        """Policies by steps done, from when the run was taken up."""
-        self.after[done] = self.present
-
-    def now(self, version: int) -> Snapshot:
-        """Snapshot of the present policy, taken once per version."""
-        if version != self.present.version:
-            self.present = take(self._slot, version)
-        return self.present
-
-
-class PastPolicies:
-    """Draws the answers of a step when it comes, by the policy that the rule names."""
+class _ByPast:
+    """Common parts of both sources whose answers past policies draw."""
 
     def __init__(
         self,
-        worker: Worker | ServedWorker,
-        store: VersionStore,
-        tracker: PolicyTracker,
+        model: HydraModel,
         prompts: StepPrompts,
-        rule: StalenessRule,
+        past: PastState,
         *,
-        hold: Hold,
-        threads: int | None = None,
-        end: Callable[[], None] = lambda: None,
+        version: int,
+        reward: bool,
+        connect: Connect | None,
+        serve: Serve | None,
     ) -> None:
-        """Take what draws. `hold` puts the policy that drew where the learner scores by it.
-
-        `threads` are those of the CPU that a generator would take from the learner; None: all. Each side has its own
-        number here as well, because the bits of a product may depend on it. `end` lets go of what draws.
-        """
-        self._end = end
-        self._worker, self._store, self._tracker, self._prompts, self._rule = worker, store, tracker, prompts, rule
-        self._hold, self._threads = hold, threads
-        self._all_threads: int | None = None
-        self._after = dict(tracker.after)
+        """Take the arguments of `make_source`, and a snapshot of the present policy beside the past ones."""
+        config = prompts.config
+        self._model, self._prompts, self._config = model, prompts, config
+        self._rule, self._store, self._connect = StalenessRule.of(config), VersionStore(), connect
+        spec = model.roles["actor"]
+        assert spec.slot is not None
+        self._slot = model.backbone(spec.backbone).slot(spec.slot)
+        self._present = take(self._slot, version)
+        known = {snapshot.version: snapshot for snapshot in past.policies.values()} | {version: self._present}
+        self._after = {done: known[snapshot.version] for done, snapshot in past.policies.items()}
+        """Policies by steps done."""
+        self._after[prompts.first_step] = self._present
         for snapshot in self._after.values():
-            store.add(snapshot)
+            self._store.add(snapshot)
+        self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
+        self._threads = _generator_threads(config, model.role_backbone(BEHAVIOUR).device)
+        self._served = None if serve is None else ServedWorker(model, self._store, serve)
+        self._worker: Worker | ServedWorker | None = self._served  # then the learner scores: no pass is made beside it
+        if self._served is None and config.async_mode != "ray":
+            score = FrozenRoles(model, config, past=None if self._mixed else BEHAVIOUR, reward=reward)
+            options = EngineOptions.of(config)
+            self._worker = Worker(model, self._store, options, in_flight=self._mixed, score=score)
+
+    def _now(self, version: int) -> Snapshot:
+        """Snapshot of the present policy, taken once per version, where it may draw."""
+        if version != self._present.version:
+            self._present = take(self._slot, version)
+        self._store.add(self._present)
+        return self._present
+
+    def _hold(self, policy: Snapshot) -> dict[str, float]:
+        """Put a policy where the learner scores answers by it, and check that a server draws by it; metrics by name."""
+        put(policy, self._model.role_backbone(PAST).slot(PAST))
+        return {} if self._served is None else self._served.check(policy.version)
+
+
+class PastPolicies(_ByPast):
+    """Draws the answers of a step when it comes, by the policy that the rule names."""
+
+    _all_threads: int | None = None
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Draw on this thread, by the policy that the rule names rather than by `version`."""
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
         (item,) = self._prompts.items(step, policy.version)
+        assert self._worker is not None
         with self._generator_threads():
             rollout = self._worker(item)
         lap("generate")
@@ -158,10 +151,9 @@ class PastPolicies:
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Note the policy, and forget those that no later step asks for."""
-        self._after[done] = self._tracker.now(version)
+        self._after[done] = self._now(version)
         first = newest_after(self._after, self._rule.earliest(done))
         self._after = {steps: policy for steps, policy in self._after.items() if steps >= first}
-        self._store.add(self._after[done])
         self._store.keep(policy.version for policy in self._after.values())
         return {}
 
@@ -171,7 +163,8 @@ class PastPolicies:
 
     def close(self) -> None:
         """Give the learner all threads back, and let go of what draws."""
-        self._end()
+        assert self._worker is not None
+        self._worker.close()
         if self._all_threads is not None:
             torch.set_num_threads(self._all_threads)
             self._all_threads = None
@@ -191,35 +184,41 @@ class PastPolicies:
             torch.set_num_threads(max(1, self._all_threads - self._threads))
 
 
-class Concurrent:
-    """Generators draw ahead, as far as the rule lets them, while the learner learns."""
+class Concurrent(_ByPast):
+    """Generators draw ahead, as far as the rule lets them, while the learner learns. They begin with the first draw."""
 
-    def __init__(
-        self,
-        begin: Callable[[], Scheduler],
-        store: VersionStore,
-        tracker: PolicyTracker,
-        *,
-        drawn_by: Mapping[int, int],
-        n_shares: int,
-        mixed: bool,
-        hold: Hold,
-    ) -> None:
-        """Take what begins the generators (with the first `draw`), and how far the run was.
-
-        `drawn_by` has the version of each step that a run had begun to draw when it was stopped. Each of `n_shares`
-        generators gets a share of a step. `mixed` answers may be of several policies. `hold` puts the policy that drew
-        where the learner scores by it.
-        """
-        self._begin, self._store, self._tracker = begin, store, tracker
-        self._mixed, self._n_shares, self._hold = mixed, n_shares, hold
-        self._policies = dict(tracker.after)
-        self._drawn_by = dict(drawn_by)
+    def __init__(self, model: HydraModel, prompts: StepPrompts, past: PastState, **options: Any) -> None:
+        super().__init__(model, prompts, past, **options)
+        self._drawn_by = dict(past.drawn_by)
+        self._n_shares = self._config.ray_generators if self._config.async_mode == "ray" else 1
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
         """Time at which the answers before were taken, and how long generators had been at work by then."""
-        for snapshot in self._policies.values():
-            store.add(snapshot)
+
+    def _begin(self) -> Scheduler:
+        hurry = None
+        if self._config.async_mode == "ray":
+            assert self._connect is not None
+            transport = self._connect(self._model)
+        else:
+            assert self._worker is not None
+            # who asks the frozen lanes must not show in their bits
+            if self._threads is None or torch.get_num_threads() in (1, 2 * self._threads):
+                hurry = self._worker.hurry
+            device = self._model.role_backbone(BEHAVIOUR).device
+            transport = GeneratorThread(self._worker, self._store, device=device, threads=self._threads)
+        return Scheduler(
+            transport,
+            self._prompts.items,
+            self._rule,
+            self._after,
+            step=self._prompts.first_step,
+            total_steps=self._config.max_steps,
+            n_shares=self._n_shares,
+            timeout=SILENCE,
+            drawn_by=self._drawn_by,
+            hurry=hurry,
+        )
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Take what generators have drawn or are about to; the metrics say how busy they and the learner were."""
@@ -253,9 +252,8 @@ class Concurrent:
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Publish the policy; the bytes that were sent are `async/published_bytes`."""
-        snapshot = self._tracker.now(version)
+        snapshot = self._now(version)
         assert self._scheduler is not None
-        self._store.add(snapshot)
         sent = self._scheduler.publish(done, snapshot)
         self._store.keep(self._scheduler.policies().values())
         return {"async/published_bytes": float(sent)}
@@ -263,7 +261,7 @@ class Concurrent:
     def state(self) -> PastState:
         """Policies that may still draw, and versions that steps have begun to be drawn by."""
         if self._scheduler is None:
-            return PastState(policies=self._policies, drawn_by=self._drawn_by)
+            return PastState(policies=self._after, drawn_by=self._drawn_by)
         policies = {done: self._store.get(version) for done, version in self._scheduler.policies().items()}
         return PastState(policies=policies, drawn_by=self._scheduler.drawn_by())
 
@@ -271,3 +269,38 @@ class Concurrent:
         """Stop the generators."""
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+AnswerSource = OwnPolicy | PastPolicies | Concurrent
+
+
+def make_source(
+    model: HydraModel,
+    rollouts: Rollouts,
+    prompts: StepPrompts,
+    past: PastState,
+    *,
+    version: int,
+    reward: bool,
+    connect: Connect | None = None,
+    serve: Serve | None = None,
+) -> AnswerSource:
+    """Make the source of a run's answers, where its prompts say that the run is.
+
+    Policies of the past come from a checkpoint; `version` is the present one's. `reward` is whether a reward role
+    scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
+    """
+    config = prompts.config
+    if not config.is_async:
+        return OwnPolicy(rollouts, prompts)
+    if config.async_mode == "ray" and connect is None:
+        raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
+    kind = PastPolicies if config.async_mode in ("off", "replay") else Concurrent
+    return kind(model, prompts, past, version=version, reward=reward, connect=connect, serve=serve)
+
+
+def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
+    """Threads of the CPU that are a generator's; None where it takes none from the learner."""
+    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.vllm_servers:
+        return None
+    return max(1, torch.get_num_threads() // 2)

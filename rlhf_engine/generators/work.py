@@ -1,36 +1,139 @@
-"""Work items to draw for a step: a function of (data, seed, step), whoever draws them and whenever."""
+"""Work items of a step, the policies that draw them, and both as bytes for generators in other processes.
+
+Work items are a function of (data, seed, step), whoever draws them and whenever. On a frozen base a policy is the
+tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else can see it and never changes
+afterwards: a reader has a policy that was published as a whole, whatever the learner does meanwhile. Policies and
+answers go over as safetensors beside a digest that the receiver checks; nothing is pickled here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, batch_indices
+from rlhf_engine.distributed.launch import versions
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.hydra import PackedBatch, Scores
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.hydra.roles import LM_HEAD, OFF
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
+
+_FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
+_WORDS, _LENGTHS = "supports/words", "supports/lengths"
+"""Names of the parts of supports among them."""
+_PACKAGE = "package "  # prefix of the names of packages among a run's fixed parts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """A policy as it was. Nobody writes into its tensors."""
+
+    version: int
+    """Updates of the policy before it."""
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors by the names of the slot's parameters."""
+    ready: torch.cuda.Event | None = None
+    """Passed when the tensors are there, where a device works behind the host's back."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are sent when the policy is published."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names and bytes of tensors, in the order of their names."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(tensors[name].detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+@torch.no_grad()
+def take(slot: AdapterSlot, version: int) -> Snapshot:
+    """The slot's policy now."""
+    tensors = {name: parameter.detach().clone() for name, parameter in slot.named_parameters()}
+    ready = None
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        ready = torch.cuda.Event()
+        ready.record()
+    return Snapshot(version=version, tensors=tensors, ready=ready)
+
+
+@torch.no_grad()
+def put(snapshot: Snapshot, slot: AdapterSlot) -> None:
+    """Make the slot that policy, in place. Raises EngineError for a policy of another slot's shape."""
+    held = dict(slot.named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in snapshot.tensors.items()}
+    if shapes != {name: tuple(parameter.shape) for name, parameter in held.items()}:
+        raise EngineError(f"policy version {snapshot.version}: its tensors are not those of the slot {slot.name!r}")
+    if snapshot.ready is not None:
+        torch.cuda.current_stream().wait_event(snapshot.ready)
+    for name, parameter in held.items():
+        source = snapshot.tensors[name]
+        parameter.copy_(source, non_blocking=True)
+        if source.is_cuda:
+            source.record_stream(torch.cuda.current_stream())
+
+
+class VersionStore:
+    """Snapshots by version, for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, Snapshot] = {}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Show a policy to others from here on."""
+        with self._lock:
+            self._held[snapshot.version] = snapshot
+
+    def get(self, version: int) -> Snapshot:
+        """The policy of a version. Raises EngineError for one that is not held (any more)."""
+        with self._lock:
+            if version not in self._held:
+                raise EngineError(f"policy version {version}: expected one of {sorted(self._held)}, which are held")
+            return self._held[version]
+
+    def newest(self) -> Snapshot:
+        """The newest policy. Raises EngineError if none is held."""
+        with self._lock:
+            if not self._held:
+                raise EngineError("policy version: expected one that is held, got none")
+            return self._held[max(self._held)]
+
+    def keep(self, versions: Iterable[int]) -> None:
+        """Forget all others."""
+        wanted = set(versions)
+        with self._lock:
+            self._held = {version: snapshot for version, snapshot in self._held.items() if version in wanted}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
     """Answers for a generator to draw: those of a step, or a share of them."""
 
-    step: int
-    """They are learned from in that step, counted from 0."""
-    share: int
-    """Number of the share among those of the step, from 0."""
+    step: int  # that learns from them, counted from 0
+    share: int  # number of the share among those of the step, from 0
     n_shares: int
-    version: int
-    """Version of the policy that is to draw them."""
+    version: int  # of the policy that is to draw them
     prompts: PromptBatch
     sampling: SamplingConfig
 
@@ -55,19 +158,19 @@ class StepPrompts:
         world: World = ALONE,
     ) -> None:
         """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
-        self._config, self._prompts, self._sampling = config, prompts, sampling
-        self._step, self._samples, self._world = step, samples, world
+        self.config, self.first_step = config, step
+        self._prompts, self._sampling, self._samples, self._world = prompts, sampling, samples, world
 
     def prompts(self, step: int) -> PromptBatch:
         """All prompts of a step."""
-        config = self._config
+        config = self.config
         n_answers = config.prompts_per_step * config.generations
         return PromptBatch.of(
             batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed),
             self._prompts.ids,
             generations=config.generations,
             with_greedy=config.facts.with_greedy,
-            first_id=self._samples + (step - self._step) * n_answers,
+            first_id=self._samples + (step - self.first_step) * n_answers,
         )
 
     def own(self, prompts: PromptBatch) -> PromptBatch:
@@ -77,7 +180,7 @@ class StepPrompts:
     def items(self, step: int, version: int, n_shares: int = 1) -> list[WorkItem]:
         """The work items of this rank's share of a step: so many, or one for each prompt."""
         own = self.own(self.prompts(step))
-        n_shares = min(n_shares, len(own) // self._config.generations)
+        n_shares = min(n_shares, len(own) // self.config.generations)
         return [
             WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)
             for i, share in enumerate(self._shares(own, n_shares))
@@ -85,7 +188,7 @@ class StepPrompts:
 
     def _shares(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
         """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
-        n = self._config.generations
+        n = self.config.generations
         bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
         return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
 
@@ -113,12 +216,6 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
     plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
     parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
     return join([put_together(values, received) for values, received in parts])
-
-
-_FROZEN = "frozen/"
-"""Prefix of the names of frozen scores among the tensors of a rollout."""
-_WORDS, _LENGTHS = "supports/words", "supports/lengths"
-"""Names of the parts of supports among them."""
 
 
 def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -162,3 +259,100 @@ def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollou
         stats=RolloutStats(**plain["stats"]),
         frozen=Scores(**scores) if plain["has_frozen"] else None,
     )
+
+
+class Parcel(NamedTuple):
+    """A policy on its way."""
+
+    version: int
+    digest: str  # of its tensors
+    data: bytes  # a safetensors file
+
+
+def pack_policy(snapshot: Snapshot) -> Parcel:
+    """Waits for the tensors where a device still makes them."""
+    if snapshot.ready is not None:
+        snapshot.ready.synchronize()
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in snapshot.tensors.items()}
+    return Parcel(snapshot.version, digest(tensors), save(tensors))
+
+
+def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapshot:
+    """The policy of a parcel. Raises EngineError for one that is not what was sent."""
+    try:
+        tensors = load(parcel.data)
+    except SafetensorError as error:
+        raise EngineError(f"policy version {parcel.version} arrived damaged: {error}") from error
+    received = digest(tensors)
+    if received != parcel.digest:
+        raise EngineError(
+            f"policy version {parcel.version} arrived damaged: expected tensors of digest {parcel.digest[:12]}…, got "
+            f"{received[:12]}…"
+        )
+    return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def pack_item(item: WorkItem) -> dict[str, Any]:
+    """Numbers, texts and tuples of them by name."""
+    return dataclasses.asdict(item)
+
+
+def unpack_item(values: Mapping[str, Any]) -> WorkItem:
+    """Work item that `pack_item` was given."""
+    prompts, sampling = PromptBatch(**values["prompts"]), SamplingConfig(**values["sampling"])
+    return WorkItem(**{**values, "prompts": prompts, "sampling": sampling})
+
+
+def pack_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Plain values by name; tensors as the bytes of one safetensors file under `tensors`, and a digest of it all."""
+    plain, tensors = take_apart(rollout)
+    values = {"tensors": save({name: x.detach().contiguous().cpu() for name, x in tensors.items()}), **plain}
+    return {**values, "digest": _digest_of(values)}
+
+
+def unpack_rollout(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Rollout:
+    """Rollout that `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
+    received = _digest_of(values)
+    if received != values.get("digest"):
+        expected = str(values.get("digest"))[:12]
+        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {received[:12]}…")
+    return put_together(values, {name: x.to(device) for name, x in load(values["tensors"]).items()})
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what `pack_rollout` makes."""
+    plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
+    sha = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    sha.update(values["tensors"])
+    return sha.hexdigest()
+
+
+def fixed_parts(model: HydraModel) -> dict[str, str]:
+    """Versions of packages, and SHA-256 of backbones, frozen slots and frozen heads: what no update changes."""
+    parts = {f"{_PACKAGE}{name}": version for name, version in versions().items()}
+    parts |= {f"backbone {name}": model.backbone(name).base_hash() for name in model.backbones}
+    for role in model.roles.values():
+        if role.trainable or role.transient:
+            continue
+        if role.slot is not OFF:
+            slot = model.backbone(role.backbone).slot(role.slot)
+            parts[f"slot {role.slot}"] = digest(dict(slot.named_parameters()))
+        if role.head != LM_HEAD:
+            parts[f"head {role.head}"] = digest(model.heads[role.head].state_dict())
+    return parts
+
+
+def require_same_parts(ours: Mapping[str, str], learners: Mapping[str, str]) -> None:
+    """Raise ConfigError, naming the part, where a generator's packages or frozen weights are not the learner's."""
+    for part, own in ours.items():
+        if learners.get(part) != own:
+            expected = learners.get(part, "none")
+            if part.startswith(_PACKAGE):
+                raise ConfigError(
+                    f"async ray: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
+                    f"generator's machine, got {own}"
+                )
+            raise ConfigError(
+                f"model_name_or_path: expected weights on the generator's machine that are the learner's, got a {part} "
+                f"of hash {own[:12]}…, not {expected[:12]}…"
+            )

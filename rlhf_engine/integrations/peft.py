@@ -15,8 +15,6 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,22 +25,29 @@ from rlhf_kernels.lora import OFF, Dropout, Segments, lora_delta_, lora_linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_engine.integrations import Exchange
+
 BASE_NAME = "__base__"
 """Name in `adapter_names` of a row that carries no adapter."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """PEFT's layers around bitsandbytes' linears, by name: the package is optional."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fusion:
-    """Record of what `fuse_lora` did to a model. A context manager that undoes it."""
+class Fusion(Exchange):
+    """Record of what `fuse_lora` did to a `model`. A context manager that undoes it.
 
-    model: PeftModel
-    """The model, whose LoRA layers were changed in place."""
-    fused: tuple[str, ...]
-    """Names of the layers that run on our kernels."""
-    left: dict[str, str]
-    """Names of the LoRA layers that run as PEFT's, with the reason."""
+    `fused` names the layers that run on our kernels; `left` those that run as PEFT's, with the reason.
+    """
+
+    def __init__(self, model: PeftModel, fused: dict[str, Any], left: dict[str, str]) -> None:
+        """Fuse the layers in `fused`, and let the model take adapters by sample."""
+        self.model, self.fused, self.left = model, tuple(fused), left
+        self._changed: dict[str, Any] = {**fused, "the model": model.base_model}
+        for stream, layer in enumerate(fused.values()):
+            layer.dropout_stream = stream
+        mixins = {name: _FusedLayer if name in fused else _FusedModel for name in self._changed}
+        # the same objects, with the methods of the mixin before their own
+        super().__init__((m, "__class__", _class_with(mixins[name], m.__class__)) for name, m in self._changed.items())
 
     def undo(self) -> None:
         """Give every layer its own forward back. Does nothing the second time.
@@ -50,25 +55,14 @@ class Fusion:
         Raises:
             RuntimeError: something else has changed a layer's class or forward since; undo that first.
         """
-        changed = {name: m for name, m in self.model.named_modules() if isinstance(m, (_FusedLayer, _FusedModel))}
-        for name, module in changed.items():
-            bases = type(module).__bases__
-            as_made = len(bases) == 2 and type(module) is _class_with(*bases)
-            if not as_made or "forward" in module.__dict__:
+        parts = zip(self._changed.items(), self._parts, strict=True)
+        for (name, module), (_, _, ours, _) in parts if self.is_in_place else ():
+            if type(module) is not ours or "forward" in module.__dict__:
                 raise RuntimeError(
-                    f"undo: expected {name or 'the model'} as fuse_lora made it, got a {type(module).__name__} that "
-                    "something else has changed since; undo that first"
+                    f"undo: expected {name} as fuse_lora made it, got a {type(module).__name__} that something else "
+                    "has changed since; undo that first"
                 )
-        for module in changed.values():
-            module.__class__ = type(module).__bases__[1]
-
-    def __enter__(self) -> Fusion:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+        super().undo()
 
 
 def fuse_lora(model: PeftModel) -> Fusion:
@@ -95,30 +89,14 @@ def fuse_lora(model: PeftModel) -> Fusion:
         raise ValueError("model: expected a PeftModel whose layers are PEFT's own, got one that is fused already")
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     left = {name: reason for name, module in layers.items() if (reason := _refusal(module))}
-    fused = [name for name in layers if name not in left]
+    fused = {name: module for name, module in layers.items() if name not in left}
     if left:
         name, reason = next(iter(left.items()))
         warnings.warn(
             f"fuse_lora: {len(left)} of {len(layers)} LoRA layers stay as they are, such as {name}: {reason}",
             stacklevel=2,
         )
-    for stream, name in enumerate(fused):
-        _change_class(layers[name], _FusedLayer)
-        layers[name].dropout_stream = stream
-    _change_class(model.base_model, _FusedModel)
-    return Fusion(model, tuple(fused), left)
-
-
-def _change_class(module: nn.Module, mixin: type) -> None:
-    """The same object, with the methods of the mixin before its own."""
-    own: Any = type(module)
-    module.__class__ = _class_with(mixin, own)
-
-
-def _remake(module: Any, reduced: Any) -> Any:
-    """Reduction by which a copy or a pickle makes a module again: its class is not one that can be imported."""
-    mixin, own = type(module).__bases__
-    return (_new, (mixin, own), *reduced[2:])
+    return Fusion(model, fused, left)
 
 
 def _new(mixin: Any, own: Any) -> Any:
@@ -153,15 +131,20 @@ def _refused_adapter(layer: LoraLayer, name: str) -> str | None:
     return None
 
 
-class _FusedLayer(nn.Module):
+class _Fused(nn.Module):
+    """Class of a module whose own class cannot be imported: a copy or a pickle makes it again from its two parts."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, type(self).__bases__, *reduced[2:])
+
+
+class _FusedLayer(_Fused):
     """Stands before one of PEFT's classes; a layer's forward on `lora_linear` and `lora_delta_`."""
 
     dropout_stream: int
     named = False
     """Whether the last forward in training was one by sample."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake(self, super().__reduce_ex__(protocol))
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_recomputed(kwargs.get("adapter_names") is not None)
@@ -265,11 +248,8 @@ def _runs(x: torch.Tensor, names: Sequence[str], known: Any) -> tuple[list[str],
     )
 
 
-class _FusedModel(nn.Module):
+class _FusedModel(_Fused):
     """Stands before LoraModel: adapters by sample also in training mode."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake(self, super().__reduce_ex__(protocol))
 
     @contextmanager
     def _enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:

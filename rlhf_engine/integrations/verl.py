@@ -19,7 +19,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,16 +29,14 @@ from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms.rloo import leave_one_out
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations import Exchange, as_autocast
 
-PREFIX = "rlhf_engine_"
 _CORE, _FUSED = "verl.trainer.ppo.core_algos", "verl.utils.experimental.torch_functional"
-_LIGER = (_FUSED, "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY")
-_TRITON = ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy")
-_MEGATRON = "verl.models.mcore."
-"""Modules that hold the function of _TRITON from when they were imported."""
+_LIGER = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
+_KERNEL, _TRITON = "verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"
+_MEGATRON = "verl.models.mcore."  # modules that hold the function _TRITON from when they were imported
 _ESTIMATORS = "ADV_ESTIMATOR_REGISTRY"
-_MAX_LOG_RATIO = 20.0
-"""Bound at which verl clamps log-ratios; it has gradients up to there."""
+_MAX_LOG_RATIO = 20.0  # bound at which verl clamps log-ratios; it has gradients up to there
 
 
 def ppo_policy_loss(
@@ -80,20 +78,13 @@ def ppo_policy_loss(
         weight = torch.where(mask > 0, weight * rollout_is_weights, 0.0)
     # what stands where nothing was answered may be anything
     log_ratio = torch.where(mask > 0, log_prob - old_log_prob, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    result = ppo_loss(
-        log_ratio,
-        torch.zeros_like(log_ratio),
-        advantages,
-        weight,
-        denom=denom,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=config.get("clip_ratio_c", 3.0),
-    )
+    dual, zeros = config.get("clip_ratio_c", 3.0), torch.zeros_like(log_ratio)
+    clips = {"clip_low": low, "clip_high": high, "dual_clip": dual}
+    result = ppo_loss(log_ratio, zeros, advantages, weight, denom=denom, **clips)
     with torch.no_grad():
         n = mask.sum().clamp(min=1.0)
         ratio = log_ratio.exp()
-        beyond = (advantages < 0) & (ratio > config.get("clip_ratio_c", 3.0))
+        beyond = (advantages < 0) & (ratio > dual)
         outside = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
         told = torch.stack([(outside * mask).sum(), -(log_ratio * mask).sum(), (beyond * mask).sum()]) / n
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
@@ -110,9 +101,9 @@ def _aggregation(
     loss_scale_factor: int | None = None,
 ) -> tuple[torch.Tensor, float]:
     """(weight of each token [B, T], denominator) of verl's `agg_loss`."""
-    if mode.startswith("token") and mode in ("token-mean", "token-sum"):
-        if mode == "token-sum":
-            return mask, 1.0 / dp_size
+    if mode == "token-sum":
+        return mask, 1.0 / dp_size
+    if mode == "token-mean":
         if batch_num_tokens is None and dp_size > 1:
             raise ValueError("batch_num_tokens: expected that of the global batch with dp_size > 1, got None")
         return mask, float(mask.sum().clamp(min=1.0) if batch_num_tokens is None else batch_num_tokens) / dp_size
@@ -239,29 +230,14 @@ class FusedLogProb:
                 > 0.
             TypeError: tensors of another dtype.
         """
-        hidden, device = hidden_states.reshape(-1, hidden_states.shape[-1]), hidden_states.device.type
-        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-            half = torch.get_autocast_dtype(device)
-            hidden, vocab_weights = hidden.to(half), vocab_weights.to(half)
+        hidden, weight = as_autocast(hidden_states.reshape(-1, hidden_states.shape[-1]), vocab_weights)
         if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
             temperature = temperature.detach().reshape(1).repeat(len(hidden))
-        result = linear_logprob(
-            hidden,
-            vocab_weights,
-            input_ids.reshape(-1),
-            temperature=temperature,
-            outputs=("logprob", "entropy"),
-        )
-        assert result.logprob is not None
-        assert result.entropy is not None
-        entropy = result.entropy.to(hidden_states.dtype)
-        return result.logprob.view(input_ids.shape), entropy.view(input_ids.shape)
-
-
-POLICY_LOSSES: dict[str, Callable[..., Any]] = {f"{PREFIX}ppo": ppo_policy_loss}
-ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
-    f"{PREFIX}rloo": rloo_advantage,
-}
+        outputs = ("logprob", "entropy")
+        swept = linear_logprob(hidden, weight, input_ids.reshape(-1), temperature=temperature, outputs=outputs)
+        assert swept.logprob is not None
+        assert swept.entropy is not None
+        return swept.logprob.view(input_ids.shape), swept.entropy.to(hidden_states.dtype).view(input_ids.shape)
 
 
 def register() -> None:
@@ -271,50 +247,34 @@ def register() -> None:
         ImportError: verl is not installed.
     """
     core = importlib.import_module(_CORE)
-    for name, loss in POLICY_LOSSES.items():
-        core.register_policy_loss(name)(loss)
-    for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        core.register_adv_est(name)(estimator)
+    core.register_policy_loss("rlhf_engine_ppo")(ppo_policy_loss)
+    core.register_adv_est("rlhf_engine_rloo")(rloo_advantage)
 
 
-class VerlPatch:
+class VerlPatch(Exchange):
     """An exchange of verl's functions for ours. A context manager that takes it back."""
 
-    _newest: VerlPatch | None = None
-
     def __init__(self) -> None:
-        """Exchange the functions.
-
-        Raises:
-            ConfigError: a verl without one of the functions.
-            ImportError: verl is not installed.
-        """
-        core, fused, kernel = (importlib.import_module(name) for name in (_CORE, _FUSED, _TRITON[0]))
+        """Exchange the functions; see `patch` for what is raised."""
+        core, fused, kernel = (importlib.import_module(name) for name in (_CORE, _FUSED, _KERNEL))
         self.calls = {"gae": 0, "remax": 0, "log_prob": 0}
         """Calls that our functions have served, by what verl asked for."""
-        served = self._counted("gae", gae_advantage_return)
-        log_prob = SimpleNamespace(apply=self._counted("log_prob", FusedLogProb.apply))
-        exchanges: list[tuple[Any, str, Any]] = [
-            (core, "compute_gae_advantage_return", served),
-            (fused, "FusedLinearForPPOFunction", log_prob),
+        gae_, remax = self._counted("gae", gae_advantage_return), self._counted("remax", remax_advantage)
+        parts: list[tuple[Any, str, Any]] = [
+            (core, "compute_gae_advantage_return", gae_),
+            (fused, "FusedLinearForPPOFunction", SimpleNamespace(apply=self._counted("log_prob", FusedLogProb.apply))),
         ]
-        triton = getattr(kernel, _TRITON[1], None)
-        holders = [m for name, m in sys.modules.items() if name.startswith(_MEGATRON) and hasattr(m, _TRITON[1])]
-        exchanges += [(module, _TRITON[1], self._refusal("triton", triton)) for module in (kernel, *holders)]
-        if (liger := getattr(fused, _LIGER[1], None)) is not None:  # without it verl calls FusedLinearForPPOFunction
-            exchanges.append((fused, _LIGER[1], SimpleNamespace(apply=self._refusal("liger", liger.apply))))
+        triton = getattr(kernel, _TRITON, None)
+        holders = [m for name, m in sys.modules.items() if name.startswith(_MEGATRON) and hasattr(m, _TRITON)]
+        parts += [(module, _TRITON, self._refusal("triton", triton)) for module in (kernel, *holders)]
+        if (liger := getattr(fused, _LIGER, None)) is not None:  # without it verl calls FusedLinearForPPOFunction
+            parts.append((fused, _LIGER, SimpleNamespace(apply=self._refusal("liger", liger.apply))))
         registry = getattr(core, _ESTIMATORS, {})
-        missing = [f"{module.__name__}.{name}" for module, name, _ in exchanges if not hasattr(module, name)]
+        missing = [f"{module.__name__}.{name}" for module, name, _ in parts if not hasattr(module, name)]
         missing += [f"{_CORE}.{_ESTIMATORS}[{name!r}]" for name in ("gae", "remax") if name not in registry]
         if missing:
             raise ConfigError(f"verl: expected {', '.join(missing)}, which this version does not have")
-        self._registry, self._estimators = registry, {name: registry[name] for name in ("gae", "remax")}
-        self._before: list[tuple[Any, str, Any]] | None = []
-        for module, name, ours in exchanges:
-            self._before.append((module, name, getattr(module, name)))
-            setattr(module, name, ours)
-        registry.update(gae=served, remax=self._counted("remax", remax_advantage))
-        self._under, VerlPatch._newest = VerlPatch._newest, self
+        super().__init__([*parts, (registry, "gae", gae_), (registry, "remax", remax)])
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -328,37 +288,12 @@ class VerlPatch:
         """Replacement for the log-prob function of another backend, which would go past ours."""
 
         def refuse(*arguments: Any, **options: Any) -> Any:
-            if self._before is None:  # somebody has kept it
+            if not self.is_in_place:  # somebody has kept it
                 return theirs(*arguments, **options)
-            raise ConfigError(
-                "fused_kernel_options.impl_backend: expected 'torch' with patch(), which serves no other, got "
-                f"{backend!r}"
-            )
+            expected = "expected 'torch' with patch(), which serves no other"
+            raise ConfigError(f"fused_kernel_options.impl_backend: {expected}, got {backend!r}")
 
         return refuse
-
-    def undo(self) -> None:
-        """Give verl its own functions back. Does nothing the second time.
-
-        Raises:
-            RuntimeError: a later patch is still in place.
-        """
-        if self._before is None:
-            return
-        if VerlPatch._newest is not self:
-            raise RuntimeError("undo: expected the last patch to be undone first, got another one in place")
-        for module, name, value in self._before:
-            setattr(module, name, value)
-        self._registry.update(self._estimators)
-        self._before, VerlPatch._newest = None, self._under
-
-    def __enter__(self) -> VerlPatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
 
 def patch() -> VerlPatch:

@@ -18,8 +18,10 @@ MLP:
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,32 +30,30 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.vocab.cost import sweep_bytes
 from rlhf_kernels.vocab.native import has_whole_tiles
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import METHODS, RoleSpec, SlotConfig
 from rlhf_engine.hydra.gated_linear import match_targets
 from rlhf_engine.hydra.kv_cache import BLOCK
-from rlhf_engine.hydra.loading import Quantization, can_be_headless
+from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, fold_lanes, needs_lm_head
 from rlhf_engine.policy.adamw import gradient_dtype, state_layout, temporary_bytes
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
 
 PHASES = ("generation", "inference", "update")
-FULL_SFT = "full_sft"
-"""`sft --full` without a reward head, beside the methods of RL."""
+FULL_SFT = "full_sft"  # `sft --full` without a reward head, beside the methods of RL
 _ROLES = ("actor", "reference", "critic", "reward")
-_GATHERED_BLOCKS = 3
-"""Blocks beside a share: the one that runs, the buffer that it came in, and the next one's."""
+_GATHERED_BLOCKS = 3  # blocks beside a share: the one that runs, the buffer that it came in, and the next one's
 _NATIVE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Linears of the blocks that a CPU's decoding step serves."""
 _QUANTISED = {"8bit": 1.0, "4bit": 0.516}
 """Bytes of an element; NF4 has a byte of scale per 64, and a second scale per 256 of those."""
-_COMPOSED = {"gelu_new", "gelu_fast"}
-"""Activations that transformers composes, of 3 I more that are saved."""
+_COMPOSED = {"gelu_new", "gelu_fast"}  # activations that transformers composes, of 3 I more that are saved
 
 
 def roles_of(method: str) -> dict[str, RoleSpec]:
@@ -68,25 +68,20 @@ class Setting:
     config: PreTrainedConfig
     dtype: torch.dtype
     adapter_dtype: torch.dtype
-    device_type: str
-    """`cuda` or `cpu`: which kernels run."""
+    device_type: str  # `cuda` or `cpu`: which kernels run
     slot: SlotConfig
     prompt_length: int
     completion_length: int
-    batch: int
-    """Answers per step of one process."""
+    batch: int  # answers per step of one process
     num_generations: int = 1
     num_mini_batches: int
-    micro_batch: int
-    """Sequences per forward and backward."""
+    micro_batch: int  # sequences per forward and backward
     token_budget: int
     gradient_checkpointing: bool
     optim: Optim = "adamw"
     quantization: Quantization = "none"
     processes: int = 1
     shard_base: bool = False
-    cache_limit: int | None = None
-    """Most bytes of the KV cache."""
 
 
 def _out_in(linear: nn.Module) -> tuple[int, int]:
@@ -96,14 +91,10 @@ def _out_in(linear: nn.Module) -> tuple[int, int]:
 class _Block(NamedTuple):
     """Bytes of a token in one decoder block."""
 
-    saved: int
-    """For the backward pass, with a slot."""
-    saved_whole: int
-    """The same where the block itself is trained."""
-    forward: int
-    """Most that are alive without gradients."""
-    backward: int
-    """Most that its backward pass adds."""
+    saved: int  # for the backward pass, with a slot
+    saved_whole: int  # the same where the block itself is trained
+    forward: int  # most that are alive without gradients
+    backward: int  # most that its backward pass adds
     parameters: int
 
 
@@ -268,11 +259,9 @@ class Formula:
     def cache_bytes(self) -> int:
         """Keys and values of a step's answers of full length; those to one prompt share its full blocks."""
         s = self.setting
-        rows = s.batch
-        blocks = rows * -(-(s.prompt_length + s.completion_length - 1) // BLOCK)  # the last token is never read
-        blocks -= (rows - -(-rows // s.num_generations)) * (s.prompt_length // BLOCK)
-        needed: int = blocks * BLOCK * 2 * self._keys * len(self.blocks) * s.dtype.itemsize
-        return needed if s.cache_limit is None else min(needed, s.cache_limit)
+        blocks = s.batch * -(-(s.prompt_length + s.completion_length - 1) // BLOCK)  # the last token is never read
+        blocks -= (s.batch - -(-s.batch // s.num_generations)) * (s.prompt_length // BLOCK)
+        return blocks * BLOCK * 2 * self._keys * len(self.blocks) * s.dtype.itemsize
 
     # ---- activations -----------------------------------------------------------------------------------------------
 
@@ -375,11 +364,11 @@ class Formula:
 
         # beyond the token budget lanes part, and more rows may fit where fewer do not
         starts = (1, *(s.token_budget // (lanes * (s.prompt_length + s.completion_length)) + 1 for lanes in (2, 3)))
-        found = _largest(lambda n: micro(n) <= budget, starts)
-        if "generation" not in self.phases or not found:
-            return found, found
+        most = _largest(lambda n: micro(n) <= budget, starts)
+        if "generation" not in self.phases or not most:
+            return most, most
         drawn = _largest(lambda n: peaks(("generation", "inference"), batch=n * s.num_generations) <= budget, starts)
-        return drawn * s.num_generations, found
+        return drawn * s.num_generations, most
 
 
 def _largest(fits: Callable[[int], bool], starts: Sequence[int]) -> int:
@@ -390,3 +379,55 @@ def _largest(fits: Callable[[int], bool], starts: Sequence[int]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+
+PRESETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "gpt2": ("gpt2", (), {}),
+    "pythia-410m": ("gpt_neox", (1024, 4096, 24, 16, 16, 50304, 2048), {}),
+    "pythia-1b": ("gpt_neox", (2048, 8192, 16, 8, 8, 50304, 2048), {}),
+    "pythia-2.8b": ("gpt_neox", (2560, 10240, 32, 32, 32, 50304, 2048), {}),
+    "pythia-6.9b": ("gpt_neox", (4096, 16384, 32, 32, 32, 50432, 2048), {}),
+    "llama-7b": ("llama", (4096, 11008, 32, 32, 32, 32000, 2048), {}),
+    "llama-13b": ("llama", (5120, 13824, 40, 40, 40, 32000, 2048), {}),
+    "llama-2-70b": ("llama", (8192, 28672, 80, 64, 8, 32000, 4096), {}),
+    "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 128256, 131072), {"head_dim": 64, **_TIED}),
+    "llama-3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128256, 131072), {"head_dim": 128, **_TIED}),
+    "llama-8b": ("llama", (4096, 14336, 32, 32, 8, 128256, 8192), {}),
+    "llama-70b": ("llama", (8192, 28672, 80, 64, 8, 128256, 8192), {}),
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 151936, 32768), _TIED),
+    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 151936, 32768), _TIED),
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {}),
+    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8, 151936, 40960), {"head_dim": 128, **_TIED}),
+    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), {"head_dim": 128}),
+    "mistral-7b": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768), {"sliding_window": 4096}),
+    "gemma-2-2b": ("gemma2", (2304, 9216, 26, 8, 4, 256000, 8192), {"head_dim": 256, **_TIED}),
+}
+"""Type, `_SIZES` and more by name. Llama 7B and 13B are those of Llama 1 and 2, `llama-8b` and `llama-70b` of 3."""
+
+
+def find_config(model: str) -> PreTrainedConfig:
+    """The config of a preset, a folder or a model of the Hub. Raises ConfigError otherwise, with the nearest preset."""
+    if model in PRESETS:
+        kind, sizes, more = PRESETS[model]
+        shape = dict(zip(_SIZES, sizes, strict=False))
+        untied = {"tie_word_embeddings": False} if sizes else {}
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **{**untied, **shape, **more})
+        return config
+    if Path(model).is_dir() or is_hub_name(model):
+        try:
+            return read_config(model)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("model_name_or_path", "model", 1)) from error
+    close = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"presets: {', '.join(PRESETS)}"
+    raise ConfigError(
+        f"model: expected a preset, a folder with config.json or owner/name of the Hub, got {model!r}; {hint}"
+    )

@@ -54,7 +54,7 @@ class AnswerSession:
             truncation=config.truncation,
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        self.report = tally.report()
+        self.report = tally
         """Report on the rows of prompts."""
         shown = [
             row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them

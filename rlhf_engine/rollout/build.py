@@ -12,8 +12,7 @@ from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout import EngineOptions
 from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
 from rlhf_engine.rollout.engine import check_options
-from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base
-from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base
 from rlhf_engine.rollout.vllm.client import ServedModel, VllmClient
 
 ADAPTER_FOLDER = "vllm"

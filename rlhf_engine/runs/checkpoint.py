@@ -24,7 +24,7 @@ from rlhf_kernels.runtime import cores, registry
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
-from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.io import finish_replacement, finish_replacements, remove, replacing, writing
@@ -62,36 +62,23 @@ C = TypeVar("C", bound=Counters)
 class TrainerState:
     """Counters of an RL run."""
 
-    step: int
-    """Steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
-    algorithm: str | None = None
-    """Algorithm that trains the policy; None in checkpoints written before it was recorded."""
-    samples: int
-    """Answers generated so far; the next one gets this id."""
-    policy_version: int
-    """Updates of the policy so far."""
+    step: int  # steps done
+    seed: int  # seed that every random number of the run is a function of
+    algorithm: str | None = None  # algorithm that trains the policy; None in checkpoints written before it was recorded
+    samples: int  # answers generated so far; the next one gets this id
+    policy_version: int  # updates of the policy so far
     micro_batch_size: int | None = None
     """Sequences per forward and backward after running out of memory; None: as configured."""
-    token_budget: int | None = None
-    """Tokens per backbone forward after running out of memory; None: as configured."""
-    beta: float | None = None
-    """KL coefficient of the next step where it adapts; None: as configured."""
+    token_budget: int | None = None  # tokens per backbone forward after running out of memory; None: as configured
+    beta: float | None = None  # KL coefficient of the next step where it adapts; None: as configured
     begun_with_beta: float | None = None
     """The configured one, where it adapts; None in checkpoints written before it was recorded."""
-    best_step: int | None = None
-    """Step of the best evaluation so far, by reward."""
-    best_reward: float | None = None
-    """Reward of the evaluation at `best_step`."""
-    judged_by: str | None = None
-    """A digest of the rewards and held-out prompts that the best evaluation is the best by."""
-    prompts: str | None = None
-    """A digest of the prompts, in their order."""
-    generation_batch_size: int | None = None
-    """Answers of a step, by which the place in the data is found again."""
-    num_generations: int | None = None
-    """Answers to a prompt, likewise."""
+    best_step: int | None = None  # step of the best evaluation so far, by reward
+    best_reward: float | None = None  # reward of the evaluation at `best_step`
+    judged_by: str | None = None  # a digest of the rewards and held-out prompts that the best evaluation is the best by
+    prompts: str | None = None  # a digest of the prompts, in their order
+    generation_batch_size: int | None = None  # answers of a step, by which the place in the data is found again
+    num_generations: int | None = None  # answers to a prompt, likewise
     policies_after: dict[str, int] = field(default_factory=dict)
     """Steps done → version, of past policies that later steps may ask for."""
     drawn_by: dict[str, int] = field(default_factory=dict)

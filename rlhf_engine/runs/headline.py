@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
-MOST_AVERAGED = 20
-"""Most logged steps that a number of training is a mean of."""
+MOST_AVERAGED = 20  # most logged steps that a number of training is a mean of
 RL, REWARD_MODEL, SUPERVISED = "rl", "reward model", "supervised"
 
 
@@ -23,13 +22,10 @@ class Headline(NamedTuple):
 
     label: str
     unit: str
-    value: float
-    """The number now, by which runs are compared."""
-    text: str
-    """The number as it is shown: first → now where both are known."""
+    value: float  # the number now, by which runs are compared
+    text: str  # the number as it is shown: first → now where both are known
     note: str
-    better: int
-    """1 where more is better, -1 where less is, 0 where neither is."""
+    better: int  # 1 where more is better, -1 where less is, 0 where neither is
     is_minor: bool = False
     """Whether it matters only beside runs that have nothing better: the run has a held-out number as well."""
 
@@ -37,10 +33,8 @@ class Headline(NamedTuple):
 class _Outcome(NamedTuple):
     label: str
     unit: str
-    held_out: str | None
-    """Metric of the held-out rows or prompts."""
-    training: str | None
-    """Metric of the rows or answers that are trained on."""
+    held_out: str | None  # metric of the held-out rows or prompts
+    training: str | None  # metric of the rows or answers that are trained on
     better: int
 
 
@@ -73,27 +67,22 @@ def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
-    """Headline numbers of a run.
+    """Headline numbers of a run: what it is for, then its steps, time, speed and memory, as far as it has metrics.
 
-    Args:
-        rows: lines of its metrics, at least one.
-        record: its run.json.
-        state: `running`, `done`, `stopped`, or None where it is not known.
-
-    Returns:
-        What the run is for, then its steps, time, speed and memory. What a run has no metrics of is left out.
+    `rows` are the lines of its metrics, at least one; `record` is its run.json; `state` is `running`, `done`, `stopped`
+    or None.
     """
     kind = kind_of_run(rows)
-    found = []
+    shown = []
     for outcome in _OUTCOMES.get(kind or "", ()):
         held_out, training = _held_out(outcome, rows, record), _training(outcome, rows)
-        found += [] if held_out is None else [held_out]
-        found += [] if training is None else [training._replace(is_minor=held_out is not None)]
-    if kind == SUPERVISED and found and found[0].value < 100:
-        perplexity = math.exp(found[0].value)
-        shown = format_value(perplexity)
-        found.insert(1, Headline("Perplexity", "of a token", perplexity, shown, found[0].note, -1))
-    return [*found, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
+        shown += [] if held_out is None else [held_out]
+        shown += [] if training is None else [training._replace(is_minor=held_out is not None)]
+    if kind == SUPERVISED and shown and shown[0].value < 100:
+        perplexity = math.exp(shown[0].value)
+        text = format_value(perplexity)
+        shown.insert(1, Headline("Perplexity", "of a token", perplexity, text, shown[0].note, -1))
+    return [*shown, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
 
 
 def total_steps(record: Mapping[str, Any]) -> int | None:
@@ -152,21 +141,23 @@ def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | No
 
 
 def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Headline]:
-    found = []
+    resources = []
     seconds = [value for _, value in numbers(rows, "seconds/step")]
     if seconds:
         steps = rows[-1]["step"] - numbers(rows, "seconds/step")[0][0] + 1
         note = f"mean; all steps {format_duration(_mean(seconds) * steps)}"
-        found.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
+        resources.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
     speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
     if speeds:
         label = "Generation" if kind == RL else "Training speed"
         shown = format_value(_mean(speeds))
-        found.append(Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1))
+        resources.append(
+            Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1)
+        )
     peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
     if peaks:
-        found.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
-    return found
+        resources.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
+    return resources
 
 
 def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[int, float]]:

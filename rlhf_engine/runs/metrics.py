@@ -1,17 +1,22 @@
-"""Numbers that a run leaves behind: `metrics.jsonl` and the record of what ran where.
+"""Numbers and sample answers that a run leaves behind, the record of what ran where, and trackers that get copies.
 
-* One JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed run loses no line. `sync`
-  brings them to the disk before a checkpoint that a run goes on from: neither does a power cut.
+* `metrics.jsonl` has one JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed
+  run loses no line. `sync` brings them to the disk before a checkpoint that a run goes on from, so that a power
+  cut loses none either.
 * JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. That
   key is there only when something is wrong, so one search finds every bad step.
 * Steps never go backwards. A resumed run calls `truncate_after(step of the checkpoint)` first, so that no step
   is in the file twice. What a crash has left behind whole lines is dropped when the file is opened. A line that is
   damaged before them stays, so that every reader says what is lost.
+* `samples.jsonl` has the answers to the same few prompts as a run goes on, a line per look at the policy.
+* Trackers (TensorBoard, trackio, Weights & Biases, by accelerate) get copies; what talks to a network does so because
+  the user asked for it by name.
 * Files that are replaced are written beside themselves and renamed: a reader sees the old one or the new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -20,13 +25,14 @@ import numbers
 import os
 import platform
 import resource
+import secrets
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,12 +40,17 @@ from rlhf_kernels.runtime import cores, native
 
 import rlhf_engine
 from rlhf_engine.devices import is_gpu
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.io import no_link
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+TENSORBOARD_FOLDER = "tensorboard"
+NAMES_FILE = "trackers.json"  # file with the names of a run elsewhere, by tracker
+_NAMED_BY = {"wandb": "id", "trackio": "name"}  # the argument by which a tracker finds a run again
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "triton", "numpy")
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends metrics to a JSONL file. A context manager; `close` may be called twice."""
 
     _file: Any = None
@@ -84,12 +95,7 @@ class MetricsWriter:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -159,7 +165,6 @@ def is_rehearsal() -> bool:
 
 
 def _git_commit(file: Path) -> dict[str, Any] | None:
-
     def git(*arguments: str) -> str | None:
         # no lock that a killed process would leave behind
         command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
@@ -192,12 +197,12 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
 
 
-def reset_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device | str) -> None:
     """Let `peak_memory_bytes` count from now on; where a CPU's system cannot, it goes on counting from the start."""
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif os.access(_CLEAR_REFS, os.W_OK):
-        _CLEAR_REFS.write_text("5")
+    elif os.access(CLEAR_REFS, os.W_OK):
+        CLEAR_REFS.write_text("5")
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -281,3 +286,168 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+# ---- phases of a step ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds by phase of a step, from its construction on. with_peaks: bytes at the peak of each phase as well."""
+
+    def __init__(self, device: torch.device, *, with_peaks: bool = False) -> None:
+        self.seconds: dict[str, float] = {}  # phase → seconds
+        self._peaks: dict[str, int] | None = {} if with_peaks else None
+        self._device = device
+        if with_peaks:
+            reset_peak_memory(device)
+        self._began = self._last = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            # once per phase, or the next phase would be charged for this one; a generator's stream is not waited for
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Time since the last lap belongs to `phase`."""
+        now = self._now()
+        self.seconds[phase] = now - self._last
+        if self._peaks is not None:
+            self._peaks[phase] = peak_memory_bytes(self._device)
+            reset_peak_memory(self._device)
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Time since the last lap belongs to these phases."""
+        self.seconds |= seconds
+        self._last = self._now()
+
+    @property
+    def total(self) -> float:
+        """Seconds up to the end of the last phase."""
+        return self._last - self._began
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds, and bytes where they are measured, by metric name."""
+        peaks = {f"peak_memory_bytes/{phase}": float(n) for phase, n in (self._peaks or {}).items()}
+        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total, **peaks}
+
+
+# ---- sample answers --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """One look at the policy."""
+
+    step: int  # steps done by then
+    prompts: list[str]
+    completions: list[str]
+    scores: list[float | None]
+
+
+class SampleLog:
+    """The file of looks. What a crash has left behind whole lines is left out, as in metrics."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[Samples]:
+        """All looks, in order. Raises ConfigError for a line of other fields than a look has."""
+        return [self._look(row) for row, _ in read_lines(self.path) if row is not None]
+
+    def _look(self, fields: dict[str, Any]) -> Samples:
+        kinds = {"prompts": (str,), "completions": (str,), "scores": (int, float, type(None))}
+        lists = {name: fields.get(name) for name in kinds}
+        of_kind = [isinstance(x, list) and all(type(y) in kinds[name] for y in x) for name, x in lists.items()]
+        if set(fields) != {"step", *kinds} or not all(of_kind) or len({len(x or ()) for x in lists.values()}) > 1:
+            raise ConfigError(
+                f"{self.path}: expected prompts, completions and scores, as many of each, got other fields at step "
+                f"{fields['step']}"
+            )
+        return Samples(**fields)
+
+    def drop_from(self, step: int) -> None:
+        """Drop the looks at this step and later ones: the run has gone back."""
+        if os.path.lexists(self.path):
+            cut_after(self.path, step - 1)
+
+    def write(self, samples: Samples) -> None:
+        """Append one look, flushed to disk."""
+        with open(self.path, "ab", opener=no_link) as file:
+            file.write(json.dumps(dataclasses.asdict(samples), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+
+
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
+    """The open trackers of a run; none where none are asked for."""
+
+    def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
+        """output: of the run, whose name the trackers get; TensorBoard's files go into it. step: from which it goes on.
+
+        Raises ConfigError for one that is not installed.
+        """
+        self._open: list[Any] = []
+        if not names:
+            return
+        require_trackers(names)
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState()  # by which a tracker tells whether it is on the main process
+        plain = {name: x if isinstance(x, (bool, int, float, str)) else str(x) for name, x in options.items()}
+        known = self._names(names, output, step)
+        for name in names:
+            cls = LOGGER_TYPE_TO_CLASS[name]
+            if cls.requires_logging_directory:
+                # of steps after the one that a run goes on from, TensorBoard shows what comes now
+                tracker = cls(TENSORBOARD_FOLDER, output, **({"purge_step": step + 1} if step else {}))
+            else:
+                tracker = cls(output.name, resume="allow", **{_NAMED_BY[name]: known[name]})
+            if hasattr(tracker, "start"):
+                tracker.start()
+            if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes
+                tracker.store_init_configuration(plain)
+            self._open.append(tracker)
+
+    @staticmethod
+    def _names(names: Sequence[str], output: Path, step: int) -> dict[str, str]:
+        """Names of the run in trackers that keep it elsewhere, by tracker; at step 0 they are new."""
+        path = output / NAMES_FILE
+        known: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
+        new = {name: secrets.token_hex(4) for name in names if name in _NAMED_BY and name not in known}
+        if new:
+            write_json_atomic(path, {**known, **new})
+        return {**known, **new}
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Finite numbers alone; what is not finite is in metrics.jsonl."""
+        values = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float)) and x - x == 0}
+        for tracker in self._open:
+            tracker.log(values, step=step)
+
+    def close(self) -> None:
+        for tracker in self._open:
+            tracker.finish()
+        self._open = []
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for trackers that are not installed."""
+    if not names:
+        return
+    from accelerate.tracking import get_available_trackers
+
+    there = {str(tracker) for tracker in get_available_trackers()}
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ConfigError(
+            f"report_to: expected trackers that are installed (pip install 'rlhf-engine[logging]'), got {missing}"
+        )

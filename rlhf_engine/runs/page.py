@@ -1,36 +1,58 @@
 """A page of one run or several: one HTML file, which needs nothing but a browser.
 
 Data go into the page as JSON, texts of a run reach it as text and never as markup. The page loads nothing. It holds
-neither paths of the machine nor addresses, so that the file may be given to others as it is.
+neither paths of the machine nor addresses, so that the file may be given to others as it is. Every text of a run is
+escaped by jinja2. A page runs one script, by its hash.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs import page_parts
+from rlhf_engine.io import writing
 from rlhf_engine.runs.curves import PANELS, has_signal
 from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG, require_unlocked
 from rlhf_engine.runs.headline import Headline, headlines, is_number, numbers, total_steps
-from rlhf_engine.runs.metrics import name_damaged, read_lines, write_atomic
-from rlhf_engine.runs.samples import SampleLog, Samples
+from rlhf_engine.runs.metrics import SampleLog, Samples, name_damaged, read_lines, write_atomic
+from rlhf_engine.runs.text import format_value, show_controls
 
-MOST_POINTS = 500
-"""Most points of a line; where there are more, each point is the mean of several steps."""
+PAGE_FILE = "page.html"
+MOST_POINTS = 500  # most points of a line; where there are more, each point is the mean of several steps
 MOST_LOOKS, MOST_TEXT = 40, 1_000_000
 """Most looks at the answers, and most characters in them; where there are more, looks between first and last go."""
-SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")
-"""Files of the page's script, in their order."""
+SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")  # files of the page's script, in their order
+COLOURS = ("#2f6fde", "#d9590f", "#1c9a5b", "#a23bc4", "#b8860b", "#c2185b", "#00838f", "#8a6a5c")
+"""Colours of runs, in their order; the script draws with the same."""
+_PLACES = ("output_dir", "resume_from_checkpoint", "report_to")
+"""Options that say where a run writes; they differ between any two."""
+_FEW = 4  # most options that stand before the numbers in a comparison
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("rlhf_engine", "."),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {"visible": show_controls, "number": format_value}
+TEMPLATES.tests["contains"] = lambda texts, text: text in texts
+TEMPLATES.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
 _DRAWN = {name for panel in PANELS for name, _ in panel.lines}
-_PATIENCE = 600.0
-"""Seconds without news after which a page no longer reads itself again, unless 20 steps take longer."""
+_PATIENCE = 600.0  # seconds without news after which a page no longer reads itself again, unless 20 steps take longer
 
 
 def write_page(
@@ -49,8 +71,8 @@ def write_page(
     """
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
-    found = [_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
-    text = _render(found, title or (names[0] if len(names) == 1 else f"{len(names)} runs"), refresh)
+    whole = [_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
+    text = _render(whole, title or (names[0] if len(names) == 1 else f"{len(names)} runs"), refresh)
     out = Path(out)
     if out.is_dir():
         raise ConfigError(f"out: expected a file, such as {str(out / 'report.html')!r}, got the folder {str(out)!r}")
@@ -61,27 +83,25 @@ def write_page(
     return out
 
 
-def _render(found: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, refresh: float | None) -> str:
+def _render(whole: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, refresh: float | None) -> str:
     """The page of some runs, each with its headline numbers."""
-    runs, numbers_of = [run for run, _ in found], [shown for _, shown in found]
+    runs, numbers_of = [run for run, _ in whole], [shown for _, shown in whole]
     panels = [panel for panel in PANELS if has_signal(panel, [_values(runs, name) for name, _ in panel.lines])]
     written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
-    drawings = (page_parts.picture(panel, runs) for panel in panels[:4])
     names, configs = [run["name"] for run in runs], [run["config"] for run in runs]
-    return page_parts.render(
+    return render(
         "runs/runs.html.jinja",
         [f"runs/{name}" for name in SCRIPTS],
         ["runs/page.css"],
         written=written,
         refresh=refresh,
         title=title,
-        comparison=page_parts.comparison(names, configs, numbers_of) if len(runs) > 1 else None,
+        comparison=comparison(names, configs, numbers_of) if len(runs) > 1 else None,
         headline=numbers_of[0],
-        drawings=[drawing for drawing in drawings if drawing is not None],
         data={
             "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
-            "colours": page_parts.COLOURS,
+            "colours": COLOURS,
             "written": written,
             "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
             "runs": runs,
@@ -96,9 +116,9 @@ def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _run_folder(folder: Path) -> Path:
     """A run's output folder, or the one of RL within a demo's."""
-    for found in (folder, folder / "rl"):
-        if (found / METRICS_FILE).is_file() and (found / RECORD_FILE).is_file():
-            return found
+    for place in (folder, folder / "rl"):
+        if (place / METRICS_FILE).is_file() and (place / RECORD_FILE).is_file():
+            return place
     raise ConfigError(f"run: expected a folder with {METRICS_FILE} and {RECORD_FILE}, got {str(folder)!r}")
 
 
@@ -133,7 +153,7 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
     every, curves = _curves(rows)
     looks = SampleLog(folder / SAMPLES_LOG).read()
     kept = _thinned(looks)
-    found = {
+    shown = {
         "name": name,
         "state": state,
         "steps": rows[-1]["step"],
@@ -147,8 +167,8 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
         "config": shareable(record.get("config", {})),
         "facts": _facts(record),
     }
-    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
-    return found, headlines(rows, record, state)
+    json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
+    return shown, headlines(rows, record, state)
 
 
 def _state(folder: Path, steps: int, total: int | None) -> str | None:
@@ -191,16 +211,16 @@ _RECORDED: dict[str, type] = {
 
 
 def _record(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ConfigError(f"run: expected a JSON object in {path}, got {type(found).__name__}")
-    held = {name: found[name] for name in _RECORDED if found.get(name) is not None}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ConfigError(f"run: expected a JSON object in {path}, got {type(record).__name__}")
+    held = {name: record[name] for name in _RECORDED if record.get(name) is not None}
     for name, value in held.items():
         if not isinstance(value, _RECORDED[name]):
             raise ConfigError(f"run: expected {_RECORDED[name].__name__} as {name} in {path}, got {value!r:.80}")
     if not isinstance(held.get("git_commit", {}).get("commit", ""), str):
         raise ConfigError(f"run: expected text as the commit in {path}, got {held['git_commit']['commit']!r:.80}")
-    return {**{name: value for name, value in found.items() if name not in _RECORDED}, **held}
+    return {**{name: value for name, value in record.items() if name not in _RECORDED}, **held}
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
@@ -212,23 +232,22 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list
     every = -(-len(rows) // MOST_POINTS)
     names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value) and name != "step")
     groups = [rows[i : i + every] for i in range(0, len(rows), every)]
-    found: dict[str, list[list[float]]] = {}
+    curves: dict[str, list[list[float]]] = {}
     for name in names:
         points = [(group[-1]["step"], [value for _, value in numbers(group, name)]) for group in groups]
         kept = [(step, values) for step, values in points if values]
         lines = [[sum(values) / len(values) for _, values in kept]]
         if every > 1 and name in _DRAWN:
             lines += [[min(values) for _, values in kept], [max(values) for _, values in kept]]
-        found[name] = [[step for step, _ in kept], *([float(f"{value:.6g}") for value in line] for line in lines)]
-    return every, found
+        curves[name] = [[step for step, _ in kept], *([float(f"{value:.6g}") for value in line] for line in lines)]
+    return every, curves
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
     commit = commit if "commit" in commit else {}
-    versions = record.get("versions", {})
-    found = {
+    facts = {
         "started": record.get("started"),
         "command": " ".join(_shareable_command(record)),
         "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
@@ -236,19 +255,18 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
         "processes": record.get("processes"),
         "resumed at step": record.get("resumed_at_step") or None,
         "base": (record.get("base_hash") or "")[:12] or None,
-        **{f"{name}": version for name, version in versions.items()},
+        **record.get("versions", {}),
     }
     backends = record.get("kernel_backends", {})
     chosen = {op: row.get("auto") for op, row in backends.items() if isinstance(row, dict)}
-    found |= {"kernels": ", ".join(f"{op} {backend}" for op, backend in chosen.items() if backend) or None}
-    return {name: str(value) for name, value in found.items() if value is not None}
+    facts |= {"kernels": ", ".join(f"{op} {backend}" for op, backend in chosen.items() if backend) or None}
+    return {name: str(value) for name, value in facts.items() if value is not None}
 
 
 _PLACE = re.compile(r"(?<![^\s=:,;'\"(\[{])(?:file://|~[^\s/]*|[A-Za-z]:)?(?:/(?!/)|\\)(?:[^/\\,\n'\"]*[/\\])*")
 """A path from the root or a home folder, up to the last name in it."""
 _ADDRESS = re.compile(r"\b(https?|ray|grpc|tcp|ssh)://[^\s/,'\"]+")
-_ADDRESSES = ("ray_address",)
-"""Options that are an address without a scheme."""
+_ADDRESSES = ("ray_address",)  # options that are an address without a scheme
 
 
 def shareable(value: Any) -> Any:
@@ -266,3 +284,127 @@ def _shareable_command(record: Mapping[str, Any]) -> list[str]:
     hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     words = [str(word) for word in record.get("command", [])]
     return ["…" if word in hidden else shareable(word) for word in words]
+
+
+# ---- templates and the comparison of runs ----------------------------------------------------------------------------
+
+
+def render(
+    template: str, scripts: Iterable[str], styles: Iterable[str], *, written: int, refresh: float | None, **values: Any
+) -> str:
+    """A page. scripts, styles: files of the package; written: time; refresh: seconds until it reads itself again."""
+    script, style = ("\n".join(["", *map(_read, scripts)]), "".join(map(_read, styles)))
+    return TEMPLATES.get_template(template).render(
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=style,
+        written=datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        refresh=None if refresh is None else f"{refresh:.0f}",
+        **values,
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files("rlhf_engine").joinpath(name).read_text(encoding="utf-8")
+
+
+def comparison(
+    names: Sequence[str], configs: Sequence[Mapping[str, Any]], numbers_of: Sequence[Sequence[Headline]]
+) -> dict[str, Any]:
+    """Columns and rows of the table that compares runs: options in which they differ, then headline numbers.
+
+    configs, numbers_of: options and headline numbers of each run.
+    """
+    options = differing_options(configs)
+    by_label = [{h.label: h for h in one} for one in numbers_of]
+    named = {h.label for one in numbers_of for h in one if not h.is_minor}
+    shown = {h.label: h for one in numbers_of for h in one if h.label in named}
+    best = {label: _best([one.get(label) for one in by_label], h.better) for label, h in shown.items()}
+
+    def in_order(chosen: list[Any], reached: list[Any]) -> list[Any]:
+        # a few options name a run; many would push its numbers out of sight
+        return chosen + reached if len(options) <= _FEW else reached + chosen
+
+    heads = [{"label": option, "is_option": True} for option in options]
+    rows = [
+        {
+            "name": name,
+            "colour": COLOURS[i % len(COLOURS)],
+            "cells": in_order(
+                [_option(configs[i][option]) for option in options],
+                [_number(by_label[i].get(label), best[label]) for label in shown],
+            ),
+        }
+        for i, name in enumerate(names)
+    ]
+    numbers = [{"label": h.label, "unit": h.unit, "is_option": False} for h in shown.values()]
+    return {"columns": in_order(heads, numbers), "rows": rows}
+
+
+def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the options that all runs have, with values that differ, except for where a run writes."""
+    shared = [name for name in configs[0] if all(name in config for config in configs)]
+    return [name for name in shared if name not in _PLACES and len({repr(config[name]) for config in configs}) > 1]
+
+
+def _best(headlines_of: Sequence[Headline | None], better: int) -> float | None:
+    values = [h.value for h in headlines_of if h is not None]
+    if not better or len(set(values)) < 2:
+        return None
+    return max(values) if better > 0 else min(values)
+
+
+def _number(h: Headline | None, best: float | None) -> dict[str, Any]:
+    if h is None:
+        return {"text": "–", "sort": None, "is_best": False, "is_option": False}
+    return {"text": format_value(h.value), "sort": repr(h.value), "is_best": h.value == best, "is_option": False}
+
+
+def _option(value: Any) -> dict[str, Any]:
+    sort = repr(float(value)) if isinstance(value, (int, float)) else None
+    return {"text": "–" if value is None else str(value), "sort": sort, "is_best": False, "is_option": True}
+
+
+# ---- while a run goes on ---------------------------------------------------------------------------------------------
+
+
+SHORTEST = 5.0  # least seconds between two pages
+SHARE = 0.005  # most of a run's time that its page takes
+
+
+class LivePage:
+    """Context manager of the page in a run's folder, which is written again and again while the run goes on.
+
+    Within it the page reads itself again in a browser, afterwards it is at rest. A page is written whole, and its cost
+    grows with the run. So the time between two is `1 / SHARE` times what the last one took, and at least `SHORTEST`.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.path = output / PAGE_FILE
+        self._due, self._gap = 0.0, SHORTEST
+
+    def __enter__(self) -> LivePage:
+        with writing(self.path):
+            self.path.unlink(missing_ok=True)  # of the run that this one overwrites or goes on with
+        return self
+
+    def refresh(self) -> None:
+        """Write the page, if it is time to. Called after each step whose metrics are written."""
+        began = time.monotonic()
+        if began >= self._due:
+            self._write("running", refresh=self._gap)
+            now = time.monotonic()
+            self._gap = max(SHORTEST, (now - began) / SHARE)
+            self._due = now + self._gap
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        metrics = self.path.parent / METRICS_FILE
+        if metrics.is_file() and metrics.stat().st_size:
+            self._write("done" if kind is None else "stopped", refresh=None)
+
+    def _write(self, state: str, *, refresh: float | None) -> None:
+        """Write the page; where that fails there is a warning: a page can be made again, a run cannot."""
+        try:
+            write_page([self.path.parent], self.path, state=state, refresh=refresh)
+        except ConfigError as failure:
+            warnings.warn(f"{self.path}: the page was not written: {failure}", stacklevel=3)

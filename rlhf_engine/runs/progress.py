@@ -1,15 +1,21 @@
-"""Progress of a run while it lasts."""
+"""Progress of a run on a terminal, the signals that end it, and the last lines of its command."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import sys
 import time
+from array import array
 from collections.abc import Mapping
-from types import TracebackType
+from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
-from rich.console import Console, Group
+import numpy as np
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -19,9 +25,87 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
-from rlhf_engine.runs.dashboard import WATCHED, Dashboard
-from rlhf_engine.runs.text import format_duration, format_score
+from rlhf_engine.runs.folder import RECORD_FILE
+from rlhf_engine.runs.headline import headlines
+from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.text import format_duration, format_score, format_value
+
+WATCHED = {
+    "reward": "reward",
+    "eval/reward": "reward, held out",
+    "kl": "KL, nats per answer",
+    "entropy": "entropy, nats per token",
+    "clip_ratio": "clipped ratios",
+    "value/explained_variance": "explained variance",
+    "completions/mean_length": "tokens per answer",
+    "lm_loss": "cross-entropy",
+    "reward_loss": "loss",
+    "reward_accuracy": "accuracy",
+    "eval/accuracy": "accuracy, held out",
+    "eval/auc": "AUC, held out",
+}
+"""metric → label of the rows, in this order; a run has the rows that it has numbers for."""
+PHASES = {"seconds/generate": "generate", "seconds/score": "score", "seconds/update": "update"}
+COURSE_WIDTH = 36  # columns of a course
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def course(values: array[float]) -> str:
+    """A number over the whole run, as at most `COURSE_WIDTH` block elements between the least and the most."""
+    means = np.array([part.mean() for part in np.array_split(np.array(values), min(len(values), COURSE_WIDTH))])
+    height = (means - means.min()) / (np.ptp(means) or 1.0)
+    return "".join(_BLOCKS[int(x * (len(_BLOCKS) - 1) + 0.5)] for x in height)
+
+
+class Dashboard:
+    """A rich renderable: a row per number, then the share of each phase in the time, memory and speed."""
+
+    def __init__(self, watched: Mapping[str, str]) -> None:
+        """watched: metric → label."""
+        self.watched = dict(watched)
+        self._courses: dict[str, array[float]] = {}
+        self._phases: dict[str, float] = {}
+        self._latest: dict[str, Any] = {}
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """The metrics of one step. What is not a finite number has no place in a course, and is shown as it is."""
+        self._latest.update(metrics)
+        for name in self.watched:
+            value = metrics.get(name)
+            if isinstance(value, (int, float)) and abs(value) < float("inf"):
+                self._courses.setdefault(name, array("d")).append(float(value))
+        for name, label in PHASES.items():
+            if isinstance(metrics.get(name), (int, float)):
+                self._phases[label] = self._phases.get(label, 0.0) + float(metrics[name])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Taller terminals show all, others as much as leaves room for the bar."""
+        if not self._courses:
+            return
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        table.add_column("now", justify="right")
+        table.add_column("so far", no_wrap=True)
+        rows = [name for name in self.watched if name in self._courses]
+        for name in rows[: max(1, console.size.height - 5)]:
+            blocks = Text(course(self._courses[name]), style="cyan")
+            table.add_row(self.watched[name], format_value(self._latest[name]), blocks)
+        yield table
+        yield Text(self._facts(), style="dim", overflow="ellipsis", no_wrap=True)
+
+    def _facts(self) -> str:
+        phases = dict(self._phases)  # another thread may add to it
+        total = sum(phases.values())
+        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
+        if (peak := self._latest.get("peak_memory_bytes")) is not None:
+            facts.append(f"peak {float(peak) / 1e9:.2f} GB")
+        if (speed := self._latest.get("tokens_per_second")) is not None:
+            facts.append(f"{format_value(float(speed))} tokens/s")
+        return "   ".join(facts)
+
 
 _OF_ASYNC = {
     "staleness/max": "age",
@@ -32,10 +116,8 @@ _OF_ASYNC = {
     "async/speedup_bound": "of at most",
 }
 """Metrics of a run whose answers are drawn beside the updates, with their labels."""
-LONG_S = 60.0
-"""Seconds from which on a run says after two steps how long the others will take."""
-_FACTS = {"tokens_per_second": "tokens/s"}
-"""Shown by a dashboard in its last line anyway."""
+LONG_S = 60.0  # seconds from which on a run says after two steps how long the others will take
+_FACTS = {"tokens_per_second": "tokens/s"}  # shown by a dashboard in its last line anyway
 
 
 def how_long(seconds: float, steps: int, which: str = "the") -> str:
@@ -134,8 +216,85 @@ class TrainingProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.plain:
             self._live.stop()
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+
+
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+_SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))  # Windows has two of them
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class StopSignals:
+    """While entered, the first signal of a kind is a request, which `asked` tells of, and the second ends the process.
+
+    They are Ctrl-C, SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm is often told to send before a
+    job's time is over). Where SIGHUP is ignored, as under nohup, it stays so. Signals are the main thread's.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None  # the first one, if any came
+        self._seen: set[int] = set()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def asked(self) -> bool:
+        """Whether the run is to stop."""
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 and the signal's number, as a shell has it; 143, SIGTERM's, where another rank was asked."""
+        return 128 + (self.received or signal.SIGTERM)
+
+    def __enter__(self) -> StopSignals:
+        handled = [s for s in _SIGNALS if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self._seen:
+            if sys.stderr.isatty():
+                _tell(_SHOW_CURSOR)  # a progress bar hides it
+            os._exit(128 + number)
+        self._seen.add(number)
+        self.received = self.received or signal.Signals(number)
+        _tell(b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+
+
+def _tell(text: bytes) -> None:
+    """Write to standard error, if anybody reads it: Ctrl-C ends a `| tee` as well. A signal may interrupt a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, text)
+
+
+TOLD = ("reward", "eval/reward", "kl", "lm_loss", "reward_loss")  # of `WATCHED`, what is told as first → last
+_JUDGED = ("Accuracy, held out", "Area under the ROC curve, held out")
+"""Headline numbers of a reward model that are told in a line each, with the steps that they are of."""
+
+
+def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) -> str:
+    """Lines of text: numbers of the run, first → last, then what lies where. places: name → path or command."""
+    rows = read_metrics(metrics_jsonl)
+    told = [f"{rows[-1]['step']:,} steps"] if rows else []
+    for name in TOLD:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if len(values) > 1:
+            told.append(f"{WATCHED[name]} {format_score(values[0])} → {format_score(values[-1])}")
+        elif values:
+            told.append(f"{WATCHED[name]} {format_score(values[0])}")
+    peaks = [float(row["peak_memory_bytes"]) for row in rows if row.get("peak_memory_bytes") is not None]
+    if peaks:
+        told.append(f"peak memory {max(peaks) / 1e9:.2f} GB")
+    width = max(map(len, places)) + 1
+    record = Path(metrics_jsonl).with_name(RECORD_FILE)
+    known = headlines(rows, json.loads(record.read_text()), None) if rows and record.is_file() else []
+    judged = [f"{h.label} {h.text} ({h.note})" for h in known if h.label in _JUDGED]
+    return "\n".join(["; ".join(told), *judged, *(f"{name:{width}} {place}" for name, place in places.items())])

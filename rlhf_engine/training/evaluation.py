@@ -16,8 +16,7 @@ from rlhf_engine.io import writing
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
-from rlhf_engine.runs.metrics import write_atomic
-from rlhf_engine.runs.samples import SampleLog, Samples
+from rlhf_engine.runs.metrics import SampleLog, Samples, write_atomic
 from rlhf_engine.runs.text import samples_markdown
 from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none

@@ -19,7 +19,7 @@ from torch import nn
 
 from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
-from rlhf_engine.generators.policy_store import Snapshot
+from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, save_checkpoint

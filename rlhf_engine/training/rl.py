@@ -15,8 +15,7 @@ from typing import Any
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.generators.build import Connect, make_source
-from rlhf_engine.generators.sources import AnswerSource, PastState
+from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
@@ -24,9 +23,8 @@ from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.build import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
-from rlhf_engine.runs.clock import Clock
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
-from rlhf_engine.runs.metrics import peak_memory_bytes
+from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import (
@@ -303,13 +301,11 @@ class RlTrainer(Run[TrainerState]):
             drawn_by={int(step): version for step, version in state.drawn_by.items()},
         )
         return make_source(
-            self.config,
             self.model,
             self.rollouts,
             self._prompts,
             past,
-            step=state.step,
-            policy_version=state.policy_version,
+            version=state.policy_version,
             reward=self.scorer.uses_reward_model,
             connect=self._connect,
             serve=self._serve if self.config.vllm_servers else None,

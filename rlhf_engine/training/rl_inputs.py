@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Report, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
 from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -20,7 +20,7 @@ from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.build import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 
@@ -43,7 +43,7 @@ class RlInputs:
     train_set: PromptSet
     eval_set: PromptSet | None
     """Held-out prompts."""
-    reports: dict[str, Report]
+    reports: dict[str, Tally]
     """Report on the rows of each source, by the option that names it."""
     server: RolloutServer | None
     """Server that draws answers; None where this process does."""
@@ -79,7 +79,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         timeout=REWARD_SECONDS,
     )
     context = read_context_length(config.model_name_or_path, config.reward_model_path)
-    reports: dict[str, Report] = {}
+    reports: dict[str, Tally] = {}
 
     def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
@@ -93,7 +93,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
             truncation=config.truncation,
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        reports[argument] = tally.report()
+        reports[argument] = tally
         return prompts
 
     train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None

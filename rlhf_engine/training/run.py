@@ -24,7 +24,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.config.supervised import SupervisedOptions
-from rlhf_engine.data import Report, batch_indices, side_by_side
+from rlhf_engine.data import Tally, batch_indices, side_by_side
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.hydra import HydraModel, PackedBatch
@@ -34,10 +34,9 @@ from rlhf_engine.policy.optimizer import RoleOptimizer, require_warm_up
 from rlhf_engine.runs.checkpoint import read_counters, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
-from rlhf_engine.runs.live import LivePage
-from rlhf_engine.runs.metrics import MetricsWriter, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.metrics import MetricsWriter, Trackers, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.page import LivePage
 from rlhf_engine.runs.progress import TrainingProgress
-from rlhf_engine.runs.trackers import Trackers
 from rlhf_engine.training.data_parallel import (
     require_same_options,
     require_same_start,
@@ -61,7 +60,7 @@ class Run(ABC, Generic[State]):
     output: Path
     policy: Policy[State]
     total_steps: int
-    reports: dict[str, Report]
+    reports: dict[str, Tally]
     """Rows read, left out and cut, by the option that names their source."""
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

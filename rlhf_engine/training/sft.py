@@ -64,8 +64,7 @@ from rlhf_engine.runs.folder import (
     drop_later_checkpoints,
     require_unlocked,
 )
-from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import read_metrics, require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model.data import drop_same, with_margins
 from rlhf_engine.training.reward_model.model import pairwise_loss
@@ -245,7 +244,7 @@ class SftTrainer(SupervisedRun[SftState]):
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
         self.rows, self.notes = drop_same("dataset_name", self.rows)
-        self.reports = {"dataset_name": tally.report()}
+        self.reports = {"dataset_name": tally}
         require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
         self.start = start = SftState(
             step=0, seed=config.seed, rows=_digest(self.rows), rows_per_step=self.rows_per_step

@@ -161,10 +161,7 @@ def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
     torch.testing.assert_close(found.loss, (torch.tensor(weights) * terms).sum() / 2)
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     result = SimpleNamespace(
-        logprob=new,
-        policy_loss=found.policy_loss,
-        kl=found.kl,
-        entropy=(output.mask_M * entropy).sum() / output.denom,
+        logprob=new, policy_loss=found.policy_loss, kl=found.kl, entropy=(output.mask_M * entropy).sum() / output.denom
     )
     measured = algorithm.measure(micro, [result]).floats()
     assert measured["clip_ratio"] == pytest.approx(1 / 5)

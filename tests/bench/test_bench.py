@@ -282,7 +282,6 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted():
     assert timing.medians({"a": [3.0, 1.0, 100.0]}) == {"a": 3.0}
 
 
-@pytest.mark.long  # the memory server below does so per push
 @pytest.mark.skipif(memory.unsupported() is not None, reason="resident memory can be reset on Linux only")
 def test_memory_of_one_call_counts_torch_and_malloc(tmp_path):
     """In a process of its own, as everywhere: memory that this one holds free already would not show."""
@@ -312,6 +311,7 @@ def test_memory_of_one_call_counts_torch_and_malloc(tmp_path):
     assert nothing < 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(memory.unsupported() is not None, reason="resident memory can be reset on Linux only")
 def test_the_memory_server_measures_cases_and_reports_errors():
     with memory.MemoryServer() as server:
@@ -376,9 +376,9 @@ def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
     assert "error / bound" in err
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_wrong_requests_are_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for argv, message in (
         (["gea"], "op: expected one of attention, .*, got 'gea'; did you mean 'gae'"),
         (["gae", "--case", "sideways"], "case: expected one of forward/.*, got 'sideways'"),
         (["gae", "--device", "cpu", "--isa", "avx3"], "isa: expected .*, got 'avx3'"),
@@ -386,17 +386,14 @@ def test_json_on_standard_output_is_json_only(tiny_sizes, capsys):
         (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),
         (["gae", "--quick", "--full"], "expected either quick or full, got both"),
-        (["gae", "--out", "{file}/below"], "expected paths that can be written"),
+        (["gae", "--out", f"{tmp_path}/file/below"], "expected paths that can be written"),
         (["gae", "--quik"], "unknown option --quik; did you mean --quick"),
-    ],
-)
-def test_wrong_requests_are_refused_in_one_line(argv, message, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["bench", *(word.format(file=tmp_path / "file") for word in argv)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("rlhf-engine bench: ")
-    assert len(err.splitlines()) == 1
-    assert re.search(message, err), err
+    ):
+        assert main(["bench", *argv]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("rlhf-engine bench: ")
+        assert len(err.splitlines()) == 1
+        assert re.search(message, err), err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

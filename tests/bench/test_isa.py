@@ -60,6 +60,7 @@ def test_every_set_of_the_native_code_can_be_named():
 
 
 @needs_native
+@pytest.mark.long
 def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, capfd):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctor", "--json"]) == 0
@@ -69,7 +70,6 @@ def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, cap
 
 
 @needs_native
-@pytest.mark.long
 def test_the_exit_code_is_that_of_the_process(monkeypatch, no_variables):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctr"]) == 2
@@ -103,10 +103,7 @@ def test_a_table_from_records():
     made = making.from_records(records)
     gae, lora = made.entries
     assert gae[:5] == ("gae", "avx2", "float32", None, "reference")
-    assert gae.ms == {
-        "forward/4x8": {"cpu": 2.0, "reference": 1.0},
-        "backward/4x8": {"cpu": 1.0, "reference": 1.5},
-    }
+    assert gae.ms == {"forward/4x8": {"cpu": 2.0, "reference": 1.0}, "backward/4x8": {"cpu": 1.0, "reference": 1.5}}
     assert lora[:5] == ("lora", "avx2", "float32", (24, 16), "reference")
     assert made.machines == {"avx2": "a CPU, 2 threads, torch 2"}
 

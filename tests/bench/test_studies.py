@@ -130,24 +130,19 @@ def test_runs_of_a_recipe_share_the_stages_before_what_varies(tmp_path):
     assert (tmp_path / "out" / "curves.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_grids_that_are_none(tmp_path, sweep):
+    several = {"command": "recipe", "flags": {"from": "evaluate"}, "grid": {"recipe": ["perl-hh", "remax-hh"]}}
+    for changes, message in (
         ({"grid": {}}, r"expected the fields .* with a grid, got"),
         ({"extra": 1}, "expected the fields"),
         ({"command": "sft"}, "expected command train, demo or recipe, got 'sft'"),
         ({"grid": {"seed": 3}}, r"grid\.seed: expected a list of values, got 3"),
         ({"command": "recipe"}, r"recipe: expected a flag or an axis, .* got \[\]"),
-        (
-            {"command": "recipe", "flags": {"from": "evaluate"}, "grid": {"recipe": ["perl-hh", "remax-hh"]}},
-            r"recipe: expected a flag or an axis, of one value with `from`, got \['perl-hh', 'remax-hh'\]",
-        ),
+        (several, r"recipe: expected a flag or an axis, of one value with `from`, got \['perl-hh', 'remax-hh'\]"),
         ({"against": [["reward", "eval/kl"]]}, r"against: expected pairs of \[.*\] or of \['kl', 'reward'\]"),
-    ],
-)
-def test_grids_that_are_none(tmp_path, sweep, changes, message):
-    with pytest.raises(ValueError, match=message):
-        sweep.Grid.read(write_grid(tmp_path / "g.yaml", **changes))
+    ):
+        with pytest.raises(ValueError, match=message):
+            sweep.Grid.read(write_grid(tmp_path / "g.yaml", **changes))
 
 
 @pytest.mark.long
@@ -302,9 +297,9 @@ def test_neighbours_are_busy_while_they_are_asked_for():
     assert all(process.poll() is not None for process in processes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for options, message in (
         (["--op", "lora", "--sizes", "4x5x6"], "argument --sizes: expected it with --op linear_logprob, got --op lora"),
         (["--sizes", "4x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x5'"),
         (["--sizes", "4x0x5"], "argument --sizes: expected NxHxV of whole numbers above 0, got '4x0x5'"),
@@ -312,16 +307,13 @@ def test_neighbours_are_busy_while_they_are_asked_for():
         (["--busy", "-1"], "argument --busy: expected"),
         (["--json", "none/a.jsonl"], "busy: json: expected a path that can be written, got"),
         (["--isa", "neon"] if platform.machine() == "x86_64" else ["--isa", "amx_bf16"], "busy: isa: expected"),
-    ],
-)
-def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = load_script("studies/busy").main(["--tiny", *options])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    assert message in capsys.readouterr().err
+    ):
+        try:
+            code = load_script("studies/busy").main(["--tiny", *options])
+        except SystemExit as stop:
+            code = stop.code
+        assert code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -71,7 +71,7 @@ def refused(capsys, *argv: str, code: int = 2, trace: Sequence[str] = ()) -> str
     """The one line on standard error of a request that is not served, after lines of a reward function's own code."""
     found, _, err = run(capsys, *argv)
     # progress of the steps that were made, and what comes before them
-    lines = [line for line in err.splitlines() if not line.startswith(("ppo ", "page ", "memory: "))]
+    lines = [line for line in err.splitlines() if not line.startswith(("ppo ", "page "))]
     shown, lines = [line.strip(" ^~") for line in lines[:-1]], lines[-1:]
     assert [line for line in shown if line and not line.startswith("File ")] == list(trace), err
     assert found == code, err

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, render_turn, split_by_group
+from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, split_by_group
+from rlhf_engine.data.types import render_turn
 from rlhf_engine.errors import ConfigError
 from tests.conftest import SHARED
 from tests.data.texts import write_lines
@@ -50,7 +51,7 @@ def test_a_context_is_lines_with_speakers(tmp_path):
     assert [(row.completion, row.label) for row in rows] == [(" Scream.", True), (' {"book": {"n": 2}}', False)]
     begins = "agent: Hi there. Films?\nuser: What is on at the Café?"
     assert (rows[0].group, rows[1].place) == (begins, f"{path}:2")
-    assert tally.report().is_plain
+    assert tally.is_plain
 
 
 def test_published_rows_are_known_by_their_columns(tmp_path):
@@ -59,7 +60,7 @@ def test_published_rows_are_known_by_their_columns(tmp_path):
     kinds = ("preference", "unpaired_preference", "implicit_preference")
     tally = Tally(source=str(path), max_bad_rows=1)
     assert load_rows(path, tally, kinds=kinds) == expected
-    assert tally.report().bad[0].places == (f"{path}:3",)
+    assert [places for _, places in tally.bad.values()] == [[f"{path}:3"]]
     prompts = load_rows(path, Tally(source=str(path), max_bad_rows=1), kinds=("prompt_only",))
     assert {type(row) for row in prompts} == {PromptOnly}
     assert [(row.prompt, row.group) for row in prompts] == [(row.prompt, row.group) for row in expected]
@@ -71,26 +72,18 @@ def test_published_rows_are_known_by_their_columns(tmp_path):
         load_rows(mixed, Tally(source=str(mixed)))
 
 
-def test_a_context_may_have_no_turns(tmp_path):
-    rows, _ = load(write_lines(tmp_path / "a.jsonl", published(context="[]")))
-    assert rows[0].prompt == "agent:"
-
-
-@pytest.mark.parametrize(("k", "lines"), [(1, 2), (2, 3), (4, 5), (9, 5)])
-def test_the_last_turns_alone(tmp_path, k, lines):
-    rows, _ = load(write_lines(tmp_path / "a.jsonl", published()), last_turns=k)
-    assert len(rows[0].prompt.split("\n")) == lines
-    assert rows[0].prompt.endswith('"name.movie": ["Scream"]}}\nagent:')
-
-
-def test_last_turns_below_one(tmp_path):
+def test_the_last_turns_alone(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", published())
+    for k, lines in ((1, 2), (2, 3), (4, 5), (9, 5)):
+        rows, _ = load(path, last_turns=k)
+        assert len(rows[0].prompt.split("\n")) == lines
+        assert rows[0].prompt.endswith('"name.movie": ["Scream"]}}\nagent:')
     with pytest.raises(ConfigError, match="last_turns: expected at least 1, or none for all, got 0"):
         load(tmp_path, last_turns=0)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_rows_of_another_kind_are_bad(tmp_path):
+    for row, message in (
         (["x"], "expected a JSON object, got list"),
         (published(conversation_id=None), "a string in column 'conversation_id', got None"),
         (published(context=TURNS), r"a JSON string in column 'context', got \["),
@@ -104,14 +97,12 @@ def test_last_turns_below_one(tmp_path):
         (published(reward=float("nan")), "1 or 0 in column 'reward', got nan"),
         (published(reward=0.5), "1 or 0 in column 'reward', got 0.5"),
         (published(reward="1"), "1 or 0 in column 'reward', got '1'"),
-    ],
-)
-def test_rows_of_another_kind_are_bad(tmp_path, row, message):
-    path = write_lines(tmp_path / "a.jsonl", row, published())
-    with pytest.raises(ConfigError, match=message):
-        load(path)
-    rows, tally = load(path, max_bad_rows=0.5)
-    assert (len(rows), tally.n_bad) == (1, 1)
+    ):
+        path = write_lines(tmp_path / "a.jsonl", row, published())
+        with pytest.raises(ConfigError, match=message):
+            load(path)
+        rows, tally = load(path, max_bad_rows=0.5)
+        assert (len(rows), tally.n_bad) == (1, 1)
 
 
 def test_turns_with_two_contents_are_none():
@@ -137,27 +128,16 @@ def test_the_published_files_are_read_whole(real):
     assert rows[-1].place == f"{FOLDER / 'reward_07.json.gz'}: row 166"
     assert sum(row.completion.startswith(' {"') for row in rows) == 1972 + 26  # calls, and calls published as text
     assert sum(row.completion == " " for row in rows) == 4  # published without text
-
-
-def test_every_line_of_a_published_prompt_has_a_speaker(real):
-    rows, _ = real
-    speakers = {line.split(":")[0] for row in rows for line in row.prompt.split("\n")}
-    assert speakers == {"agent", "user", "api"}
+    assert {line.split(":")[0] for row in rows for line in row.prompt.split("\n")} == {"agent", "user", "api"}
     assert all(row.prompt.endswith("\nagent:") and row.completion.startswith(" ") for row in rows)
-
-
-def test_published_conversations_are_split_by_group(real):
-    rows, _ = real
-    split = split_by_group(rows, share=0.1, seed=0)
-    assert not {row.group for row in split.train} & {row.group for row in split.held_out}
-    assert len(split.train) + len(split.held_out) == 3667
-    assert 0.05 < len(split.held_out) / 3667 < 0.2  # a coin for each of 271 dialogues of 1 to 55 rows
 
 
 def test_no_published_dialogue_is_on_both_sides(real):
     """Each row's id is its own, although most rows hold the turns of another row."""
     rows, _ = real
     split = split_by_group(rows, share=0.1, seed=0)
+    assert len(split.train) + len(split.held_out) == 3667
+    assert 0.05 < len(split.held_out) / 3667 < 0.2  # a coin for each of 271 dialogues of 1 to 55 rows
     learned = {row.prompt + row.completion for row in split.train}
 
     def beginnings(row):
@@ -176,6 +156,5 @@ def test_a_dialogue_of_one_turn_begins_with_its_answer(tmp_path):
     later = published(context=json.dumps([TURNS[0], TURNS[2], TURNS[3]]), conversation_id="dlg-2")
     rows, _ = load(write_lines(tmp_path / "a.jsonl", first, later))
     assert rows[0].group == rows[1].group
-    assert [row.group for row in load(write_lines(tmp_path / "b.jsonl", published(context="[]")))[0]] == [
-        "agent: Scream."
-    ]
+    (alone,) = load(write_lines(tmp_path / "b.jsonl", published(context="[]")))[0]
+    assert (alone.prompt, alone.group) == ("agent:", "agent: Scream.")

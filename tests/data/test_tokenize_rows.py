@@ -9,8 +9,7 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from rlhf_engine.commands.demo.task import build_tokenizer
-from rlhf_engine.data import PromptOnly, Tally, tokenize_row, tokenize_rows
-from rlhf_engine.data.tally import RowError
+from rlhf_engine.data import PromptOnly, RowError, Tally, tokenize_row, tokenize_rows
 from rlhf_engine.data.tokenize import fit_to_length
 from rlhf_engine.data.types import parse_row
 from rlhf_engine.errors import ConfigError
@@ -123,7 +122,7 @@ def test_rows_that_a_template_does_not_fit_are_bad(template, message):
         [talk, row("prompt_completion", prompt="a", completion="b")], chat_tokenizer(template), tally, max_length=99
     )
     assert len(kept) == 1
-    assert tally.report().n_bad == 1
+    assert tally.n_bad == 1
     with pytest.raises(RowError, match=message):
         tokenize_row(talk, chat_tokenizer(template))
 
@@ -147,8 +146,8 @@ def test_an_answer_may_have_an_empty_prompt(tokenizer, first):
     found = tokenize_rows(rows, tokenizer, tally, max_length=9)
     assert [tokenizer.convert_ids_to_tokens(t.prompt) for t in found[:2]] == [[first], [first]]
     assert found[0].answers == found[2].answers
-    assert tally.report().text() == "a: 3 rows read, 3 used, 2 with an empty prompt"
-    assert not tally.report().is_plain
+    assert tally.text() == "a: 3 rows read, 3 used, 2 with an empty prompt"
+    assert not tally.is_plain
 
 
 # ---- too long --------------------------------------------------------------------------------------------------------
@@ -237,10 +236,9 @@ def test_nothing_is_cut_or_dropped_without_being_counted():
     ):
         tally = Tally(source="s", read=2)
         found = tokenize_rows(rows, WORDS, tally, max_length=6, truncation=truncation)
-        report = tally.report()
-        assert (len(found), report.used, report.dropped, report.truncated) == (n, n, dropped, truncated)
-        assert report.text() == text
-        assert not report.is_plain
+        assert (len(found), tally.used, tally.dropped, tally.truncated) == (n, n, dropped, truncated)
+        assert tally.text() == text
+        assert not tally.is_plain
         assert max(len(t.prompt) + len(t.answers[0]) for t in found) <= 6
     message = r"^a\.jsonl:1: expected at most 5 tokens of prompt and answer, got 7; truncation=drop leaves"
     with pytest.raises(ConfigError, match=message):

@@ -19,7 +19,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf_engine.data import Record, Row, Tally, load_rows, read_records
+from rlhf_engine.data import Row, Tally, load_rows
+from rlhf_engine.data.read import Record, read_records
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -73,13 +73,7 @@ FAULTS = [
         "places=places",
         {"exact": False, "dtype": "float32"},
     ),
-    Fault(
-        "rlhf_engine.hydra.supports",
-        "Supports.mask",
-        ", device=words.device",
-        "",
-        {"exact": False, "top_k": 5},
-    ),
+    Fault("rlhf_engine.hydra.supports", "Supports.mask", ", device=words.device", "", {"exact": False, "top_k": 5}),
     Fault(
         "rlhf_engine.rollout.rows",
         "LiveRows.append",

@@ -170,7 +170,7 @@ def trainer_of(make: Callable[..., Run], config: Any, world: World) -> Iterator[
     if getattr(config, "async_mode", "off") != "ray":
         yield in_few_lanes(make(config, world))
         return
-    from rlhf_engine.generators.ray.connect import generators_on_ray  # not before the processes are forked
+    from rlhf_engine.generators.ray import generators_on_ray  # not before the processes are forked
 
     with generators_on_ray(config, world) as connect:
         yield make(config, world, connect=connect)

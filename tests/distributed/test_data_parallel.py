@@ -26,7 +26,7 @@ from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.distributed.launch import asked_to_shard
 from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.ray.connect import generators_on_ray
+from rlhf_engine.generators.ray import generators_on_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
@@ -58,11 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla"},
     "grpo": {"algorithm": "grpo", "reward_funcs": ["patchy"], "num_generations": 2},
     "grpo-few": {
-        "algorithm": "grpo",
-        "reward_funcs": ["patchy"],
-        "num_generations": 3,
-        "generation_batch_size": 6,
-        "num_mini_batches": 1,
+        **{"algorithm": "grpo", "reward_funcs": ["patchy"]},
+        **{"num_generations": 3, "generation_batch_size": 6, "num_mini_batches": 1},
     },
     "grpo-tokens": {"algorithm": "grpo", "loss_type": "dapo"},
     "grpo-top_p": {"algorithm": "grpo", "top_p": 0.8, "min_p": 0.01},
@@ -314,31 +311,16 @@ def test_what_a_run_of_two_processes_leaves_is_what_one_leaves(both, model, tmp_
         assert_same_numbers(row, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds", "messages"),
-    [
-        (
-            "other-options",
-            ["ConfigError"] * 2,
-            ["learning_rate: expected the same on every rank, got 0.01 on rank 0"] * 2,
-        ),
-        ("other-data", ["ConfigError"] * 2, ["dataset_name: expected the same rows on every rank, got "] * 2),
-        (
-            "raises",
-            ["RankError", "RewardError"],
-            ["rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised", "no luck"],
-        ),
-        (
-            "no-memory",
-            ["RankError", "MemoryLimitError"],
-            ["rank 0 of 2 has lost another one", "lower per_device_train_batch_size"],
-        ),
-    ],
-)
-def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
-    assert_ended(both, name, kinds, messages)
-    if name.startswith("raises"):
-        assert [row["step"] for row in read_metrics(both / name / "run" / "metrics.jsonl")] == [1]
+def test_what_ends_one_process_ends_the_other(both):
+    rate = "learning_rate: expected the same on every rank, got 0.01 on rank 0"
+    assert_ended(both, "other-options", ["ConfigError"] * 2, [rate] * 2)
+    data = "dataset_name: expected the same rows on every rank, got "
+    assert_ended(both, "other-data", ["ConfigError"] * 2, [data] * 2)
+    raised = "rewards: another rank could not go on, rank 1: RewardError: reward function 'raises' raised"
+    assert_ended(both, "raises", ["RankError", "RewardError"], [raised, "no luck"])
+    assert [row["step"] for row in read_metrics(both / "raises" / "run" / "metrics.jsonl")] == [1]
+    lost = ["rank 0 of 2 has lost another one", "lower per_device_train_batch_size"]
+    assert_ended(both, "no-memory", ["RankError", "MemoryLimitError"], lost)
 
 
 def test_each_process_holds_its_share_of_a_sharded_base(both, model):
@@ -389,22 +371,17 @@ class TwoRanks(World):
         return [value, value]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_several_processes_are_not_served(model, tmp_path):
+    few = "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4"
+    for options, message in (
         ({"method": "full_ppo", "optim": "adafactor"}, "optim: expected 'adamw' where 2 processes train a whole base"),
         ({"device": "cuda:1"}, "device: expected auto, cpu or cuda in a run of 2 processes"),
-        (
-            {"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1},
-            "generation_batch_size: expected at least 8 in a run of 2 processes, a prompt of 4 answers for each, got 4",
-        ),
-    ],
-)
-def test_what_several_processes_are_not_served(options, message, model, tmp_path):
-    config = train_config(model, tmp_path / "run", **options)
-    require_served(config, ALONE)
-    with pytest.raises(ConfigError, match=message):
-        require_served(config, TwoRanks(size=2))
+        ({"generation_batch_size": 4, "algorithm": "grpo", "num_mini_batches": 1}, few),
+    ):
+        config = train_config(model, tmp_path / "run", **options)
+        require_served(config, ALONE)
+        with pytest.raises(ConfigError, match=message):
+            require_served(config, TwoRanks(size=2))
 
 
 def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_path):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE
-from rlhf_engine.generators.ray.connect import _import_ray
+from rlhf_engine.generators.ray import _import_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from tests.distributed.ranks import trainer_of

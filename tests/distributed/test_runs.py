@@ -44,12 +44,7 @@ from tests.training.test_rl import without_timings
 LORA = {"mode": "lora", "lora_dropout": 0.2}
 FULL = {"mode": "full", "learning_rate": 1e-3}
 HELD_OUT = {"eval_dataset_name": 0.4, "eval_steps": 2, "per_device_eval_batch_size": 3}
-RL = {
-    "method": "full_ppo",
-    "learning_rate": 1e-3,
-    "critic_init": "reward",
-    "generation_batch_size": 12,
-}
+RL = {"method": "full_ppo", "learning_rate": 1e-3, "critic_init": "reward", "generation_batch_size": 12}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-lora": ("sft", {**LORA, "gradient_accumulation_steps": 2}),
     "sft-lora-sharded": ("sft", {**LORA, "shard_base": True, "max_tokens_per_micro_batch": 40}),
@@ -79,13 +74,8 @@ RESUMED = ("rl-full", "sft-lora", "sft-full", "sft-full-bfloat16", "reward-pairs
 
 
 SHORTLY = (
-    "sft-lora",
-    "sft-lora-sharded",
-    "sft-full-one-row",
-    "sft-full-bfloat16",
-    "reward-pairs",
-    "reward-thumbs-full",
-    "rl-full",
+    *("sft-lora", "sft-lora-sharded", "sft-full-one-row", "sft-full-bfloat16"),
+    *("reward-pairs", "reward-thumbs-full", "rl-full"),
 )
 """Cases of every push: each kind of trainer by adapters or whole, each option, a rank without rows."""
 
@@ -211,37 +201,12 @@ def test_each_process_holds_its_share_of_weights_and_state(both):
             assert share[part] == pytest.approx(size / 2, rel=0.01)  # uneven shares are padded
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds", "messages"),
-    [
-        ("other-rows", ["ConfigError"] * 2, ["dataset_name: expected the same rows on every rank, got "] * 2),
-        (
-            "no-memory",
-            ["RankError", "OutOfMemoryError"],
-            ["the step: another rank could not go on, rank 1: OutOfMemoryError: out of memory, says the test", ""],
-        ),
-        ("dies", ["RankError"], ["rank 0 of 2 has lost another one"]),
-    ],
-)
-def test_what_ends_one_process_ends_the_other(name, kinds, messages, both):
-    assert_ended(both, name, kinds, messages)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_a_launcher_runs_the_command(kind, model, tmp_path):
-    _, config = options(tmp_path, "cli", f"{kind}-lora" if kind == "sft" else "reward-thumbs-full", model)
-    file, shares = ("data_parallel", False) if kind == "sft" else ("fsdp2", True)
-    (tmp_path / "run.yaml").write_text(KINDS[kind][0](**config).to_yaml())
-    launch = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
-    launch += [str(ROOT / "examples" / "accelerate" / f"{file}.yaml"), "-m", "rlhf_engine", kind]
-    command = [sys.executable, "-m", *launch, "--config", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("metrics ") == 1  # the main process alone says so
-    record = json.loads((Path(config["output_dir"]) / "run.json").read_text())
-    assert (record["processes"], record["config"]["shard_base"]) == (2, shares)
-    assert record["result"]["steps"] == 3
+def test_what_ends_one_process_ends_the_other(both):
+    rows = "dataset_name: expected the same rows on every rank, got "
+    memory = "the step: another rank could not go on, rank 1: OutOfMemoryError: out of memory, says the test"
+    assert_ended(both, "other-rows", ["ConfigError"] * 2, [rows] * 2)
+    assert_ended(both, "no-memory", ["RankError", "OutOfMemoryError"], [memory, ""])
+    assert_ended(both, "dies", ["RankError"], ["rank 0 of 2 has lost another one"])
 
 
 @pytest.mark.long

@@ -69,16 +69,13 @@ def server_judge(url: str, **options: Any) -> ServerJudge:
 PAIRS = [Pair("p", "longer one", "short"), Pair("p", "a", "bb"), Pair("q", "xy", "zw")]
 
 
-@pytest.mark.parametrize(
-    ("reply", "preference"),
-    [
+def test_the_last_line_is_the_verdict():
+    for reply, preference in (
         ("A", 1.0), ("B", 0.0), ("TIE", 0.5), ("tie.", 0.5), ("[[A]]", 1.0), ("**B**", 0.0), ("C", 0.5),
         ("Answer: B", 0.0), ("Verdict: A", 1.0), ("It is A in some ways.\nB\n\n", 0.0),
         ("Both are fine", None), ("", None), ("A or B", None), ("\n", None),
-    ],
-)  # fmt: skip
-def test_the_last_line_is_the_verdict(reply, preference):
-    assert _verdict(reply).preference == preference
+    ):  # fmt: skip
+        assert _verdict(reply).preference == preference, reply
 
 
 def test_a_server_is_asked_by_openais_protocol(monkeypatch):
@@ -110,6 +107,8 @@ def test_a_busy_server_is_given_time(monkeypatch):
     with serving(reply) as (url, seen):
         assert [v.preference for _, v in server_judge(url, requests=1).verdicts(PAIRS[:1])] == [0.0]
     assert len(seen) == 4
+    with serving(lambda body: says(None)) as (url, _):
+        assert [v.preference for _, v in server_judge(url).verdicts(PAIRS[:1])] == [None]
 
 
 @pytest.mark.parametrize(
@@ -125,11 +124,6 @@ def test_a_busy_server_is_given_time(monkeypatch):
 def test_a_server_that_judges_nothing_is_an_error(reply, message):
     with serving(lambda body: reply) as (url, _), pytest.raises(RolloutServerError, match=message):
         list(server_judge(url).verdicts(PAIRS))
-
-
-def test_no_text_at_all_is_no_verdict():
-    with serving(lambda body: says(None)) as (url, _):
-        assert [v.preference for _, v in server_judge(url).verdicts(PAIRS[:1])] == [None]
 
 
 def test_a_slow_server_is_an_error_in_time_and_names_the_option():

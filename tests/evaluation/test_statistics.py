@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_engine.evaluation.statistics import (
-    best_of_n_curve,
-    length_controlled_win_rate,
-    mean_by_prompt,
-    ratio_by_prompt,
-)
+from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 
 
 def test_interval_of_a_mean_has_its_width_and_covers_what_it_should():
@@ -40,42 +35,6 @@ def test_ratio_is_of_sums_and_not_a_mean_of_ratios():
     assert found.value == pytest.approx(11 / 101)
     assert found.low == pytest.approx(0.1)
     assert found.high == pytest.approx(1.0)
-
-
-def simulate(theta: float, beta: float, n: int = 4000, seed: int = 0):
-    """Wins of a logistic judge who likes length, between answers whose lengths differ by a normal number + 10."""
-    generator = np.random.default_rng(seed)
-    gap = generator.normal(10.0, 8.0, size=n)
-    p = 1 / (1 + np.exp(-(theta + beta * np.tanh(gap / gap.std()))))
-    return (generator.random(n) < p).astype(float), gap
-
-
-@pytest.mark.parametrize("theta", [-0.8, 0.0, 0.5])
-def test_length_control_finds_what_a_judge_thinks_of_equal_lengths(theta):
-    wins, gap = simulate(theta, beta=1.2)
-    found = length_controlled_win_rate(wins.tolist(), gap.tolist(), list(range(len(wins))), len(wins))
-    truth = 1 / (1 + math.exp(-theta))
-    assert found.low <= truth <= found.high
-    assert abs(found.value - truth) < 0.05
-    assert wins.mean() - truth > 0.1  # the plain win rate rewards the longer answers
-
-
-def test_length_control_without_an_effect_of_length_is_the_win_rate():
-    wins, gap = simulate(0.7, beta=0.0)
-    found = length_controlled_win_rate(wins.tolist(), gap.tolist(), list(range(len(wins))), len(wins))
-    assert found.value == pytest.approx(wins.mean(), abs=0.02)
-
-
-@pytest.mark.parametrize("won", [0.0, 1.0])
-def test_length_control_of_a_model_that_always_wins_or_loses_is_finite(won):
-    found = length_controlled_win_rate([won] * 30, [float(i) for i in range(30)], list(range(30)), 30)
-    assert abs(found.value - won) < 0.05
-    assert all(math.isfinite(x) for x in found)
-
-
-def test_length_control_at_equal_lengths_is_the_win_rate():
-    found = length_controlled_win_rate([1.0, 0.0, 1.0, 0.5], [0.0] * 4, [0, 1, 2, 3], 4)
-    assert found.value == pytest.approx(0.625, abs=0.01)  # the prior pulls a little towards one half
 
 
 def test_best_of_n_is_the_mean_over_all_sets():

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
-from rlhf_engine.generators import policy_store as versions
-from rlhf_engine.generators.policy_store import digest
-from rlhf_engine.generators.worker import Worker
+from rlhf_engine.generators import work as versions
+from rlhf_engine.generators.thread import Worker
+from rlhf_engine.generators.work import digest
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.runs.metrics import read_metrics
@@ -161,6 +161,30 @@ def test_a_run_may_be_taken_up_without_async_and_with(model, tmp_path):
     assert ages(rows) == [0, 1]
 
 
+def test_a_run_that_breaks_in_the_middle_of_a_publication_goes_on(model, tmp_path, monkeypatch):
+    """As if it had been killed there: nothing is written after that."""
+    options = {"async_mode": "overlap", **RESUMED}
+    whole, _ = steps_of(model, tmp_path / "whole", **options)
+    copies = iter(range(3))
+    clone = torch.Tensor.clone
+
+    def break_off(slot, version):
+        if version != 3:
+            return versions.take(slot, version)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", lambda tensor: (next(copies), clone(tensor))[1])
+            return versions.take(slot, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_engine.generators.sources.take", break_off)
+        with pytest.raises(StopIteration):
+            steps_of(model, tmp_path / "parts", **options)
+    assert next(copies, None) is None
+    assert RlTrainer(train_config(model, tmp_path / "parts", **options)).state.step == 2
+    resumed, _ = steps_of(model, tmp_path / "parts", **options)
+    assert same(trained(whole), trained(resumed))
+
+
 def test_copies_of_the_policy_are_not_saved(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="overlap", max_steps=2))
     trainer.run()
@@ -189,7 +213,7 @@ def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "clone", slow_clone)
             snapshot = take(slot, version)
-        known[version] = snapshot.digest()
+        known[version] = digest(snapshot.tensors)
         return snapshot
 
     def watched(engine):
@@ -300,7 +324,7 @@ def test_a_generator_that_hangs_ends_the_run(model, tmp_path, monkeypatch):
         return step(engine)
 
     monkeypatch.setattr(RolloutEngine, "step", hanging)
-    monkeypatch.setattr("rlhf_engine.generators.build.SILENCE", 1.0)
+    monkeypatch.setattr("rlhf_engine.generators.sources.SILENCE", 1.0)
     config = train_config(model, tmp_path / "run", async_mode="overlap")
     with pytest.raises(GeneratorError, match="has drawn no token of the answers of step 1 for 1 seconds"):
         RlTrainer(config).run()
@@ -321,7 +345,7 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
     trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="replay", learning_rate=0.05))
     trainer.step()
     trainer.step()
-    worker, hold = trainer.source._worker, trainer.source._hold
+    draw, hold = Worker.__call__, trainer.source._hold
 
     def mistaken(policy):
         with torch.no_grad():
@@ -330,7 +354,7 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
         hold(policy)
 
     # the learner scores by frozen roles itself
-    monkeypatch.setattr(trainer.source, "_worker", lambda item: dataclasses.replace(worker(item), frozen=None))
+    monkeypatch.setattr(Worker, "__call__", lambda *args: dataclasses.replace(draw(*args), frozen=None))
     monkeypatch.setattr(trainer.source, "_hold", mistaken)
     with (
         contextlib.closing(trainer.source),
@@ -342,9 +366,8 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_requests_that_contradict_themselves(model, tmp_path):
+    for options, message in (
         ({"async_mode": "overlap", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'overlap'"),
         ({"max_staleness": 3}, "max_staleness: expected it unset without async"),
         ({"async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
@@ -367,8 +390,6 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
             {"async_mode": "overlap", "off_policy_clip_max": 3.0},
             "off_policy_clip_max: expected it unset without off_policy_correction",
         ),
-    ],
-)
-def test_requests_that_contradict_themselves(model, tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        train_config(model, tmp_path / "run", **options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_config(model, tmp_path / "run", **options)

@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError
-from rlhf_engine.generators.ray import transport as ray_transport
-from rlhf_engine.generators.ray.connect import _import_ray, generators_on_ray
-from rlhf_engine.generators.ray.generator import Generator
-from rlhf_engine.generators.ray.transport import RayTransport
-from rlhf_engine.generators.transport import Drawn
+from rlhf_engine.generators import ray as ray_transport
+from rlhf_engine.generators.ray import Generator, RayTransport, _import_ray, generators_on_ray
+from rlhf_engine.generators.scheduler import Drawn
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
+from tests.generators.test_ray_transport import pids
 from tests.training.test_data import train_config, write_model
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -93,7 +92,7 @@ class Run:
 def when_all_are_up(run: Run) -> None:
     """Steps are faster here than processes start."""
     until = time.monotonic() + 60
-    while len(run.transport.pids) < run.config.ray_generators:
+    while len(pids(run.transport)) < run.config.ray_generators:
         assert time.monotonic() < until
         time.sleep(0.1)
 
@@ -126,7 +125,7 @@ def test_other_processes_draw_what_this_one_draws(ray, model, tmp_path, generato
     slot = sum(p.numel() * p.element_size() for p in run.trainer.model.backbone().slot("actor").parameters())
     assert generators * slot < sent[-1] < generators * (slot + 4096)  # and the names of its tensors
     assert not run.transport.losses
-    assert run.transport.pids == {}  # all ended with the run
+    assert pids(run.transport) == {}  # all ended with the run
     assert torch.get_num_threads() == threads
 
 
@@ -165,25 +164,28 @@ def test_a_run_that_is_taken_up_draws_what_it_would_have_drawn(ray, model, tmp_p
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
-def test_one_that_is_killed_while_it_draws_is_replaced(ray, model, tmp_path):
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "silent"])
+def test_one_that_is_killed_or_falls_silent_while_it_draws_is_replaced(ray, model, tmp_path, killed, monkeypatch):
     """It is stopped first, so that the signal comes while it has work."""
-    options = {"max_steps": 8}
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, **options)
-    killed: list[int] = []
+    for place in () if killed else ("sources", "ray"):
+        monkeypatch.setattr(f"rlhf_engine.generators.{place}.SILENCE", 2.0)
+    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, max_steps=8)
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
             when_all_are_up(run)
-            pid = run.transport.pids["generator 1"]
+            pid = pids(run.transport)["generator 1"]
             os.kill(pid, signal.SIGSTOP)
-            threading.Timer(1.0, lambda: (killed.append(pid), os.kill(pid, signal.SIGKILL))).start()
+            if killed:
+                threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL)).start()
 
     run(on_step)
-    assert killed
     (loss,) = run.transport.losses
     assert loss.worker == "generator 1"
-    assert "worker process has died" in str(loss.cause)
-    require_same_answers(run, Run(model, tmp_path / "replay", async_mode="replay", **options)())
+    said = "worker process has died" if killed else "generator 1 has drawn no token of the answers of step"
+    assert said in str(loss.cause)
+    assert isinstance(loss.cause, TimeoutError) != killed
+    require_same_answers(run, Run(model, tmp_path / "replay", async_mode="replay", max_steps=8)())
 
 
 @pytest.mark.long
@@ -193,9 +195,9 @@ def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, t
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 1:
-            os.kill(run.transport.pids["generator 1"], signal.SIGKILL)
+            os.kill(pids(run.transport)["generator 1"], signal.SIGKILL)
         elif run.trainer.state.step == 3:
-            assert list(run.transport.pids) == ["generator 2"]
+            assert list(pids(run.transport)) == ["generator 2"]
 
     run(on_step)
     require_same_answers(run, Run(model, tmp_path / "replay", async_mode="replay")())
@@ -203,39 +205,15 @@ def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, t
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
-def test_one_that_falls_silent_is_replaced(ray, model, tmp_path, monkeypatch):
-    for place in ("build", "ray.connect"):
-        monkeypatch.setattr(f"rlhf_engine.generators.{place}.SILENCE", 2.0)
-    options = {"max_steps": 6}
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, **options)
-
-    def on_step(run: Run) -> None:
-        if run.trainer.state.step == 2:
-            when_all_are_up(run)
-            os.kill(run.transport.pids["generator 2"], signal.SIGSTOP)
-
-    run(on_step)
-    (loss,) = run.transport.losses
-    assert isinstance(loss.cause, TimeoutError)
-    assert "generator 2 has drawn no token of the answers of step" in str(loss.cause)
-    require_same_answers(run, Run(model, tmp_path / "replay", async_mode="replay", **options)())
-
-
-def failing() -> type:
+def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch):
     class Failing(Generator):  # not of this module, which the other process may not find
         def draw(self, item, keep):
             if item["step"] == 2:
                 raise ZeroDivisionError("of the third step")
             return super().draw(item, keep)
 
-    return Failing
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:generator")
-def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_transport, "Generator", failing())
-    monkeypatch.setattr("rlhf_engine.generators.ray.connect.RESTARTS", 0)
+    monkeypatch.setattr(ray_transport, "Generator", Failing)
+    monkeypatch.setattr("rlhf_engine.generators.ray.RESTARTS", 0)
     run = Run(model, tmp_path / "ray", async_mode="ray")
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
@@ -261,15 +239,15 @@ def test_a_trainer_has_to_be_told_how_to_reach_them(model, tmp_path):
         RlTrainer(train_config(model, tmp_path / "run", async_mode="ray"))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "no-such-host.invalid:6379", "127.0.0.1:99999"])
-def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch, address):
+def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch):
     monkeypatch.setattr(_import_ray(), "is_initialized", lambda: False)  # whatever other tests have started
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    config = train_config(model, tmp_path / "run", async_mode="ray")
     began = time.monotonic()
-    message = f"RAY_ADDRESS: expected the address of a running cluster's head, got '{address}'"
-    with pytest.raises(ConfigError, match=message), generators_on_ray(config):
-        pass
+    for address in ("127.0.0.1:9", "no-such-host.invalid:6379", "127.0.0.1:99999"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        config = train_config(model, tmp_path / "run", async_mode="ray")
+        message = f"RAY_ADDRESS: expected the address of a running cluster's head, got '{address}'"
+        with pytest.raises(ConfigError, match=message), generators_on_ray(config):
+            pass
     assert time.monotonic() - began < 15
 
 

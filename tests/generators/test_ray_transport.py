@@ -15,15 +15,11 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
-from rlhf_engine.generators import serialize
-from rlhf_engine.generators.policy_store import take
-from rlhf_engine.generators.ray import transport as ray_transport
-from rlhf_engine.generators.ray.connect import _other_gpus, generators_on_ray, room_for
-from rlhf_engine.generators.ray.generator import Generator
-from rlhf_engine.generators.ray.transport import RayTransport, Room
-from rlhf_engine.generators.scheduler import Scheduler
-from rlhf_engine.generators.staleness import StalenessRule
-from rlhf_engine.generators.transport import Drawn, Joined, Lost
+from rlhf_engine.generators import ray as ray_transport
+from rlhf_engine.generators import work as serialize
+from rlhf_engine.generators.ray import Generator, RayTransport, Room, _other_gpus, generators_on_ray, room_for
+from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
+from rlhf_engine.generators.work import take
 from rlhf_engine.policy.build import build_generator_model
 from tests.generators.test_scheduler import answers_of, make_items, policy
 from tests.training.test_data import train_config, write_model
@@ -105,7 +101,7 @@ class Stub:
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
-        self.held[version] = serialize.unpack_policy(serialize.Parcel(version, digest, data)).digest()
+        self.held[version] = serialize.digest(serialize.unpack_policy(serialize.Parcel(version, digest, data)).tensors)
         return self.held[version]
 
     def draw(self, item, keep):
@@ -142,6 +138,11 @@ def scheduler_of(transport: RayTransport, total: int, **options: Any) -> Schedul
     return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, **options)
 
 
+def pids(transport: RayTransport) -> dict[str, int]:
+    """Process ids of the generators that have come up."""
+    return {worker.name: worker.pid for worker in list(transport._workers.values()) if worker.pid is not None}
+
+
 # ---- policies and work items ----------------------------------------------------------------------------------------
 
 
@@ -153,8 +154,7 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     joined = {event.worker for event in (transport.next_event(5), transport.next_event(5)) if isinstance(event, Joined)}
     assert joined == {"generator 1", "generator 2"}
     assert not transport.expects_more()
-    assert transport.pids == {"generator 1": 100, "generator 2": 101}
-    assert all(actor.it.held.keys() == {0, 1} for actor in ray.actors)
+    assert pids(transport) == {"generator 1": 100, "generator 2": 101}
     sent = transport.publish(policy(2))
     assert sent == 2 * len(serialize.pack_policy(policy(2)).data)
     transport.keep(frozenset({1, 2}))
@@ -164,6 +164,7 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     assert isinstance(event, Drawn)
     assert (event.worker, event.item) == ("generator 1", item)
     assert ray.actors[0].it.kept == [[1, 2]]
+    assert ray.actors[0].it.held.keys() == {0, 1, 2}
     transport.close()
     transport.close()
     assert ray.killed == ray.actors
@@ -240,7 +241,7 @@ def test_a_generator_that_raises_is_replaced(monkeypatch):
     scheduler.close()
     assert [loss.worker for loss in transport.losses] == ["generator 1"]
     assert ray.killed == ray.actors
-    assert transport.pids == {}
+    assert pids(transport) == {}
 
 
 @pytest.mark.filterwarnings("ignore:generator")
@@ -334,7 +335,8 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     assert isinstance(transport.next_event(5), Joined)
     transport.submit("generator 1", make_items(0, 0, 1)[0])
     time.sleep(0.2)  # its answer has been queued
-    transport._notes.get()  # … and is late
+    while not transport._notes.empty():
+        transport._notes.get()  # … and is late
     transport.give_up("generator 1", OSError("gone"))
     transport.give_up("generator 1", OSError("gone"))
     with pytest.warns(UserWarning, match="generator 1, process 100 on here, is lost: OSError: gone$"):
@@ -418,52 +420,36 @@ def test_what_generators_chose_goes_into_the_learner_s_checkpoints(monkeypatch):
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-def test_without_ray(config, monkeypatch):
+def test_without_ray(config, monkeypatch, tmp_path, capsys):
+    """The command says so before a model is loaded."""
     monkeypatch.setitem(sys.modules, "ray", None)
     message = r"async: expected .* \(pip install 'rlhf-engine\[ray\]'\), got 'ray'"
     with pytest.raises(ConfigError, match=message), generators_on_ray(config):
         pass
-
-
-def test_the_command_says_so_before_a_model_is_loaded(config, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
     path = tmp_path / "train.yaml"
     path.write_text(replace(config, model_name_or_path=str(tmp_path / "no model is here")).to_yaml())
     assert main(["train", "--config", str(path)]) == 2
     assert "pip install 'rlhf-engine[ray]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "device", "nodes", "room"),
-    [
+def test_room(config):
+    two = {"CPU": 8.0, "GPU": 2.0}
+    for options, device, nodes, room in (
         ({}, "cpu", [{"CPU": 8.0}], Room(4, 0.0, 4)),
         ({"ray_generators": 3}, "cpu", [{"CPU": 4.0}], Room(1, 0.0, 1)),
         ({}, "cpu", [{"CPU": 2.0}] * 4, Room(2, 0.0, 2)),
-        ({"ray_generators": 2}, "cuda", [{"CPU": 8.0, "GPU": 2.0}], Room(1, 1.0, None)),
-        ({"ray_generators": 4}, "cuda", [{"CPU": 8.0, "GPU": 2.0}], Room(1, 0.5, None)),
-    ],
-)
-def test_room(config, options, device, nodes, room):
-    assert room_for(replace(config, **options), torch.device(device), nodes) == room
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "nodes", "message"),
-    [
-        (
-            {"ray_generators": 3},
-            "cpu",
-            [{"CPU": 2.0}, {}],
-            r"ray_generators: expected at most 2, of 1 CPUs and 0 GPUs each, where Ray has 2 CPUs and 0 "
-            "GPUs; got 3",
-        ),
+        ({"ray_generators": 2}, "cuda", [two], Room(1, 1.0, None)),
+        ({"ray_generators": 4}, "cuda", [two], Room(1, 0.5, None)),
+    ):
+        assert room_for(replace(config, **options), torch.device(device), nodes) == room
+    no_gpu = r"ray_generators: expected at most 2, of 1 CPUs and 0 GPUs each, where Ray has 2 CPUs and 0 GPUs"
+    for options, device, nodes, message in (
+        ({"ray_generators": 3}, "cpu", [{"CPU": 2.0}, {}], f"{no_gpu}; got 3"),
         ({}, "cuda", [{"CPU": 8.0}], "expected at most 0, .* 8 CPUs and 0 GPUs; got 1"),
         ({"ray_generators": 5}, "cuda", [{"CPU": 4.0, "GPU": 2.0}], "expected at most 4"),
-    ],
-)
-def test_no_room(config, options, device, nodes, message):
-    with pytest.raises(ConfigError, match=message):
-        room_for(replace(config, **options), torch.device(device), nodes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            room_for(replace(config, **options), torch.device(device), nodes)
 
 
 def test_generators_leave_the_learner_its_gpu(monkeypatch):

@@ -10,18 +10,50 @@ import pytest
 import torch
 
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.generators.policy_store import Snapshot, VersionStore
-from rlhf_engine.generators.scheduler import Scheduler
-from rlhf_engine.generators.staleness import StalenessRule
-from rlhf_engine.generators.thread import WORKER, GeneratorThread
-from rlhf_engine.generators.transport import Drawn, Joined, Lost
-from rlhf_engine.generators.work import WorkItem
-from rlhf_engine.generators.worker import StoppedError
+from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule, newest_after
+from rlhf_engine.generators.thread import WORKER, GeneratorThread, StoppedError
+from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
 SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
+
+
+# ---- which policy draws for which step -------------------------------------------------------------------------------
+
+
+def ages(rule: StalenessRule, steps: int) -> list[int]:
+    """Of the answers of each step when it learns from them, policies one update apart."""
+    return [step - rule.drawn_after(step, rule.earliest(step)) for step in range(steps)]
+
+
+def test_ages_by_the_rule():
+    """One batch ahead is one update behind but for the first; batches of one policy grow old together."""
+    assert ages(StalenessRule(max_staleness=1), 6) == [0, 1, 1, 1, 1, 1]
+    assert ages(StalenessRule(max_staleness=3), 6) == [0, 1, 2, 3, 3, 3]
+    assert ages(StalenessRule(batches_per_policy=4), 9) == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert ages(StalenessRule(), 4) == [0, 0, 0, 0]
+    for rule in (StalenessRule(), StalenessRule(max_staleness=2), StalenessRule(batches_per_policy=3)):
+        for done in range(12):  # drawable is the inverse of earliest
+            allowed = [step for step in range(done, 40) if rule.earliest(step) <= done]
+            assert allowed == list(range(done, rule.drawable(done)))
+    newest = StalenessRule(max_staleness=3, newest=True)
+    assert [newest.drawn_after(5, done) for done in (2, 3, 4, 5)] == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match="after 1 steps"):
+        newest.drawn_after(5, 1)
+    # a policy from before the run was taken up is the oldest one known
+    assert [newest_after({4: "a", 7: "b"}, done) for done in (2, 4, 6, 7, 9)] == [4, 4, 4, 7, 7]
+    for name, options in {
+        "max_staleness": {"max_staleness": -1},
+        "batches_per_policy": {"batches_per_policy": 0},
+        "batches_per_policy: expected 1 with": {"max_staleness": 1, "batches_per_policy": 2},
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            StalenessRule(**options)
+
+
+# ---- work for generators ---------------------------------------------------------------------------------------------
 
 
 def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:
@@ -58,6 +90,7 @@ class Stage:
 
     def __init__(self, seconds=lambda item: 0.0) -> None:
         self.seconds, self.items, self.stop = seconds, [], threading.Event()
+        self.beat = 0.0
 
     def __call__(self, item: WorkItem) -> Rollout:
         self.items.append(item)
@@ -65,10 +98,13 @@ class Stage:
             raise StoppedError
         return answers_of(item)
 
+    def close(self) -> None:
+        pass
+
 
 def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
     store = VersionStore()
-    transport = GeneratorThread(stage, store, stop=stage.stop)
+    transport = GeneratorThread(stage, store)
     return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
 
 
@@ -91,7 +127,7 @@ def test_ages_are_0_1_1_1():
     assert learn(scheduler, range(8)) == [0, 1, 1, 1, 1, 1, 1, 1]
     scheduler.close()
     assert [item.step for item in stage.items] == list(range(8))  # each once, and none beyond the last
-    assert store.versions() == [7, 8]  # the others are forgotten
+    assert sorted(store._held) == [7, 8]  # the others are forgotten
 
 
 @pytest.mark.parametrize("newest", [False, True], ids=["fixed", "newest"])
@@ -129,7 +165,7 @@ def test_a_step_takes_as_long_as_the_longer_stage():
 def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
     stage = Stage()
     policies = {steps: policy(steps) for steps in (3, 4, 5)}
-    transport = GeneratorThread(stage, VersionStore(), stop=stage.stop)
+    transport = GeneratorThread(stage, VersionStore())
     scheduler = Scheduler(
         transport, make_items, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
     )
@@ -138,14 +174,12 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
 
 
 def test_what_a_generator_raises_reaches_the_learner():
-    def draw(item: WorkItem) -> Rollout:
+    def raises(item: WorkItem) -> float:
         if item.step == 2:
             raise ZeroDivisionError("of the third step")
-        return answers_of(item)
+        return 0.0
 
-    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
-    rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5)
+    scheduler, _ = scheduler_of(Stage(raises), StalenessRule(max_staleness=1), 5)
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
     ) as found:
@@ -157,14 +191,8 @@ def test_what_a_generator_raises_reaches_the_learner():
 def test_a_generator_that_hangs_is_given_up():
     release = threading.Event()
 
-    def draw(item: WorkItem) -> Rollout:
-        if item.step == 1:
-            release.wait(20)
-        return answers_of(item)
-
-    transport = GeneratorThread(draw, VersionStore(), stop=threading.Event())
-    rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=5, timeout=0.5)
+    stage = Stage(lambda item: item.step == 1 and release.wait(20) and 0.0)
+    scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=1), 5, timeout=0.5)
     began = time.monotonic()
     with pytest.raises(GeneratorError, match="no token of the answers of step 2 for"):
         learn(scheduler, range(5))

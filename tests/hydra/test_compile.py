@@ -48,14 +48,11 @@ def compare(name: str, backend: str, tolerance: float) -> None:
     torch._dynamo.reset()
 
 
-QUICK = ("llama",)
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+    ("name", "backend"), [("llama", "eager"), *(pytest.param(x, "aot_eager", marks=pytest.mark.long) for x in CONFIGS)]
 )
-def test_a_compiled_backbone_is_one_graph_with_eager_s_numbers(name):
-    compare(name, "aot_eager", 0.0 if name == "llama" else 1e-6)
+def test_a_compiled_backbone_is_one_graph_with_eager_s_numbers(name, backend):
+    compare(name, backend, 0.0 if name == "llama" else 1e-6)
 
 
 @pytest.mark.long

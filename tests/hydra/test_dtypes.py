@@ -51,8 +51,7 @@ def peft_logits(name: str, folder, *, base: torch.dtype, run: torch.dtype, autoc
         return theirs(BATCH.tokens_T.view(3, 8), use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "adapters"), zip(FAMILIES, [torch.float32, torch.bfloat16] * 2, strict=True))
 def test_a_bf16_base_is_as_close_to_the_truth_as_peft_is(name, adapters, tmp_path):
     model = make(name, torch.bfloat16, adapters)
     assert {p.dtype for p in model.backbone().slot("actor").parameters()} == {adapters}
@@ -63,7 +62,7 @@ def test_a_bf16_base_is_as_close_to_the_truth_as_peft_is(name, adapters, tmp_pat
     assert distance(lane_logits(model, "actor"), truth) <= 1.5 * distance(theirs, truth) + 1e-3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES[:2])
 def test_autocast_is_as_close_to_the_truth_as_peft_under_autocast(name, tmp_path):
     model = make(name, torch.float32, torch.float32)
     save_pretrained(model, tmp_path)
@@ -76,15 +75,15 @@ def test_autocast_is_as_close_to_the_truth_as_peft_under_autocast(name, tmp_path
     assert 1e-5 < distance(ours, truth) <= 1.5 * distance(theirs, truth) + 1e-3
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
-    ("base", "adapters"),
+    ("name", "base", "adapters", "autocast"),
     [
-        (torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
+        ("llama", torch.float32, torch.float32, True),
+        ("gemma2", torch.float32, torch.bfloat16, False),
+        ("gpt2", torch.bfloat16, torch.float32, True),
+        ("qwen3_moe", torch.bfloat16, torch.bfloat16, False),
+        ("llama", torch.bfloat16, torch.bfloat16, True),
+        ("qwen3_moe", torch.bfloat16, torch.float32, True),
     ],
 )
 def test_every_combination_trains(name, base, adapters, autocast):
@@ -131,31 +130,24 @@ def test_adapters_keep_their_dtype_on_disk(tmp_path):
 # ---- padded batches --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_is_packed(side):
+def test_a_padded_batch_is_packed():
     ragged = random_batch(((3, 5), (1, 4), (2, 9)))
-    rows = ragged.tokens_T.split(ragged.lengths)
     width = max(ragged.lengths)
-    tokens, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        tokens[i, place], mask[i, place] = row, True
-    packed = PackedBatch.from_padded(tokens, mask.long(), ragged.prompt_lens)
-    assert torch.equal(packed.tokens_T, ragged.tokens_T)
-    assert (packed.cu_seqlens, packed.prompt_lens) == (ragged.cu_seqlens, ragged.prompt_lens)
-    assert packed.sample_ids == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("mask", "prompt_lens", "message"),
-    [
+    for side in ("left", "right"):
+        tokens, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.bool)
+        for i, row in enumerate(ragged.tokens_T.split(ragged.lengths)):
+            place = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+            tokens[i, place], mask[i, place] = row, True
+        packed = PackedBatch.from_padded(tokens, mask.long(), ragged.prompt_lens)
+        assert torch.equal(packed.tokens_T, ragged.tokens_T), side
+        assert (packed.cu_seqlens, packed.prompt_lens) == (ragged.cu_seqlens, ragged.prompt_lens), side
+        assert packed.sample_ids == (0, 1, 2), side
+    for mask, prompt_lens, message in (
         ([[1, 1, 0]], [1, 1], r"prompt_lens: expected 1 like the rows of input_ids, got 2"),
         ([[1, 0, 1]], [1], r"attention_mask\[0\]: expected real tokens without a gap"),
         ([[0, 0, 0]], [1], r"prompt_lens\[0\]: expected 1 to 0, the real tokens of its row, got 1"),
         ([[1, 1, 0]], [3], r"prompt_lens\[0\]: expected 1 to 2, the real tokens of its row, got 3"),
         ([[1, 1, 0, 0]], [1], r"attention_mask: expected the shape \[N, L\] of input_ids, got \(1, 4\) and \(1, 3\)"),
-    ],
-)
-def test_padded_batches_that_cannot_be_packed(mask, prompt_lens, message):
-    with pytest.raises(ValueError, match=message):
-        PackedBatch.from_padded(torch.full((1, 3), 5), torch.tensor(mask), prompt_lens)
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedBatch.from_padded(torch.full((1, 3), 5), torch.tensor(mask), prompt_lens)

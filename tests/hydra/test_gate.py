@@ -79,8 +79,7 @@ def gradients(model: HydraModel, batch, *, other_thread: bool) -> dict[str, torc
     return found
 
 
-@pytest.mark.parametrize("other_thread", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("other_thread", "dropout"), [(False, 0.0), (True, 0.3)])
 def test_checkpointed_gradients_equal_plain_ones(other_thread, dropout):
     slots = {"actor": SlotConfig(r=4, dropout=dropout), "critic": SlotConfig(r=4)}
     model = HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)

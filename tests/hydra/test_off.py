@@ -22,9 +22,10 @@ from rlhf_engine.hydra.persist import save_pretrained
 from tests.conftest import randomise, tiny_llama
 from tests.hydra.test_invariants import random_batch, train_steps
 
-OWN = pytest.param("cpu", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())))
-products = pytest.mark.parametrize("product", ["reference", OWN])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+OWN = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+both = pytest.mark.parametrize(
+    ("dtype", "product"), [(torch.float32, "reference"), pytest.param(torch.bfloat16, "cpu", marks=OWN)]
+)
 TOKENS = torch.randint(3, 61, (5, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -87,8 +88,7 @@ def without_slots_in_a_fresh_process(table, saved, dtype, folder) -> torch.Tenso
 
 
 @pytest.mark.parametrize("process", ["this", pytest.param("fresh", marks=pytest.mark.long)])
-@products
-@dtypes
+@both
 def test_off_is_the_same_checkpoint_without_slots(process, table, saved, dtype, product, tmp_path):
     """Bit for bit, before, between and after steps of training; every step packs, scores and goes back."""
     if process == "fresh":
@@ -104,8 +104,7 @@ def test_off_is_the_same_checkpoint_without_slots(process, table, saved, dtype, 
     assert model.backbone().base_hash(refresh=True) == base_hash
 
 
-@products
-@dtypes
+@both
 def test_off_is_transformers_to_the_bit_on_the_reference_and_at_the_tiers_elsewhere(table, saved, dtype, product):
     """With the own products, norms and MLPs nothing but orders of summation and the logistic function differ."""
     plain = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype, attn_implementation="sdpa").eval()
@@ -120,8 +119,7 @@ def test_off_is_transformers_to_the_bit_on_the_reference_and_at_the_tiers_elsewh
         assert torch.equal(off_logits(backbone), expected)
 
 
-@products
-@dtypes
+@both
 def test_nothing_is_ever_written_to_the_base(table, saved, dtype, product, tmp_path):
     """torch counts every write to a tensor: merging and unmerging would be two of them."""
     model = hydra(saved, dtype)

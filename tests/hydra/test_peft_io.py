@@ -38,7 +38,6 @@ from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 
 ROOT = Path(__file__).parents[2]
-TOKENS = torch.randint(3, VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
 BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
 ACTOR = {"actor": hydra_roles()["actor"]}
 
@@ -95,16 +94,6 @@ def test_saved_slots_load_with_plain_peft(tmp_path):
         for path, pair in model.backbone().slot(slot).items():
             assert torch.equal(pair.A, weights[f"{path}.lora_A.default.weight"])
             assert torch.equal(pair.B, weights[f"{path}.lora_B.default.weight"])
-
-
-def test_a_saved_slot_of_a_real_pretrained_model_loads_with_plain_peft(stories, tmp_path):
-    model = HydraModel.from_pretrained(stories, roles=hydra_roles(), slots={"actor": SlotConfig(use_rslora=True)})
-    randomise(model, "actor")
-    save_pretrained(model, tmp_path)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stories), tmp_path).eval()
-    torch.testing.assert_close(slot_logits(model, "actor"), plain_logits(theirs), rtol=1e-4, atol=3e-5)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(stories)
 
 
 def test_slot_options_survive_the_folder(tmp_path):
@@ -191,20 +180,11 @@ def test_a_peft_model_becomes_the_actor_and_its_base_is_plain_again():
     assert (model.backbone().slot("actor").config.r, weights["default"].r) == (3, 3)
 
 
-def test_a_relative_folder_named_like_its_slot_is_a_folder(tmp_path, monkeypatch):
-    theirs = trained_peft()
-    theirs.save_pretrained(tmp_path / "actor")
-    monkeypatch.chdir(tmp_path)
-    model = HydraModel.from_pretrained(
-        tiny_llama(), roles=hydra_roles(), slots={"actor": peft_io.read_slot_config("actor")}
-    )
-    close(slot_logits(model, "actor"), plain_logits(theirs))
-
-
-def test_a_slot_starts_from_another_slot(tmp_path):
-    trained_peft().save_pretrained(tmp_path)
+def test_a_slot_starts_from_another_slot(tmp_path, monkeypatch):
+    trained_peft().save_pretrained(tmp_path / "sft")
+    monkeypatch.chdir(tmp_path)  # where a relative folder is named like its slot
     roles = hydra_roles(reference_slot="sft")
-    sft = peft_io.read_slot_config(tmp_path)
+    sft = peft_io.read_slot_config("sft")
     shape = {"r": sft.r, "alpha": sft.alpha, "target_modules": sft.target_modules}
     chained = {
         "actor": SlotConfig(**shape, init_from="sft"),
@@ -218,25 +198,21 @@ def test_a_slot_starts_from_another_slot(tmp_path):
     assert not any(p.requires_grad for p in model.backbone().slot("sft").parameters())
 
 
-@pytest.mark.parametrize("as_folder", [False, True])
 @pytest.mark.parametrize(
     ("name", "targets"), [("qwen3_moe", ["q_proj", "o_proj"]), ("llama", ["lm_head"]), ("qwen2", ["lm_head", "k_proj"])]
 )
-def test_attention_of_a_mixture_and_the_lm_head_come_from_peft(tmp_path, name, targets, as_folder):
+def test_attention_of_a_mixture_and_the_lm_head_come_from_peft(tmp_path, name, targets):
     """qwen2's LM head is tied to its embedding."""
     torch.manual_seed(3)
     config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
     theirs = get_peft_model(plain_model(name), config).eval()
     with torch.no_grad():
         expected = theirs(BATCH.tokens_T.view(3, 8), use_cache=False).logits
-    if as_folder:
-        theirs.save_pretrained(tmp_path)
-        slots = {"actor": peft_io.read_slot_config(tmp_path)}
-        model = HydraModel.from_pretrained(plain_model(name), roles=ACTOR, slots=slots).eval()
-    else:
-        model = HydraModel.from_pretrained(theirs, roles=ACTOR).eval()
-    close(slot_logits(model, "actor"), expected)
-    assert (slot_logits(model, "actor") - slot_logits(model, None)).abs().max() > 1e-2
+    theirs.save_pretrained(tmp_path)
+    for source, slots in ((plain_model(name), {"actor": peft_io.read_slot_config(tmp_path)}), (theirs, {})):
+        model = HydraModel.from_pretrained(source, roles=ACTOR, slots=slots).eval()
+        close(slot_logits(model, "actor"), expected)
+        assert (slot_logits(model, "actor") - slot_logits(model, None)).abs().max() > 1e-2
 
 
 def test_a_vision_tower_as_deep_as_the_decoder_has_no_adapters():
@@ -265,34 +241,31 @@ def test_a_vision_tower_as_deep_as_the_decoder_has_no_adapters():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"use_dora": True}, "expected use_dora=False, got True, which is not served"),
-        ({"bias": "lora_only"}, "expected bias='none', got 'lora_only'"),
-        (
-            {"modules_to_save": ["lm_head"]},
-            r"expected modules_to_save=None, or .* of a reward model, got \['lm_head'\]",
-        ),
-        ({"rank_pattern": {"q_proj": 2}}, r"expected rank_pattern=\{\}, got \{'q_proj': 2\}"),
-        ({"alpha_pattern": {"q_proj": 2}}, r"expected alpha_pattern=\{\}, got"),
-        ({"trainable_token_indices": [4]}, r"expected trainable_token_indices=None, got"),
-        ({"init_lora_weights": "pissa"}, "expected init_lora_weights that leaves the base alone, got 'pissa'"),
-    ],
-)
-def test_what_is_not_plain_lora_is_refused_as_folder_and_as_model(tmp_path, config, message):
-    source = trained_peft(**config)
-    source.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"adapter '.*': {message}"):
-        peft_io.read_slot_config(tmp_path)
-    # also where only weights are taken from the folder
-    slots = {"actor": SlotConfig(r=3, alpha=7, target_modules=("q_proj", "down_proj"), init_from=str(tmp_path))}
-    with pytest.raises(ValueError, match=message):
-        HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
-    before = plain_logits(source)
-    with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
-        HydraModel.from_pretrained(source, roles=ACTOR)
-    assert torch.equal(plain_logits(source), before)  # a refused model is handed back in one piece
+NOT_PLAIN = [
+    ({"use_dora": True}, "expected use_dora=False, got True, which is not served"),
+    ({"bias": "lora_only"}, "expected bias='none', got 'lora_only'"),
+    ({"modules_to_save": ["lm_head"]}, r"expected modules_to_save=None, or .* of a reward model, got \['lm_head'\]"),
+    ({"rank_pattern": {"q_proj": 2}}, r"expected rank_pattern=\{\}, got \{'q_proj': 2\}"),
+    ({"alpha_pattern": {"q_proj": 2}}, r"expected alpha_pattern=\{\}, got"),
+    ({"trainable_token_indices": [4]}, r"expected trainable_token_indices=None, got"),
+    ({"init_lora_weights": "pissa"}, "expected init_lora_weights that leaves the base alone, got 'pissa'"),
+]
+
+
+def test_what_is_not_plain_lora_is_refused_as_folder_and_as_model(tmp_path):
+    for i, (config, message) in enumerate(NOT_PLAIN):
+        source, folder = trained_peft(**config), tmp_path / str(i)
+        source.save_pretrained(folder)
+        with pytest.raises(ValueError, match=f"adapter '.*': {message}"):
+            peft_io.read_slot_config(folder)
+        # also where only weights are taken from the folder
+        slots = {"actor": SlotConfig(r=3, alpha=7, target_modules=("q_proj", "down_proj"), init_from=str(folder))}
+        with pytest.raises(ValueError, match=message):
+            HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
+        before = plain_logits(source)
+        with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
+            HydraModel.from_pretrained(source, roles=ACTOR)
+        assert torch.equal(plain_logits(source), before)  # a refused model is handed back in one piece
 
 
 def _scale(model: PeftModel) -> None:
@@ -308,26 +281,20 @@ def _activate_two(model: PeftModel) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused_as_it_was():
+    for change, message in (
         (lambda model: model.merge_adapter(), r"expected no weights with adapters merged .*\['default'\] in model\."),
         (_activate_two, r"expected no other active adapter, got \['default', 'other'\] at"),
         (lambda model: model.base_model.disable_adapter_layers(), "expected it to be on, got adapters disabled at"),
         (_scale, r"expected the scale 2\.33333 of its config, got 4\.66667 at model\.layers\.1\.mlp\.down_proj"),
-    ],
-)
-def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused_as_it_was(change, message):
-    source = trained_peft()
-    change(source)
-    before = plain_logits(source)
-    with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
-        HydraModel.from_pretrained(source, roles=ACTOR)
-    assert torch.equal(plain_logits(source), before)
-
-
-def test_an_adapter_that_is_off_beside_the_active_one_changes_nothing():
-    source = trained_peft()
+    ):
+        source = trained_peft()
+        change(source)
+        before = plain_logits(source)
+        with pytest.raises(ValueError, match=f"the PeftModel's adapter 'default': {message}"):
+            HydraModel.from_pretrained(source, roles=ACTOR)
+        assert torch.equal(plain_logits(source), before)
+    source = trained_peft()  # one that is off beside the active one changes nothing
     expected = plain_logits(source)
     _add_another(source)
     close(slot_logits(HydraModel.from_pretrained(source, roles=ACTOR).eval(), "actor"), expected)
@@ -413,10 +380,7 @@ def test_a_slot_of_another_shape_or_scale_than_the_folder_is_refused(tmp_path):
         slots = {"actor": SlotConfig(**{**vars(config), "init_from": str(tmp_path)})}
         with pytest.raises(ValueError, match=r"expected r=., scale .* like slot 'actor', got r=3 and scale 2\.333"):
             HydraModel.from_pretrained(tiny_llama(), roles=ACTOR, slots=slots)
-    slots = {
-        "actor": SlotConfig(r=4, alpha=8),
-        "critic": SlotConfig(r=2, alpha=8, init_from="actor"),
-    }
+    slots = {"actor": SlotConfig(r=4, alpha=8), "critic": SlotConfig(r=2, alpha=8, init_from="actor")}
     with pytest.raises(ValueError, match="init_from='actor': expected r=2, scale 4"):
         HydraModel.from_pretrained(tiny_llama(), roles=hydra_roles(), slots=slots)
 

@@ -16,10 +16,7 @@ from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.training.sft import sft_roles
 from tests.conftest import tiny_llama
 
-DEVICES = [
-    pytest.param("cpu", "gloo", id="cpu"),
-    pytest.param("cuda", "nccl", id="cuda", marks=pytest.mark.gpu),
-]
+DEVICES = [pytest.param("cpu", "gloo", id="cpu"), pytest.param("cuda", "nccl", id="cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture

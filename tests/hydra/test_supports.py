@@ -42,27 +42,24 @@ def from_mask(mask: torch.Tensor) -> Supports:
     return Supports.from_bits(pack_bits(mask), mask.shape[1])
 
 
-@pytest.mark.parametrize("vocabulary", [1, 7, 31, 32, 33, 64, 1203])
-def test_a_mask_comes_back(vocabulary):
-    mask = random_mask(40, vocabulary)
-    found = from_mask(mask)
-    assert torch.equal(found.mask(), mask)
-    assert torch.equal(found.sizes, mask.sum(1))
-    most = -(-vocabulary // 32)
-    assert torch.equal(found.lengths, mask.sum(1).clamp_max(most))  # ids, or bits where those are fewer
-    assert int(found.lengths[0]) == most  # all words are still a support: computed like any other
-    assert found.words.nbytes <= 40 * 4 * most
-    assert found.n_bytes == 4 * int(found.lengths.sum()) + 8 * 41
-
-
-@pytest.mark.parametrize("tile", [1, 100, 2**22])
-def test_supports_that_are_made_in_several_pieces(tile, monkeypatch):
-    monkeypatch.setattr("rlhf_kernels.vocab.logits.TILE_ELEMENTS", tile)
+def test_a_mask_comes_back(monkeypatch):
+    for vocabulary in (1, 7, 31, 32, 33, 64, 1203):
+        mask = random_mask(40, vocabulary)
+        found = from_mask(mask)
+        assert torch.equal(found.mask(), mask), vocabulary
+        assert torch.equal(found.sizes, mask.sum(1)), vocabulary
+        most = -(-vocabulary // 32)
+        assert torch.equal(found.lengths, mask.sum(1).clamp_max(most))  # ids, or bits where those are fewer
+        assert int(found.lengths[0]) == most  # all words are still a support: computed like any other
+        assert found.words.nbytes <= 40 * 4 * most
+        assert found.n_bytes == 4 * int(found.lengths.sum()) + 8 * 41
     mask = random_mask(9, 77)
-    found = Supports.from_bits(torch.cat([pack_bits(mask), torch.zeros(1, 3, dtype=torch.int32)]), 77)
-    assert torch.equal(found.mask(), torch.cat([mask, torch.ones(1, 77, dtype=torch.bool)]))
-    assert found.sizes.tolist() == [*mask.sum(1).tolist(), 77]
-    assert int(found.lengths[-1]) == 0
+    for tile in (1, 100, 2**22):  # made in several pieces
+        monkeypatch.setattr("rlhf_kernels.vocab.logits.TILE_ELEMENTS", tile)
+        found = Supports.from_bits(torch.cat([pack_bits(mask), torch.zeros(1, 3, dtype=torch.int32)]), 77)
+        assert torch.equal(found.mask(), torch.cat([mask, torch.ones(1, 77, dtype=torch.bool)])), tile
+        assert found.sizes.tolist() == [*mask.sum(1).tolist(), 77]
+        assert int(found.lengths[-1]) == 0
 
 
 def test_selecting_and_joining():
@@ -160,9 +157,10 @@ def build_double(*targets: str) -> HydraModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("tile", [1, 200, 2**22])
-@pytest.mark.parametrize("targets", [(), ("q_proj", "lm_head")], ids=["plain", "head"])
-@pytest.mark.parametrize("whole", [(), (0, 5, 6, 17)], ids=["some", "mixed"])
+@pytest.mark.parametrize(
+    ("whole", "targets", "tile"),
+    [((), (), 200), ((0, 5, 6, 17), ("q_proj", "lm_head"), 200), ((0, 5, 6, 17), (), 2**22)],
+)
 def test_every_output_and_gradient_is_over_the_support(whole, targets, tile, monkeypatch):
     """In float64, beside torch's log_softmax of masked logits."""
     monkeypatch.setattr("rlhf_kernels.vocab.logits.TILE_ELEMENTS", tile)
@@ -210,8 +208,7 @@ def test_every_output_and_gradient_is_over_the_support(whole, targets, tile, mon
     keep = torch.arange(len(c)) % 4 != 2
     options = {"old_logprob_M": old, "advantage_M": advantage, "mask_M": keep, "denom": 9.0, "kl_coef": 0.1}
     (loss,) = model(
-        batch,
-        (PolicyLoss(**options, ref_logprob_M=ref_logprob.detach(), entropy_coef=0.3, temperature=temperature),),
+        batch, (PolicyLoss(**options, ref_logprob_M=ref_logprob.detach(), entropy_coef=0.3, temperature=temperature),)
     )
     ratio = (logprob - old).exp()
     clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
@@ -247,9 +244,9 @@ def test_a_logit_of_one_word_has_no_gradient_and_no_entropy():
 
 
 @pytest.mark.parametrize(
-    "head_options", [{}, {"softcap": 3.0}, {"logit_scale": 0.3}], ids=["plain", "softcap", "scale"]
+    ("dtype", "head_options"),
+    [(torch.float32, {"softcap": 3.0}), (torch.float32, {"logit_scale": 0.3}), (torch.bfloat16, {})],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_all_words_as_a_support_are_all_words(dtype, head_options):
     """Of the same rows: what the fused sweep gives, except for rounding, which in bf16 is the logits' own."""
     torch.manual_seed(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import sys
 from collections.abc import Iterator
 
@@ -139,7 +138,7 @@ def test_sinks_go_through_flex_attention_alone(site):
     assert varlen.report()["sinks"] == "FlexAttention"
 
 
-@pytest.mark.parametrize("name", FLASH)
+@pytest.mark.parametrize("name", FLASH[:1])
 def test_shared_prompts_go_through_flex_attention_alone(site, name):
     stand_ins.install(name, site)
     importlib.invalidate_caches()
@@ -178,8 +177,7 @@ def assert_same_function(found: list[torch.Tensor], expected: list[torch.Tensor]
         assert (ours - theirs).norm() <= 0.07 * theirs.norm()
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("name", FLASH)
+@pytest.mark.parametrize(("name", "model"), [(FLASH[0], "gemma2"), (FLASH[1], "mistral"), (FLASH[2], "qwen3")])
 def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch, name, model):
     monkeypatch.setattr(varlen, "is_gpu", lambda device: False)
     expected = numbers(model)
@@ -195,8 +193,9 @@ def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch,
     assert any(call["softcap"] for call in stand_ins.CALLS) == (model == "gemma2")
 
 
-@pytest.mark.parametrize("model", ["qwen3", "mistral"])
-@pytest.mark.parametrize("function", [stand_ins.varlen_of_torch_211, stand_ins.varlen_of_torch_213])
+@pytest.mark.parametrize(
+    ("function", "model"), [(stand_ins.varlen_of_torch_211, "qwen3"), (stand_ins.varlen_of_torch_213, "mistral")]
+)
 def test_torch_s_varlen_gives_the_model_s_numbers(site, monkeypatch, function, model):
     monkeypatch.setattr(varlen, "is_gpu", lambda device: False)
     expected = numbers(model)
@@ -207,9 +206,7 @@ def test_torch_s_varlen_gives_the_model_s_numbers(site, monkeypatch, function, m
     assert any(call["left"] is not None for call in stand_ins.CALLS) == (model == "mistral")
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap", "kv_heads"), [(None, 1.5, 4), (7, None, 2), (7, 1.5, 4), (7, 1.5, 2), (1, None, 4)]
-)
+@pytest.mark.parametrize(("window", "softcap", "kv_heads"), [(None, 1.5, 4), (7, 1.5, 2), (1, None, 4)])
 def test_flex_attention_is_the_definition(monkeypatch, window, softcap, kv_heads):
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
     generator = torch.Generator().manual_seed(0)
@@ -253,14 +250,13 @@ def test_flex_attention_is_compiled_for_all_lengths_at_once_and_never_runs_eager
 
     torch._dynamo.reset()
     try:
-        with torch.no_grad():
-            for lengths in ([130, 5], [9, 1], [128], [300, 7, 40], [513, 2]):
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):  # torch's own limit is 8
+            for lengths in ([130, 5], [9, 1], [128], [300, 7, 40]):
                 attend(lengths, None)
             assert len(graphs) == 1
-            kinds = itertools.product((None, 1.5), (torch.float32, torch.bfloat16, torch.float16), (2, 4))
-            for kind in kinds:
+            for kind in ((1.5, torch.float32), (None, torch.bfloat16), (None, torch.float32, 4)):
                 attend([9, 1], *kind)
-            assert len(graphs) == 12  # torch's own limit is 8
+            assert len(graphs) == 4
             torch._dynamo.reset()
             monkeypatch.setattr(varlen, "_VARIANTS", 1)
             pair = compiled_anew()
@@ -311,8 +307,7 @@ def flex_with_gradient(starts: torch.Tensor, window: int | None, softcap: float 
     return attend
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 1.5)])
+@pytest.mark.parametrize(("window", "softcap", "backward"), [(None, None, True), (7, None, False), (7, 1.5, True)])
 def test_flex_attention_with_sinks_is_the_definition(monkeypatch, window, softcap, backward):
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(40, h, 16, generator=generator) for h in (4, 2, 2)]
@@ -344,9 +339,7 @@ FAMILIES = {"lengths": [130, 9, 1, 40, 64, 3], "parents": [-1, 0, 0, -1, 3, 0]}
 SINKS = torch.tensor([0.5, -2.0, 3.0, -torch.inf])
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap", "sinks"), [(None, None, None), (7, None, SINKS), (133, 1.5, SINKS), (1, None, None)]
-)
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, None), (7, None, SINKS), (133, 1.5, SINKS)])
 def test_flex_attention_with_shared_prompts_is_the_definition(monkeypatch, window, softcap, sinks):
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
     generator = torch.Generator().manual_seed(0)
@@ -358,12 +351,11 @@ def test_flex_attention_with_shared_prompts_is_the_definition(monkeypatch, windo
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_answers_share_a_prompt_where_flex_attention_serves(site, monkeypatch, window):
+def test_answers_share_a_prompt_where_flex_attention_serves(site, monkeypatch):
     monkeypatch.setattr(varlen, "_flex_compiled", lambda: (flex.flex_attention, flex.create_block_mask))
     monkeypatch.setattr(torch_varlen, "varlen_attn", stand_ins.varlen_of_torch_213)
     torch.manual_seed(0)
-    config = MistralConfig(**_SHAPE, head_dim=16, sliding_window=window)
+    config = MistralConfig(**_SHAPE, head_dim=16, sliding_window=5)
     model = HydraModel.from_pretrained(
         MistralForCausalLM(config).to(torch.bfloat16).eval(), roles=ROLES, slots={"actor": SlotConfig(r=4)}
     ).eval()

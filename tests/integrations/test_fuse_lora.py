@@ -47,6 +47,10 @@ def make(base: nn.Module | None = None, *others: LoraConfig, **changes) -> PeftM
     return randomised(model)
 
 
+def layer_of(model):
+    return model.base_model.model.model.layers[0].self_attn.q_proj
+
+
 def tiny_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, **NO_DROPOUT))
@@ -147,15 +151,13 @@ def test_adapters_by_sample_in_evaluation_and_in_training():
     compare(found, alone)
     with pytest.raises(ValueError, match="non-existing adapter"):
         model(IDS, adapter_names=["nobody"] * 4)
+    with pytest.raises(IndexError):
+        model(IDS + 1000, adapter_names=["other1"] * 4)
     assert model.base_model.training
-    assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_adapters_by_sample_and_gradient_checkpointing_are_refused():
+    assert all(not module._forward_pre_hooks for module in model.modules())  # an error leaves nothing behind
+    model(IDS)
     # the second forward would take the active adapter for every row, and say nothing
-    model = make().train()
     model.gradient_checkpointing_enable()
-    fuse_lora(model)
     with pytest.raises(ValueError, match="adapter_names: expected no gradient checkpointing in training"):
         model(IDS, adapter_names=["default"] * 4)
 
@@ -191,15 +193,10 @@ def test_saving_and_loading_are_exact(tmp_path):
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, expected)
         assert torch.equal(copy.deepcopy(loaded)(IDS).logits, expected)
-    set_peft_model_state_dict(loaded, {n: torch.zeros_like(p) for n, p in loaded.state_dict().items() if "lora_" in n})
-
-
-def test_a_fused_model_can_be_pickled():
-    model = make()
-    fuse_lora(model)
     again = pickle.loads(pickle.dumps(model))
     compare(run(again), run(model))
-    assert isinstance(again.base_model.model.model.layers[0].self_attn.q_proj, _FusedLayer)
+    assert isinstance(layer_of(again), _FusedLayer)
+    set_peft_model_state_dict(loaded, {n: torch.zeros_like(p) for n, p in loaded.state_dict().items() if "lora_" in n})
 
 
 def test_what_hangs_on_a_base_layer_is_still_called():
@@ -207,7 +204,7 @@ def test_what_hangs_on_a_base_layer_is_still_called():
     model = make()
     plain = run(model)
     fuse_lora(model)
-    base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    base = layer_of(model).base_layer
     handle = base.register_forward_hook(lambda module, args, output: output * 2)
     doubled = run(model)["logits"]
     assert not torch.allclose(doubled, plain["logits"])
@@ -289,7 +286,7 @@ def test_what_is_left_is_named():
     compare(run(model), expected)
 
 
-def test_a_model_of_dora_alone_stays_peft_s():
+def test_models_that_cannot_be_fused():
     model = make(use_dora=True)
     expected = run(model)
     with pytest.warns(UserWarning, match=r"(\d+) of \1 LoRA layers stay .*: expected plain LoRA, got Dora"):
@@ -298,31 +295,18 @@ def test_a_model_of_dora_alone_stays_peft_s():
     assert all("expected plain LoRA" in reason for reason in fusion.left.values())
     compare(run(model), expected)
     fusion.undo()
-
-
-@pytest.mark.parametrize(
-    ("make_model", "error", "message"),
-    [
-        (tiny_llama, TypeError, "model: expected a PeftModel with LoRA adapters, got LlamaForCausalLM"),
-        (lambda: fuse_lora(make()).model, ValueError, "got one that is fused already"),
-    ],
-)
-def test_models_that_cannot_be_fused(make_model, error, message):
-    with pytest.raises(error, match=message):
-        fuse_lora(make_model())
-
-
-def test_the_package_has_it():
+    with pytest.warns(UserWarning, match=r"expected lora_dropout below 1, got 1\.0 in adapter 'default'"):
+        assert fuse_lora(make(lora_dropout=1.0)).fused == ()
+    with pytest.raises(TypeError, match="model: expected a PeftModel with LoRA adapters, got LlamaForCausalLM"):
+        fuse_lora(tiny_llama())
+    with pytest.raises(ValueError, match="got one that is fused already"):
+        fuse_lora(fuse_lora(make()).model)
     assert rlhf_engine.fuse_lora is fuse_lora
     with pytest.raises(AttributeError, match="has no attribute 'fuse_loras'"):
         rlhf_engine.fuse_loras  # noqa: B018
 
 
 # ---- what PEFT's own forward serves ----------------------------------------------------------------------------------
-
-
-def layer_of(model):
-    return model.base_model.model.model.layers[0].self_attn.q_proj
 
 
 class Wrapped(nn.Module):
@@ -347,49 +331,24 @@ def test_wrapped_adapters():
     close(run(model)["logits"], expected)
 
 
-@pytest.mark.parametrize("x", [torch.randn(24), torch.zeros(0, 24)], ids=["one row", "no rows"])
-def test_shapes_that_only_peft_takes(x):
-    model = make()
-    expected = layer_of(model)(x)
+def test_calls_of_one_layer():
+    """Shapes that only PEFT takes, a scale that is trained, derivatives forwards, half precision, a whole graph."""
+    model, x, t = make().eval(), torch.randn(3, 24), torch.randn(3, 24)
+    layer, odd = layer_of(model), (torch.randn(24), torch.zeros(0, 24))
+    expected, slopes = [layer(x) for x in odd], torch.func.jvp(layer, (x,), (t,))
     fuse_lora(model)
-    assert torch.equal(layer_of(model)(x), expected)
-
-
-def test_a_scale_that_is_trained():
-    model = make()
-    layer = layer_of(model)
-    layer.scaling["default"] = torch.tensor(2.0, requires_grad=True)
-    fuse_lora(model)
-    layer(torch.randn(3, 24)).sum().backward()
-    assert layer.scaling["default"].grad is not None
-
-
-def test_forward_mode_derivatives():
-    model = make()
-    layer, x, t = layer_of(model), torch.randn(3, 24), torch.randn(3, 24)
-    expected = torch.func.jvp(layer, (x,), (t,))
-    fuse_lora(model)
-    for found, known in zip(torch.func.jvp(layer, (x,), (t,)), expected, strict=True):
+    assert all(torch.equal(layer(x), y) for x, y in zip(odd, expected, strict=True))
+    for found, known in zip(torch.func.jvp(layer, (x,), (t,)), slopes, strict=True):
         close(found, known)
-
-
-def test_half_precision_under_autocast():
-    model = make()
-    fuse_lora(model)
-    layer, x = layer_of(model), torch.randn(3, 24)
     with torch.autocast("cpu", torch.float16):
         y = layer(x)
     assert y.dtype == torch.float16
     torch.testing.assert_close(y.float(), layer(x), atol=1e-2, rtol=1e-2)
-
-
-def test_it_compiles_whole():
-    model = make().eval()
-    fuse_lora(model)
-    x = torch.randn(3, 24)
     with torch.no_grad():
-        compiled = torch.compile(layer_of(model), backend="eager", fullgraph=True)
-        close(compiled(x), layer_of(model)(x))
+        close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+    layer.scaling["default"] = torch.tensor(2.0, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.scaling["default"].grad is not None
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -408,16 +367,6 @@ def test_checkpointing_of_one_s_own_does_not_know_the_names():
     with pytest.raises(RuntimeError, match="adapter_names: expected no checkpointed activations in training"):
         loss.backward()
     model(IDS).logits.sum().backward()  # without names it recomputes what it computed
-
-
-def test_an_error_leaves_nothing_behind():
-    model = make(None, lora(r=3)).train()
-    fuse_lora(model)
-    with pytest.raises(IndexError):
-        model(IDS + 1000, adapter_names=["other1"] * 4)
-    assert model.base_model.training
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    model(IDS)
 
 
 def test_what_else_changes_a_layer_is_not_undone_with_it():
@@ -445,8 +394,3 @@ def test_a_layer_with_a_forward_of_its_own_is_left():
         fusion = fuse_lora(model)
     (reason,) = fusion.left.values()
     assert reason == "expected the forward of its class, got one of its own, which would not be asked"
-
-
-def test_everything_dropped_stays_peft_s():
-    with pytest.warns(UserWarning, match=r"expected lora_dropout below 1, got 1\.0 in adapter 'default'"):
-        assert fuse_lora(make(lora_dropout=1.0)).fused == ()

@@ -20,6 +20,8 @@ from rlhf_engine.integrations.trl import (
     HydraConfig,
     HydraGRPOConfig,
     HydraGRPOTrainer,
+    HydraOnlineDPOConfig,
+    HydraOnlineDPOTrainer,
     HydraReinforceConfig,
     HydraReinforceTrainer,
     HydraRLOOConfig,
@@ -28,7 +30,7 @@ from rlhf_engine.integrations.trl import (
     ReMaxTrainer,
 )
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, trained, watched, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.training.test_data import PROMPTS
 
 KINDS = {
     "remax": (ReMaxTrainer, ReMaxConfig),
@@ -36,19 +38,19 @@ KINDS = {
     "grpo": (HydraGRPOTrainer, HydraGRPOConfig),
     "best_of_n": (HydraBestOfNTrainer, HydraBestOfNConfig),
     "reinforce": (HydraReinforceTrainer, HydraReinforceConfig),
+    "online_dpo": (HydraOnlineDPOTrainer, HydraOnlineDPOConfig),
 }
 WITHOUT_CRITIC = ("remax", "rloo", "grpo", "best_of_n")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def make(kind, folder, output, reward_funcs=words, *, peft_config=LORA, **changes):
     trainer_class, config_class = KINDS[kind]
     args = config_class(**{**QUICK, "output_dir": str(output), **changes})
     return make_trainer(trainer_class, args, folder, reward_funcs, peft_config=peft_config)
+
+
+def long_ones(prompts, completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +76,6 @@ def test_it_trains_the_actor_alone_and_resumes_with_the_same_floats(kind, folder
 
 
 def test_remax_takes_the_greedy_score_off_and_each_token_s_kl_to_go(folder, tmp_path):
-    def long_ones(prompts, completions, completion_ids, **columns):
-        return [float(len(ids)) for ids in completion_ids]
-
     trainer = make("remax", folder, tmp_path, long_ones, beta=0.3)
     seen = watched(trainer)
     trainer.train()
@@ -201,16 +200,11 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
     assert torch.equal(columns["advantages_M"], expected_N[answers.batch.sequence_of_M])
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
+def test_options_that_cannot_be_served(folder, tmp_path):
+    for kind, changes, message in (
         ("remax", {"num_generations": 2}, "num_generations: expected 1, got 2"),
         ("remax", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: remax has no ratio"),
-        (
-            "remax",
-            {"steps_per_generation": 4},
-            "steps_per_generation: expected gradient_accumulation_steps, one update",
-        ),
+        ("remax", {"steps_per_generation": 4}, "steps_per_generation: expected gradient_accumulation_steps, one"),
         ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because remax does not read it, got 0\.1"),
         ("remax", {"loss_type": "grpo"}, "loss_type: expected 'remax', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
@@ -225,20 +219,99 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
         ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
         ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others, got"),
         ("best_of_n", {"beta": 0.1}, r"beta: expected 0\.05, because best_of_n does not read it, got 0\.1"),
+        ("online_dpo", {"answers_per_prompt": 1}, "answers_per_prompt: expected at least 2, got 1"),
+        (
+            "online_dpo",
+            {"num_generations": 2},
+            "num_generations: expected 1: answers_per_prompt says how many",
+        ),
+        ("online_dpo", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because online_dpo does not read it, got 0\.1"),
+        ("online_dpo", {"beta": 0.0}, "beta: expected a number > 0"),
+        ("online_dpo", {"loss_type": "hinge"}, "loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"),
         ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),
-    ],
-)
-def test_options_that_cannot_be_served(folder, tmp_path, kind, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make(kind, folder, tmp_path, **changes)
-
-
-def test_an_adapter_on_embeddings_is_refused(folder, tmp_path):
+    ):
+        with pytest.raises(ConfigError, match=message):
+            KINDS[kind][1](**{**QUICK, "output_dir": str(tmp_path), **changes})
     embedded = LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="peft_config"):
         make("remax", folder, tmp_path, peft_config=embedded)
-
-
-def test_pairs_have_a_config_of_their_own(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm: expected an algorithm that learns from single answers; .*, got"):
         HydraConfig(str(tmp_path), algorithm="online_dpo", use_cpu=True, bf16=False)
+
+
+# ---- online DPO ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_the_best_against_the_worst_and_the_first_loss(folder, tmp_path, loss_type):
+    trainer = make("online_dpo", folder, tmp_path, long_ones, answers_per_prompt=4, loss_type=loss_type)
+    seen = rollouts(trainer)
+    trainer.train()
+    for out in seen:
+        lengths = out["pair_mask"].sum(-1)
+        assert torch.equal(out["keep"], lengths[:, 0] > lengths[:, 1])
+        assert (lengths[:, 0] >= lengths[:, 1]).all()
+    first = rows(trainer)[0]
+    # where the policy is the reference every pair's loss is a constant, and so is the mean over pairs without a tie
+    share = float(seen[0]["keep"].float().mean())
+    constant = math.log(2) if loss_type == "sigmoid" else (1 / (2 * 0.1)) ** 2
+    assert 0 < share < 1
+    assert float(first["loss"]) == pytest.approx(constant, rel=1e-3)
+    assert float(first["pairs/tied_ratio"]) == pytest.approx(1 - share)
+    assert float(first["rewards/margins"]) == pytest.approx(0.0, abs=1e-5)
+    assert float(rows(trainer)[-1]["rewards/margins"]) != 0.0
+
+
+def test_under_autocast_a_policy_that_has_not_learned_has_no_margin(folder, tmp_path):
+    trainer = make("online_dpo", folder, tmp_path, long_ones, bf16=True)
+    trainer.train()
+    first, second = rows(trainer)[:2]
+    assert float(first["rewards/margins"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(second["rewards/margins"]) != 0.0
+
+
+def test_it_prefers_what_scores_more_and_resumes_with_the_same_floats(folder, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "answers_per_prompt": 4}
+    whole = make(
+        "online_dpo", folder, tmp_path / "whole", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options
+    )
+    assert {name.split(".")[-2] for name in trained(whole)} == {"default"}
+    whole.train()
+    assert float(rows(whole)[-1]["rewards/margins"]) > 0.05
+    resumed = make(
+        "online_dpo", folder, tmp_path / "parts", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    left, right = trained(whole), trained(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_ties_teach_nothing(folder, tmp_path):
+    def same(prompts, completions, completion_ids, **columns):
+        return [1.0] * len(prompts)
+
+    trainer = make("online_dpo", folder, tmp_path, same, max_steps=2)
+    before = trained(trainer)
+    trainer.train()
+    after = trained(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [float(row["loss"]) for row in rows(trainer)] == [0.0, 0.0]
+    assert float(rows(trainer)[0]["pairs/tied_ratio"]) == 1.0
+
+
+def test_answers_without_a_score_are_in_no_pair(folder, tmp_path):
+    calls = []
+
+    def once(prompts, completions, completion_ids, **columns):
+        calls.append(1)
+        return [float(len(ids)) if len(calls) % 3 else None for ids in completion_ids]
+
+    trainer = make("online_dpo", folder, tmp_path, once, answers_per_prompt=3, max_steps=1)
+    seen = rollouts(trainer)
+    trainer.train()  # the third call is of the answers that TRL is shown
+    assert len(calls) == 3
+    shown = [trainer._answers.completion_tokens(i) for i in range(8)]
+    for i, ids in enumerate(shown):
+        pair = [seen[0]["pair_ids"][i][j][seen[0]["pair_mask"][i][j]].tolist() for j in range(2)]
+        others = [hidden[i] for hidden in trainer._hidden_ids]
+        assert all(answer in others for answer in pair), (ids, pair)

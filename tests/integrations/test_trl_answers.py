@@ -1,28 +1,30 @@
-"""Answers behind TRL: what reward functions are shown and tell, which draws are alike, and what counts."""
+"""Answers behind TRL: what reward functions are shown and tell, which draws are alike, what counts; and model cards.
+
+Ratios are over the words that drew, in the update as well.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
 from datasets import Dataset
+from peft import LoraConfig
 from trl import TrlParser
 
 import rlhf_engine.integrations.trl as ours
 from rlhf_engine.rollout import generate
 from rlhf_engine.tokenizing import load_tokenizer
-from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, trained, words
+from tests.training.test_data import PROMPTS
 
 METHODS = ("HydraPPO", "HydraReinforce", "ReMax", "HydraRLOO", "HydraGRPO", "HydraBestOfN", "HydraOnlineDPO")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def make(method, folder, output, reward_funcs=words, **changes):
@@ -153,3 +155,87 @@ def test_tokens_that_nothing_is_learned_from_are_in_no_denominator(folder, tmp_p
     trainer.train()
     (out,) = seen
     assert 0 < int(out["num_items_in_batch"]) == int(out["loss_mask"].sum()) < int(out["answer_mask"].sum())
+
+
+# ---- draws among some words ------------------------------------------------------------------------------------------
+
+_FILTERS = {"top_k": 30, "top_p": 0.8, "min_p": 0.01}
+FILTERED: dict[str, dict[str, Any]] = {name: _FILTERS for name in ("HydraPPO", "ReMax", "HydraOnlineDPO")}
+FILTERED["HydraGRPO"] = {**_FILTERS, "num_generations": 4}
+
+
+@pytest.mark.parametrize("kind", FILTERED)
+def test_an_update_is_over_the_words_that_drew(kind, folder, tmp_path):
+    trainer, seen = make(kind, folder, tmp_path, **FILTERED[kind], max_steps=1, steps_per_generation=2), []
+    terms = trainer.algorithm.terms
+    trainer.algorithm.terms = lambda micro: seen.append(micro) or terms(micro)
+    before = trained(trainer)
+    trainer.train()
+    assert 1 < trainer.state.log_history[0]["support/mean"] < 30
+    after = trained(trainer)
+    for name, p in trainer.model.named_parameters():
+        p.data.copy_(before.get(name, p))
+    assert len(seen) == 2
+    for micro in seen:
+        assert micro.batch.supports is not None
+        sizes = micro.batch.supports.sizes
+        assert int(sizes.min()) >= 1
+        assert int(sizes.max()) <= 30
+        assert len(set(sizes.tolist())) > 3
+        scores = trainer.hydra.eval().score(micro.batch, ("actor", "reference"))
+        torch.testing.assert_close(scores.logprobs_M, micro.old_logprobs_M, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.ref_logprobs_M, micro.ref_logprobs_M, rtol=0, atol=1e-5)
+        whole = dataclasses.replace(micro.batch, supports=None)
+        assert float((trainer.hydra.score(whole, ("actor",)).logprobs_M - micro.old_logprobs_M).mean()) < -0.1
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("HydraGRPO", marks=pytest.mark.long), "HydraOnlineDPO"])
+def test_a_run_stopped_in_the_middle_of_a_rollout_goes_on_to_the_same_floats(kind, folder, tmp_path):
+    options = {**FILTERED[kind], "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    whole = make(kind, folder, tmp_path / "whole", **options)
+    whole.train()
+    assert (tmp_path / "whole" / "checkpoint-3" / "rollout_0.safetensors").is_file()
+    resumed = make(kind, folder, tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    expected, found = trained(whole), trained(resumed)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+# ---- model cards -----------------------------------------------------------------------------------------------------
+
+CARDS = {
+    "HydraPPO": ("Hydra-PPO", "2309.00754", "Efficient RLHF"),
+    "ReMax": ("ReMax", "2310.10505", "ReMax: A Simple"),
+    "HydraRLOO": ("Hydra-RLOO", "2402.14740", "Back to Basics"),
+    "HydraReinforce": ("Hydra-REINFORCE", "2403.10704", "PERL: Parameter Efficient"),
+    "HydraBestOfN": ("Hydra-Best-of-N", "2009.01325", "Learning to summarize"),
+    "HydraOnlineDPO": ("Hydra-Online-DPO", "2402.04792", "Direct Language Model Alignment"),
+}
+
+
+def check(card: str, name: str, arxiv: str, title: str) -> None:
+    assert f"This model was trained with {name}, a method introduced in [{title}" in card
+    assert f"https://huggingface.co/papers/{arxiv}" in card
+    assert f"Cite {name} as:" in card
+    assert "- rlhf-engine\n" in card
+    assert card.count("DeepSeekMath") == 0  # GRPOTrainer's
+
+
+def test_a_policy_s_card(folder, tmp_path):
+    for method, facts in CARDS.items():
+        make(method, folder, tmp_path / method).create_model_card(model_name="mine")
+        check((tmp_path / method / "README.md").read_text(), *facts)
+
+
+def test_a_reward_model_s_card(folder, tmp_path):
+    options = {name: x for name, x in QUICK.items() if name != "max_completion_length"}
+    trainer = ours.PerlRewardTrainer(
+        model=str(folder),
+        args=ours.PerlRewardConfig(**{**options, "output_dir": str(tmp_path)}),
+        train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(8)]),
+        processing_class=load_tokenizer(folder),
+        peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"]),
+    )
+    trainer.create_model_card(model_name="mine")
+    check((tmp_path / "README.md").read_text(), "PERL", "2403.10704", "PERL: Parameter Efficient")

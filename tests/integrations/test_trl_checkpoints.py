@@ -17,14 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer, ReMaxConfig, ReMaxTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, run_ranks, trained
-from tests.training.test_data import write_model
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def make(folder, output, *, n_prompts=48, model=None, **changes):
@@ -61,9 +55,8 @@ def test_an_epoch_s_last_step_may_be_short(folder, tmp_path):
         assert equal(trained(run), trained(resumed)), step
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_rollout_is_not_cut_up_otherwise(folder, tmp_path, whole):
+    for changes, message in (
         (
             {"steps_per_generation": 8},
             "steps_per_generation: expected 4, because .* is of the middle of a rollout, got 8",
@@ -71,11 +64,9 @@ def test_an_epoch_s_last_step_may_be_short(folder, tmp_path):
         ({"num_iterations": 2}, "num_iterations: expected 1, because"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: expected 2, because"),
         ({"per_device_train_batch_size": 2}, "per_device_train_batch_size: expected 4, because"),
-    ],
-)
-def test_a_rollout_is_not_cut_up_otherwise(folder, tmp_path, whole, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make(folder, tmp_path, **changes).train(resume_from_checkpoint=str(whole[0] / "checkpoint-3"))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(folder, tmp_path, **changes).train(resume_from_checkpoint=str(whole[0] / "checkpoint-3"))
 
 
 def test_what_a_checkpoint_lacks_is_named(folder, tmp_path, whole):

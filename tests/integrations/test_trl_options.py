@@ -27,11 +27,17 @@ from rlhf_engine.integrations.trl import (
     HydraRLOOTrainer,
     ReMaxConfig,
 )
-from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
+from rlhf_engine.integrations.trl.config import (
+    ALSO_DEFAULT,
+    HARMLESS,
+    OF_ALGORITHMS,
+    REFUSED,
+    SERVED,
+    HydraConfig,
+)
 from rlhf_engine.integrations.trl.reward import SERVED_FOR_THUMBS
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
-from tests.training.test_data import PROMPTS, write_model
+from tests.training.test_data import PROMPTS
 
 CONFIGS = {
     "PPO": HydraPPOConfig,
@@ -50,11 +56,6 @@ ONE_BATCH = {
     "gradient_accumulation_steps": 1,
     "num_generations": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def options(*configs) -> dict[str, dataclasses.Field]:
@@ -155,9 +156,8 @@ def test_every_option_of_a_reward_model_is_read_for_thumbs_or_refused():
     assert own - set(SERVED_FOR_THUMBS) == {"center_rewards_coefficient"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_values_that_cannot_be_served(tmp_path):
+    for changes, message in (
         (
             {"torch_compile": True, "gradient_checkpointing": True},
             "torch_compile: expected False with gradient_checkpointing=True, .* got True",
@@ -165,11 +165,9 @@ def test_every_option_of_a_reward_model_is_read_for_thumbs_or_refused():
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs: expected None or"),
         ({"delta": 1.1}, r"delta: expected None or a number >= 1 \+ epsilon_high, got 1\.1"),
         ({"reward_clip_range": (1.0, 0.0)}, "reward_clip_range: expected None or two numbers, the lower one first"),
-    ],
-)
-def test_values_that_cannot_be_served(changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

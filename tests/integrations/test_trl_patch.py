@@ -10,21 +10,10 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
+import trl
 from datasets import Dataset
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 from transformers import AutoModelForCausalLM
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 from trl.trainer import utils
 
 from rlhf_engine.errors import ConfigError
@@ -44,11 +33,11 @@ def lengths(prompts, completions, **columns):
 
 
 KINDS = {
-    "sft": (SFTTrainer, SFTConfig, TEXTS, {}),
-    "dpo": (DPOTrainer, DPOConfig, PAIRS, {}),
-    "kto": (KTOTrainer, KTOConfig, THUMBS, {}),
-    "grpo": (GRPOTrainer, GRPOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
-    "rloo": (RLOOTrainer, RLOOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS, {}),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, THUMBS, {}),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig, PAIRS, {"num_generations": 2, "max_completion_length": 8, "beta": 0.04}),
 }
 
 
@@ -205,7 +194,7 @@ def test_undo_and_order():
     assert utils._ChunkedLogProbFunction is original
     third = patch()
     utils._ChunkedLogProbFunction = original
-    with pytest.raises(RuntimeError, match="expected _ChunkedLogProbFunction to be one of our patches, got"):
+    with pytest.raises(RuntimeError, match=r"undo: expected _ChunkedLogProbFunction of trl\.trainer\.utils as this"):
         third.undo()
     with pytest.raises(ValueError, match="inside"), patch():
         raise ValueError("inside")
@@ -227,31 +216,25 @@ def test_unsloth_exchanges_the_same_functions(monkeypatch):
 
 
 def test_a_trl_that_is_not_known(monkeypatch):
-    import trl
-
-    with monkeypatch.context() as m:
-        m.setattr(trl, "__version__", "1.18.0")
-        with pytest.raises(ConfigError, match=r"trl: expected 1\.15 <= version < 1\.18, got 1\.18\.0"):
-            patch()
-    with monkeypatch.context() as m:
-        m.setattr(trl, "__version__", "1.14.2")
-        with pytest.raises(ConfigError, match=r"got 1\.14\.2"):
-            patch()
-    with monkeypatch.context() as m:
-        m.delattr(utils, "_ChunkedLogProbFunction")
-        with pytest.raises(ConfigError, match=r"expected _ChunkedLogProbFunction in trl\.trainer\.utils"):
-            patch()
-
     class Other:
         @staticmethod
         def forward(ctx, hidden, weight, targets):
             return hidden
 
-    with monkeypatch.context() as m:
-        m.setattr(utils, "_ChunkedLogProbFunction", Other)
-        with pytest.raises(
-            ConfigError, match=r"expected .*apply\(hidden, weight, bias, .* got \(hidden, weight, targets\)"
-        ):
-            patch()
+    for owner, name, value, message in (
+        (trl, "__version__", "1.18.0", r"trl: expected 1\.15 <= version < 1\.18, got 1\.18\.0"),
+        (trl, "__version__", "1.14.2", r"got 1\.14\.2"),
+        (utils, "_ChunkedLogProbFunction", None, r"expected _ChunkedLogProbFunction in trl\.trainer\.utils"),
+        (
+            utils,
+            "_ChunkedLogProbFunction",
+            Other,
+            r"expected .*apply\(hidden, weight, bias, .* got \(hidden, weight, tar",
+        ),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            with pytest.raises(ConfigError, match=message):
+                patch()
     with pytest.raises(ValueError, match="backend: expected one of"):
         patch(backend="gpu")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
+import shutil
+from typing import Any
 
 import pandas
 import pytest
@@ -25,11 +26,6 @@ from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rows, run_ran
 from tests.training.test_data import PROMPTS, write_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def config(output, **changes) -> HydraPPOConfig:
     return HydraPPOConfig(**{**QUICK, "output_dir": str(output), "steps_per_generation": 4, **changes})
 
@@ -40,38 +36,38 @@ def make(folder, output, reward_funcs=words, *, peft_config=LORA, model=None, **
     return make_trainer(HydraPPOTrainer, config(output, **changes), folder, reward_funcs, **given)
 
 
-def test_it_trains_actor_and_critic_on_one_frozen_base(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["reward_model", words])
-    model, hydra = trainer.model, trainer.hydra
-    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    before = trained(trainer)
-    assert {n.split(".")[-2] for n in before if "lora_" in n} == {"default", "critic"}
-    assert {n for n in before if "lora_" not in n} == {"hydra_heads.value.weight", "hydra_heads.value.bias"}
+@pytest.fixture(scope="module")
+def learned(folder, tmp_path_factory):
+    """A trainer after four steps, its folder, and its tensors before them."""
+    output = tmp_path_factory.mktemp("learned")
+    trainer = make(folder, output, ["reward_model", words], save_strategy="steps", save_steps=4)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
+    return trainer, output, before
+
+
+def test_it_trains_actor_and_critic_on_one_frozen_base(learned):
+    trainer, _, before = learned
     after = trained(trainer)
-    assert not any(torch.equal(before[n], after[n]) for n in before if "lora_B" in n or "value" in n)
-    assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in base.items())
+    assert {n.split(".")[-2] for n in after if "lora_" in n} == {"default", "critic"}
+    assert {n for n in after if "lora_" not in n} == {"hydra_heads.value.weight", "hydra_heads.value.bias"}
+    assert not any(torch.equal(before[n], after[n]) for n in after if "lora_B" in n or "value" in n)
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n not in after)
     # one set of tensors
-    theirs = {id(p) for p in model.parameters()}
-    assert all(id(p) in theirs for p in hydra.parameters())
-    held = sum(p.numel() for p in model.parameters())
-    assert held == sum(hydra.held_parameters().values())
+    theirs = {id(p) for p in trainer.model.parameters()}
+    assert all(id(p) in theirs for p in trainer.hydra.parameters())
+    assert sum(p.numel() for p in trainer.model.parameters()) == sum(trainer.hydra.held_parameters().values())
 
 
-def test_metrics_say_that_the_start_is_the_reference(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["reward_model", words])
-    trainer.train()
-    first, second = rows(trainer)[:2]
-    assert abs(float(first["kl"])) < 1e-6  # rows of the two lanes stand at other places of one product
-    assert float(first["clip_ratio"]) == 0.0
-    assert abs(float(first["approx_kl"])) < 1e-10  # the ratio is 1 where nothing has been learned since
-    assert float(second["approx_kl"]) > 1e-6
-    assert {"rewards/reward_model/mean", "rewards/words/mean", "reward", "entropy", "value/loss", "value/mean"} <= set(
-        first
-    )
-    assert float(first["reward"]) == pytest.approx(
-        float(first["rewards/reward_model/mean"]) + float(first["rewards/words/mean"]), rel=1e-3
-    )
+def test_metrics_say_that_the_start_is_the_reference(learned):
+    first, second = ({k: float(x) for k, x in row.items()} for row in rows(learned[0])[:2])
+    assert abs(first["kl"]) < 1e-6  # rows of the two lanes stand at other places of one product
+    assert first["clip_ratio"] == 0.0
+    assert abs(first["approx_kl"]) < 1e-10  # the ratio is 1 where nothing has been learned since
+    assert second["approx_kl"] > 1e-6
+    assert {"entropy", "value/loss", "value/mean"} <= set(first)
+    told = first["rewards/reward_model/mean"] + first["rewards/words/mean"]
+    assert first["reward"] == pytest.approx(told, rel=1e-3)
     assert "frac_reward_zero_std" not in first
 
 
@@ -231,10 +227,9 @@ def prompts_of(trainer) -> list[list[str]]:
     return found
 
 
-def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
-    trainer = make(folder, tmp_path, ["reward_model", words], save_strategy="steps", save_steps=4)
-    trainer.train()
-    root = tmp_path / "checkpoint-4"
+def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, learned, tmp_path):
+    trainer, output, _ = learned
+    root = shutil.copytree(output / "checkpoint-4", tmp_path / "checkpoint-4")
     plain = AutoModelForCausalLM.from_pretrained(folder)
     loaded = PeftModel.from_pretrained(plain, root)
     ids = torch.tensor([[3, 4, 5, 6]])
@@ -249,8 +244,6 @@ def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, tmp_path):
 
 
 def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
-    from peft import get_peft_model
-
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder),
         LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
@@ -268,8 +261,6 @@ def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
 
 
 def test_a_run_that_starts_from_an_adapter_has_it_for_its_reference(folder, tmp_path):
-    from peft import get_peft_model
-
     torch.manual_seed(0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
     with torch.no_grad():
@@ -324,9 +315,8 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
     assert again["eval_reward"] == found["eval_reward"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_options_that_cannot_be_served(tmp_path):
+    for changes, message in (
         ({"use_vllm": True}, "use_vllm: expected False"),
         ({"top_p": 1.1}, r"top_p: expected a number > 0 and <= 1, got 1\.1"),
         ({"top_k": -2}, "top_k: expected None or an integer >= -1; 0 and -1 mean all tokens, got -2"),
@@ -345,11 +335,9 @@ def test_evaluation_uses_the_same_path(folder, tmp_path):
         ({"max_completion_length": None}, "max_completion_length: expected an integer > 0, got None"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty: expected None or a number >= 0"),
         ({"critic_learning_rate": -1.0}, "critic_learning_rate: expected None or a number >= 0"),
-    ],
-)
-def test_options_that_cannot_be_served(tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config(tmp_path, **changes)
 
 
 def test_dropout_drops_in_training_unless_it_is_turned_off(folder, tmp_path):
@@ -364,75 +352,57 @@ def test_dropout_drops_in_training_unless_it_is_turned_off(folder, tmp_path):
     assert all(not torch.equal(plain[name], dropped[name]) for name in plain if "lora_B" in name)
 
 
-def test_checkpointed_activations_are_computed_twice(folder, tmp_path):
-    counts = {}
-    for checkpointed in (False, True):
-        trainer = make(folder, tmp_path, max_steps=1, steps_per_generation=2, gradient_checkpointing=checkpointed)
-        seen = []
-        layer = (
-            trainer.hydra.backbone().model.model.layers[0].self_attn
-        )  # the second time it stops before the MLP's end
-        layer.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
-        trainer.train()
-        counts[checkpointed] = sum(seen)
-    assert counts == {False: 2, True: 4}  # two micro-batches, forward and again in backward
-
-
 def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
-    with pytest.raises(ConfigError, match="peft_config: expected a LoraConfig"):
-        make(folder, tmp_path, peft_config=None)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+
+    def adapted(lora=LORA, **names):
+        return get_peft_model(copy.deepcopy(base), copy.deepcopy(lora), **names)
+
+    embedded = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+    dora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    unfrozen = adapted()
+    unfrozen.get_base_model().model.norm.weight.requires_grad_(True)
+    own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    no_lora: dict[str, Any] = {"peft_config": None}
+    for given, message in (
+        (no_lora, "peft_config: expected a LoraConfig"),
+        (
+            {**no_lora, "model": adapted(adapter_name="mine")},
+            r"model: expected an adapter called 'default', got \['mine",
+        ),
+        ({**no_lora, "model": adapted(embedded)}, "peft_config: expected LoRA on linears alone, got .*embed_tokens"),
+        (
+            {**no_lora, "model": unfrozen},
+            "peft_config: expected LoRA alone to be trained, got .*norm.weight and 0 more",
+        ),
+        ({"peft_config": dora}, "the adapter 'default': expected use_dora=False"),
+        ({"steps_per_generation": 256}, "train_dataset: expected at least the 1024 prompts of a rollout .* got 48"),
+        ({"optimizers": (own, None)}, "optimizers: expected one that has every trained parameter, got one without act"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(folder, tmp_path, **given)
     with pytest.raises(ConfigError, match="args: expected a HydraPPOConfig, got a GRPOConfig"):
         make_trainer(HydraPPOTrainer, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), folder)
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    named = get_peft_model(copy.deepcopy(base), copy.deepcopy(LORA), adapter_name="mine")
-    with pytest.raises(ConfigError, match=r"model: expected an adapter called 'default', got \['mine'\]"):
-        make(folder, tmp_path, peft_config=None, model=named)
-    embedded = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match=r"peft_config: expected LoRA on linears alone, got .*embed_tokens"):
-        make(folder, tmp_path, peft_config=None, model=get_peft_model(copy.deepcopy(base), embedded))
-    unfrozen = get_peft_model(copy.deepcopy(base), copy.deepcopy(LORA))
-    unfrozen.get_base_model().model.norm.weight.requires_grad_(True)
-    with pytest.raises(
-        ConfigError, match=r"peft_config: expected LoRA alone to be trained, got .*norm.weight and 0 more"
-    ):
-        make(folder, tmp_path, peft_config=None, model=unfrozen)
-    dora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match="the adapter 'default': expected use_dora=False"):
-        make(folder, tmp_path, peft_config=dora)
     with pytest.raises(ConfigError, match="rollout_func: expected None"):
-        HydraPPOTrainer(
-            model=str(folder), reward_funcs=words, args=config(tmp_path), peft_config=LORA, rollout_func=print
-        )
-    with pytest.raises(ConfigError, match=r"train_dataset: expected at least the 1024 prompts of a rollout .* got 48"):
-        make(folder, tmp_path, steps_per_generation=256)
-    own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(
-        ConfigError, match="optimizers: expected one that has every trained parameter, got one without act"
-    ):
-        make(folder, tmp_path, optimizers=(own, None))
-    headless = write_model(tmp_path / "headless", reward_head=False)
+        make_trainer(HydraPPOTrainer, config(tmp_path), folder, rollout_func=print)
     with pytest.raises(ValueError, match="reward_model"):
-        make(headless, tmp_path / "x", "reward_model")
+        make(write_model(tmp_path / "headless", reward_head=False), tmp_path / "x", "reward_model")
 
 
-def _activate_two(model):
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "other"])
+def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused(folder, tmp_path):
+    def activate_two(model):
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+        model.base_model.set_adapter(["default", "other"])
 
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+    for change, message in (
         (lambda model: model.merge_adapter(), r"expected no weights with adapters merged .*\['default'\] in model\."),
-        (_activate_two, r"expected no other active adapter, got \['default', 'other'\] at"),
+        (activate_two, r"expected no other active adapter, got \['default', 'other'\] at"),
         (lambda model: model.base_model.disable_adapter_layers(), "expected it to be on, got adapters disabled at"),
-    ],
-)
-def test_a_peft_model_that_is_not_its_base_and_one_adapter_is_refused(folder, tmp_path, change, message):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
-    change(model)
-    with pytest.raises(ConfigError, match=f"^model: the adapter 'default': {message}"):
-        make(folder, tmp_path, model=model, peft_config=None)
+    ):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
+        change(model)
+        with pytest.raises(ConfigError, match=f"^model: the adapter 'default': {message}"):
+            make(folder, tmp_path, model=model, peft_config=None)
 
 
 def test_adapters_in_half_precision_without_master_weights_are_said(folder, tmp_path):
@@ -487,14 +457,19 @@ def test_a_trl_with_other_methods_is_refused(folder, tmp_path, monkeypatch):
 
 
 def test_several_epochs_and_checkpointed_activations(folder, tmp_path):
-    plain = make(folder, tmp_path / "a", num_iterations=2)
-    plain.train()
-    checkpointed = make(folder, tmp_path / "b", num_iterations=2, gradient_checkpointing=True)
-    checkpointed.train()
-    left, right = trained(plain), trained(checkpointed)
-    assert all(torch.allclose(left[n], right[n], atol=1e-5) for n in left)
-    assert json.dumps([float(row["clip_ratio"]) for row in rows(plain)])
-    assert max(float(row["approx_kl"]) for row in rows(plain)) > 1e-5
+    """Checkpointed ones are computed twice, and change nothing."""
+    weights, counts = [], []
+    for checkpointed in (False, True):
+        trainer = make(folder, tmp_path, num_iterations=2, gradient_checkpointing=checkpointed)
+        seen = []  # the second time a forward stops before the MLP's end
+        layer = trainer.hydra.backbone().model.model.layers[0].self_attn
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        trainer.train()
+        weights.append(trained(trainer))
+        counts.append(sum(seen))
+        assert max(float(row["approx_kl"]) for row in rows(trainer)) > 1e-5
+    assert all(torch.allclose(weights[0][n], weights[1][n], atol=1e-5) for n in weights[0])
+    assert counts == [8, 16]  # two micro-batches in each of four steps, forward and again in backward
 
 
 @pytest.mark.long

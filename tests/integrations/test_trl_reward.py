@@ -195,9 +195,8 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
     assert not any("reward" in name for name in trained(policy))
 
 
-@pytest.mark.parametrize(
-    ("rows", "changes", "message"),
-    [
+def test_rows_and_options_that_cannot_be_served(folder, tmp_path):
+    for rows, changes, message in (
         (
             [{**row, "label": True} for row in THUMBS],
             {},
@@ -208,11 +207,9 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
         (THUMBS, {"pos_weight": "heavy"}, "pos_weight: expected 'none' or 'balanced', got 'heavy'"),
         ([{**row, "label": 3} for row in THUMBS], {}, "train_dataset: expected label true or false, got 3"),
         (THUMBS, {"max_length": 1}, "max_length: expected one that some row has room in, got 1"),
-    ],
-)
-def test_rows_and_options_that_cannot_be_served(folder, tmp_path, rows, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make(folder, tmp_path, rows, **changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(folder, tmp_path, rows, **changes)
 
 
 def test_the_loss_with_margins_is_trl_s(folder, tmp_path):

@@ -13,9 +13,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rlhf_kernels.runtime import cuda_native, cuda_support
+import torch
+from rlhf_kernels.runtime import cuda_native, cuda_support, native, registry
 
 from tests.kernels import native_build
+from tests.kernels.checks import ISAS
 from tests.kernels.interpreter import TEST, InterpretedTests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,29 @@ def interpreted() -> InterpretedTests:
     if not _running:
         _running.append(InterpretedTests())
     return _running[0]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["reference", *ISAS])
+def backend(request):
+    """The reference, and the native code with each instruction set."""
+    if request.param == "reference":
+        with registry.use_backend("reference"):
+            yield "reference"
+    else:
+        with registry.use_backend("cpu"), native.use_isa(request.param):
+            yield "cpu"
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """An instruction set in use."""
+    with native.use_isa(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -188,15 +188,7 @@ Memory behind an address ends where the caller says: that a stride, a type or a 
 these are changed only into what no caller can mean.
 """
 
-NO_TENSORS = (
-    "None",
-    "a list",
-    "a number",
-    "a part less",
-    "a part more",
-    "no parts",
-    "empty",
-)
+NO_TENSORS = ("None", "a list", "a number", "a part less", "a part more", "no parts", "empty")
 """Ends of labels of changes that leave another kind of thing, on which Python's own errors are as good as ours."""
 _WRONG_KIND: list[Change] = [("None", None), ("text", "1"), ("a fraction", 1.5), ("2^64", 2**64)]
 _OF_ROLE: dict[str, list[Any]] = {

@@ -1,8 +1,16 @@
 """The seeded bugs of `test_mutations.py`: what to change where, and the tests of which at least one must then fail.
 
-A new bug is one record. `old` stands exactly once in `file`. `units` are the C++ files of the extension to compile
-again (without one, the bug is in Python or Triton, or in CUDA code that its tests compile). `tests` are pytest names
-below tests/kernels; those in triton/ run in the interpreter.
+`read` takes them from texts like those of a patch:
+
+    == the op
+    @ the backend, the file, and the C++ files of the extension to compile again, below csrc
+    # what the bug is | its tests, as pytest names below tests/kernels; those in triton/ run in the interpreter
+    | its tests, where one line is too short for both
+    -the old text, which stands exactly once in the file
+    +the new text, if any
+
+Op and file hold until the next. Without files to compile, the bug is in Python or Triton, or in CUDA code that its
+tests compile. Tests run on every instruction set of the CPU, so a bug in one is enough; all machines have `portable`.
 """
 
 from __future__ import annotations
@@ -20,2140 +28,968 @@ class Mutation(NamedTuple):
     new: str
     tests: tuple[str, ...]
     units: tuple[str, ...] = ()  # below csrc
-    op: str = ""  # set by the list at the end
+    op: str = ""
 
     def __str__(self) -> str:
         return f"{self.op}, {self.backend}: {self.name}"
 
 
-REFERENCE, CPU, TRITON, CUDA = "reference", "cpu", "triton", "cuda"
+def read(text: str) -> list[Mutation]:
+    """The bugs of a text."""
+    bugs: list[Mutation] = []
+    op, place = "", [""]
+    for line in filter(None, text.split("\n")):
+        if line.startswith("== "):
+            op = line[3:]
+        elif line.startswith("@ "):
+            place = line[2:].split()
+        elif line.startswith("# "):
+            name, _, tests = line[2:].partition(" | ")
+            backend, file, *units = place
+            bugs.append(Mutation(name, backend, file, "", "", tuple(tests.split()), tuple(units), op))
+        elif line.startswith("| "):
+            bugs[-1] = bugs[-1]._replace(tests=tuple(line[2:].split()))
+        else:
+            side = {"-": "old", "+": "new"}[line[0]]
+            bugs[-1] = bugs[-1]._replace(**{side: f"{getattr(bugs[-1], side)}\n{line[1:]}"})
+    return [bug._replace(old=bug.old[1:], new=bug.new[1:]) for bug in bugs]
 
-_PYTHON = "kernels/rlhf_kernels"
-_LOGITS = f"{_PYTHON}/vocab/logits.py"
-_LOGPROB = f"{_PYTHON}/linear_logprob/reference.py"
-_PAIR = f"{_PYTHON}/linear_logprob_pair/reference.py"
-_HEAD = "csrc/cpu/head_body.inc.h"
-# Tests run on every instruction set of the CPU, so a bug in one of them is enough; all machines have this one.
-_PORTABLE = ("cpu/variants/portable.cpp",)
-_AVX2 = ("cpu/variants/avx2.cpp",)
-_TRITON_LOGITS = f"{_PYTHON}/vocab/triton_logits.py"
-_TRITON_KERNELS = f"{_PYTHON}/vocab/triton_kernels.py"
-_TRITON_SWEEP = f"{_PYTHON}/vocab/triton_sweep.py"
 
-LINEAR_LOGPROB = [
-    Mutation(
-        "max from 0",
-        REFERENCE,
-        _LOGPROB,
-        "m = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)",
-        "m = z.amax(-1).clamp_min(0.0)",
-        ("test_linear_logprob.py::test_hostile_rows",),
-    ),
-    Mutation(
-        "padded columns counted in the entropy",
-        REFERENCE,
-        _LOGPROB,
-        "log_total - z.clamp_min_(torch.finfo(z.dtype).min).mul_(e)",
-        "log_total - z.mul_(e)",
-        ("test_linear_logprob.py::test_masked_vocabulary_columns_have_no_nan",),
-    ),
-    Mutation(
-        "double rounding",
-        REFERENCE,
-        _LOGPROB,
-        "        z = head.tile(h, rows)\n        stats",
-        "        z = head.tile(h, rows).to(hidden.dtype).to(h.dtype)\n        stats",
-        ("test_linear_logprob.py::test_bf16_logits_are_never_rounded",),
-    ),
-    Mutation(
-        "temperature in the gradient only",
-        REFERENCE,
-        _LOGITS,
-        "return self.capped(h).div_(self.divisor(rows))",
-        "return self.capped(h)",
-        ("test_linear_logprob.py::test_gradcheck_every_output_and_input",),
-    ),
-    Mutation(
-        "temperature in the forward only",
-        REFERENCE,
-        _LOGITS,
-        "        g.div_(divisor)\n        if self.softcap:",
-        "        if self.softcap:",
-        ("test_linear_logprob.py::test_gradcheck_every_output_and_input",),
-    ),
-    Mutation(
-        "temperature not in the target's slope",
-        REFERENCE,
-        _LOGITS,
-        "u = options.logit_scale / divisor",
-        "u = options.logit_scale",
-        ("test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead",),
-    ),
-    Mutation(
-        "temperature of the first chunk's rows",
-        REFERENCE,
-        _LOGITS,
-        "else self.column[rows]",
-        "else self.column[: rows.stop - rows.start]",
-        ("test_linear_logprob.py::test_several_row_chunks_with_gradients",),
-    ),
-    Mutation(
-        "dW of a frozen head",
-        REFERENCE,
-        _LOGITS,
-        "if name in self.needs and x is not None",
-        "if (name in self.needs or name == 'weight') and x is not None",
-        ("test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist",),
-    ),
-    Mutation(
-        "target counted twice in the gradient ahead",
-        REFERENCE,
-        _LOGPROB,
-        "            p.scatter_(1, index[rows, None], 0.0)\n",
-        "",
-        ("test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead",),
-    ),
-    Mutation(
-        "ignored rows not zero",
-        REFERENCE,
-        _LOGPROB,
-        "results[name][rows] = torch.where(keep[rows], value, 0.0)",
-        "results[name][rows] = value",
-        ("test_linear_logprob.py::test_ignored_rows_may_hold_nan",),
-    ),
-    Mutation(
-        "ignored rows in dW",
-        REFERENCE,
-        _LOGPROB,
-        "None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads\n    )\n    for",
-        "None if g is None else g.to(dtype) for g in grads\n    )\n    for",
-        ("test_linear_logprob.py::test_ignored_rows_may_hold_nan",),
-    ),
-    Mutation(
-        "last of equal maxima is top 1",
-        REFERENCE,
-        _LOGPROB,
-        "(z.argmax(-1) == index)",
-        "(z.shape[-1] - 1 - z.flip(-1).argmax(-1) == index)",
-        ("test_linear_logprob.py::test_top1_first_maximum_wins",),
-    ),
-    Mutation(
-        "padded columns counted in the sums",
-        CPU,
-        _HEAD,
-        "if (v >= count) {\n            out = pair_out",
-        "if (v >= round_up(count, 32)) {\n            out = pair_out",
-        ("test_head_native.py::test_fp32_is_tier1", "test_linear_logprob.py::test_ragged_sizes"),
-        _PORTABLE,
-    ),
-    Mutation(
-        "padded columns counted in the maximum",
-        CPU,
-        _HEAD,
-        "const f32x16 top = block_maximum(logits, count, half);",
-        "const f32x16 top = block_maximum(logits, round_up(count, 32), half);",
-        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "max from 0",
-        CPU,
-        _HEAD,
-        "return {splat(0.0f), splat(0.0f), splat(kLowest), splat(kLowest)};",
-        "return {splat(0.0f), splat(0.0f), splat(0.0f), splat(kLowest)};",
-        ("test_linear_logprob.py::test_hostile_rows",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "best logit from 0",
-        CPU,
-        _HEAD,
-        "s.best[h] = splat(-__builtin_inff());",
-        "s.best[h] = splat(0.0f);",
-        ("test_linear_logprob.py::test_hostile_rows",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "last of equal maxima is top 1",
-        CPU,
-        _HEAD,
-        "const i32x16 better = z > best;",
-        "const i32x16 better = z >= best;",
-        ("test_linear_logprob.py::test_top1_first_maximum_wins",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "double rounding",
-        CPU,
-        _HEAD,
-        "load16(logit_row(logits, v, half));\n        f32x16 e",
-        "as_float(as_words(load16(logit_row(logits, v, half))) & 0xffff0000u);\n        f32x16 e",
-        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature in the gradient only",
-        CPU,
-        _HEAD,
-        "by = inverse_temperature.x[half], cap = by * head.softcap;",
-        "by = splat(1.0f) + 0.0f * inverse_temperature.x[half], cap = by * head.softcap;",
-        ("test_head_native.py::test_fp32_is_tier1",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature not in the recomputed gradient",
-        CPU,
-        _HEAD,
-        "lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];",
-        "lanes.slope.x[h] = splat(call.head.scale);",
-        ("test_head_native.py::test_fp32_is_tier1",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature not in the gradient ahead",
-        CPU,
-        _HEAD,
-        "const float by = head.scale / (call.batch.temperature[n] * sum);",
-        "const float by = head.scale / sum;",
-        ("test_linear_logprob.py::test_the_gradient_ahead_is_that_of_the_backward",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature of other rows",
-        CPU,
-        f"{_PYTHON}/vocab/native.py",
-        "self.temperature = o.row_temperature[rows].float()",
-        "self.temperature = o.row_temperature[: rows.shape[0]].float()",
-        ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
-    ),
-    Mutation(
-        "dW of the last piece of the depth alone",
-        CPU,
-        _HEAD,
-        "sums + k * 4 * kTileFloats, n > 0);",
-        "sums + k * 4 * kTileFloats, false);",
-        ("test_head_native.py::test_fp32_is_tier1",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "dW of a frozen head",
-        CPU,
-        f"{_PYTHON}/vocab/native.py",
-        'weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None',
-        "weight = torch.empty(n_vocab, width, dtype=weight_dtype)",
-        ("test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist",),
-    ),
-    Mutation(
-        "target counted twice in the gradient ahead",
-        CPU,
-        _HEAD,
-        "if (any_target) e = select(target == static_cast<int32_t>(v), splat(0.0f), e);",
-        "static_cast<void>(any_target);",
-        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sums ahead after a new maximum",
-        CPU,
-        _HEAD,
-        "if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);",
-        "",
-        ("test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sum after a new maximum",
-        CPU,
-        _HEAD,
-        "            s.sum[half] *= factor;\n",
-        "",
-        ("test_head_native.py::test_fp32_is_tier1",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sum of squares after a new maximum",
-        CPU,
-        _HEAD,
-        "s.sum_square[half] *= factor * factor;",
-        "s.sum_square[half] *= factor;",
-        ("test_head_native.py::test_fp32_is_tier1",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "sums depend on the number of threads",
-        CPU,
-        _HEAD,
-        "const bool direct = first || RLHF_TILE_BF16;",
-        "const bool direct = first || panels > 1;",
-        ("test_head_native.py::test_bits_of_a_row_depend_on_that_row_alone",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "padded columns counted in the tiled sweep",
-        TRITON,
-        _TRITON_KERNELS,
-        '    return tl.where(in_range[None, :], z, float("-inf"))',
-        "    return z",
-        ("triton/test_linear_logprob.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "padded columns counted in the fused sweep",
-        TRITON,
-        _TRITON_KERNELS,
-        '        z = tl.where(in_range[None, :], z, float("-inf"))\n',
-        "",
-        ("triton/test_linear_logprob.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "max from 0 in the tiled sweep",
-        TRITON,
-        _TRITON_SWEEP,
-        "state[0, 0] = state[0, 7] = -torch.inf",
-        "state[0, 0] = state[0, 7] = 0.0",
-        ("triton/test_linear_logprob.py::test_hostile_rows",),
-    ),
-    Mutation(
-        "max from 0 in the fused sweep",
-        TRITON,
-        _TRITON_KERNELS,
-        '    m = tl.full((BN,), float("-inf"), tl.float32)\n',
-        "    m = tl.zeros((BN,), tl.float32)\n",
-        ("triton/test_linear_logprob.py::test_hostile_rows",),
-    ),
-    Mutation(
-        "double rounding",
-        TRITON,
-        _TRITON_LOGITS,
-        "c = (y + bias) * logit_scale",
-        "c = (y.to(tl.bfloat16).to(tl.float32) + bias) * logit_scale",
-        ("triton/test_linear_logprob.py::test_tier3_half_precision",),
-    ),
-    Mutation(
-        "temperature in the gradient only",
-        TRITON,
-        _TRITON_LOGITS,
-        "return c / divisor[:, None]",
-        "return c + 0.0 * divisor[:, None]",
-        ("triton/test_linear_logprob.py::test_tier1_every_output_input_and_option",),
-    ),
-    Mutation(
-        "temperature in the forward only",
-        TRITON,
-        _TRITON_LOGITS,
-        "(logit_scale / divisor)[:, None]",
-        "(logit_scale + 0.0 * divisor)[:, None]",
-        ("triton/test_linear_logprob.py::test_tier1_every_output_input_and_option",),
-    ),
-    Mutation(
-        "dW of a frozen head",
-        TRITON,
-        _TRITON_SWEEP,
-        "            if name in names:\n                sums[name] = self.empty(",
-        '            if name in names or name == "weight":\n                sums[name] = self.empty(',
-        ("triton/test_linear_logprob.py::test_a_frozen_head_gets_no_product",),
-    ),
-    Mutation(
-        "target counted in every tile",
-        TRITON,
-        _TRITON_KERNELS,
-        "tile_state(z, column, in_range, index, True, SUM_SQ, MEAN, TOP)\n    a, a2",
-        "tile_state(z, offset, in_range, index, True, SUM_SQ, MEAN, TOP)\n    a, a2",
-        ("triton/test_linear_logprob.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "target counted twice in the gradient",
-        TRITON,
-        _TRITON_LOGITS,
-        "tl.where(is_target, d_logprob[:, None], 0.0)",
-        "tl.where(is_target, 2.0 * d_logprob[:, None], 0.0)",
-        ("triton/test_linear_logprob.py::test_tier1_every_output_input_and_option",),
-    ),
-    Mutation(
-        "stale sums ahead after a new maximum",
-        TRITON,
-        _TRITON_KERNELS,
-        "scale_rows(sum_p_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)",
-        "scale_rows(sum_p_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)",
-        ("triton/test_linear_logprob.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "stale sum after a new maximum",
-        TRITON,
-        _TRITON_LOGITS,
-        "return a, a * s, a *",
-        "return a, s, a *",
-        ("triton/test_linear_logprob.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "last of equal maxima is top 1, in a tile",
-        TRITON,
-        _TRITON_LOGITS,
-        "first = tl.min(tl.where(z == m[:, None], column[None, :], 2147483647), 1)",
-        "first = tl.max(tl.where(z == m[:, None], column[None, :], -1), 1)",
-        ("triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles",),
-    ),
-    Mutation(
-        "last of equal maxima is top 1, across tiles",
-        TRITON,
-        _TRITON_LOGITS,
-        "tl.where(m2 == m, tl.minimum(first, first2), first)",
-        "tl.where(m2 == m, tl.maximum(first, first2), first)",
-        ("triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles",),
-    ),
-    Mutation(
-        "ignored rows in dW",
-        TRITON,
-        _TRITON_SWEEP,
-        "clean = self.hidden.masked_fill(~self.keep[:, None], 0) if",
-        "clean = self.hidden if",
-        ("triton/test_linear_logprob.py::test_ignored_rows_hold_nan_between_red_zones",),
-    ),
-]
+MUTATIONS = read("""
+== linear_logprob
+@ reference kernels/rlhf_kernels/linear_logprob/reference.py
+# max from 0 | test_linear_logprob.py::test_hostile_rows
+-m = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)
++m = z.amax(-1).clamp_min(0.0)
+# padded columns counted in the entropy | test_linear_logprob.py::test_masked_vocabulary_columns_have_no_nan
+-log_total - z.clamp_min_(torch.finfo(z.dtype).min).mul_(e)
++log_total - z.mul_(e)
+# double rounding | test_linear_logprob.py::test_bf16_logits_are_never_rounded
+-        z = head.tile(h, rows)
+-        stats
++        z = head.tile(h, rows).to(hidden.dtype).to(h.dtype)
++        stats
+@ reference kernels/rlhf_kernels/vocab/logits.py
+# temperature in the gradient only | test_linear_logprob.py::test_gradcheck_every_output_and_input
+-return self.capped(h).div_(self.divisor(rows))
++return self.capped(h)
+# temperature in the forward only | test_linear_logprob.py::test_gradcheck_every_output_and_input
+-        g.div_(divisor)
+-        if self.softcap:
++        if self.softcap:
+# temperature not in the target's slope | test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead
+-u = options.logit_scale / divisor
++u = options.logit_scale
+# temperature of the first chunk's rows | test_linear_logprob.py::test_several_row_chunks_with_gradients
+-else self.column[rows]
++else self.column[: rows.stop - rows.start]
+# dW of a frozen head | test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist
+-if name in self.needs and x is not None
++if (name in self.needs or name == 'weight') and x is not None
+@ reference kernels/rlhf_kernels/linear_logprob/reference.py
+# target counted twice in the gradient ahead | test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead
+-            p.scatter_(1, index[rows, None], 0.0)
+-
+# ignored rows not zero | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+-results[name][rows] = torch.where(keep[rows], value, 0.0)
++results[name][rows] = value
+# ignored rows in dW | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+-None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads
+-    )
+-    for
++None if g is None else g.to(dtype) for g in grads
++    )
++    for
+# last of equal maxima is top 1 | test_linear_logprob.py::test_top1_first_maximum_wins
+-(z.argmax(-1) == index)
++(z.shape[-1] - 1 - z.flip(-1).argmax(-1) == index)
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# padded columns counted in the sums
+| test_head_native.py::test_fp32_is_tier1 test_linear_logprob.py::test_ragged_sizes
+-if (v >= count) {
+-            out = pair_out
++if (v >= round_up(count, 32)) {
++            out = pair_out
+# padded columns counted in the maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+-const f32x16 top = block_maximum(logits, count, half);
++const f32x16 top = block_maximum(logits, round_up(count, 32), half);
+# max from 0 | test_linear_logprob.py::test_hostile_rows
+-return {splat(0.0f), splat(0.0f), splat(kLowest), splat(kLowest)};
++return {splat(0.0f), splat(0.0f), splat(0.0f), splat(kLowest)};
+# best logit from 0 | test_linear_logprob.py::test_hostile_rows
+-s.best[h] = splat(-__builtin_inff());
++s.best[h] = splat(0.0f);
+# last of equal maxima is top 1 | test_linear_logprob.py::test_top1_first_maximum_wins
+-const i32x16 better = z > best;
++const i32x16 better = z >= best;
+# double rounding | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+-load16(logit_row(logits, v, half));
+-        f32x16 e
++as_float(as_words(load16(logit_row(logits, v, half))) & 0xffff0000u);
++        f32x16 e
+# temperature in the gradient only | test_head_native.py::test_fp32_is_tier1
+-by = inverse_temperature.x[half], cap = by * head.softcap;
++by = splat(1.0f) + 0.0f * inverse_temperature.x[half], cap = by * head.softcap;
+# temperature not in the recomputed gradient | test_head_native.py::test_fp32_is_tier1
+-lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];
++lanes.slope.x[h] = splat(call.head.scale);
+# temperature not in the gradient ahead | test_linear_logprob.py::test_the_gradient_ahead_is_that_of_the_backward
+-const float by = head.scale / (call.batch.temperature[n] * sum);
++const float by = head.scale / sum;
+@ cpu kernels/rlhf_kernels/vocab/native.py
+# temperature of other rows | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+-self.temperature = o.row_temperature[rows].float()
++self.temperature = o.row_temperature[: rows.shape[0]].float()
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# dW of the last piece of the depth alone | test_head_native.py::test_fp32_is_tier1
+-sums + k * 4 * kTileFloats, n > 0);
++sums + k * 4 * kTileFloats, false);
+@ cpu kernels/rlhf_kernels/vocab/native.py
+# dW of a frozen head | test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist
+-weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
++weight = torch.empty(n_vocab, width, dtype=weight_dtype)
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# target counted twice in the gradient ahead | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+-if (any_target) e = select(target == static_cast<int32_t>(v), splat(0.0f), e);
++static_cast<void>(any_target);
+# stale sums ahead after a new maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+-if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
+# stale sum after a new maximum | test_head_native.py::test_fp32_is_tier1
+-            s.sum[half] *= factor;
+-
+# stale sum of squares after a new maximum | test_head_native.py::test_fp32_is_tier1
+-s.sum_square[half] *= factor * factor;
++s.sum_square[half] *= factor;
+# sums depend on the number of threads | test_head_native.py::test_bits_of_a_row_depend_on_that_row_alone
+-const bool direct = first || RLHF_TILE_BF16;
++const bool direct = first || panels > 1;
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# padded columns counted in the tiled sweep | triton/test_linear_logprob.py::test_ragged_sizes
+-    return tl.where(in_range[None, :], z, float("-inf"))
++    return z
+# padded columns counted in the fused sweep | triton/test_linear_logprob.py::test_ragged_sizes
+-        z = tl.where(in_range[None, :], z, float("-inf"))
+-
+@ triton kernels/rlhf_kernels/vocab/triton_sweep.py
+# max from 0 in the tiled sweep | triton/test_linear_logprob.py::test_hostile_rows
+-state[0, 0] = state[0, 7] = -torch.inf
++state[0, 0] = state[0, 7] = 0.0
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# max from 0 in the fused sweep | triton/test_linear_logprob.py::test_hostile_rows
+-    m = tl.full((BN,), float("-inf"), tl.float32)
+-
++    m = tl.zeros((BN,), tl.float32)
++
+@ triton kernels/rlhf_kernels/vocab/triton_logits.py
+# double rounding | triton/test_linear_logprob.py::test_tier3_half_precision
+-c = (y + bias) * logit_scale
++c = (y.to(tl.bfloat16).to(tl.float32) + bias) * logit_scale
+# temperature in the gradient only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+-return c / divisor[:, None]
++return c + 0.0 * divisor[:, None]
+# temperature in the forward only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+-(logit_scale / divisor)[:, None]
++(logit_scale + 0.0 * divisor)[:, None]
+@ triton kernels/rlhf_kernels/vocab/triton_sweep.py
+# dW of a frozen head | triton/test_linear_logprob.py::test_a_frozen_head_gets_no_product
+-            if name in names:
+-                sums[name] = self.empty(
++            if name in names or name == "weight":
++                sums[name] = self.empty(
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# target counted in every tile | triton/test_linear_logprob.py::test_ragged_sizes
+-tile_state(z, column, in_range, index, True, SUM_SQ, MEAN, TOP)
+-    a, a2
++tile_state(z, offset, in_range, index, True, SUM_SQ, MEAN, TOP)
++    a, a2
+@ triton kernels/rlhf_kernels/vocab/triton_logits.py
+# target counted twice in the gradient | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+-tl.where(is_target, d_logprob[:, None], 0.0)
++tl.where(is_target, 2.0 * d_logprob[:, None], 0.0)
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# stale sums ahead after a new maximum | triton/test_linear_logprob.py::test_ragged_sizes
+-scale_rows(sum_p_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
++scale_rows(sum_p_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)
+@ triton kernels/rlhf_kernels/vocab/triton_logits.py
+# stale sum after a new maximum | triton/test_linear_logprob.py::test_ragged_sizes
+-return a, a * s, a *
++return a, s, a *
+# last of equal maxima is top 1, in a tile | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+-first = tl.min(tl.where(z == m[:, None], column[None, :], 2147483647), 1)
++first = tl.max(tl.where(z == m[:, None], column[None, :], -1), 1)
+# last of equal maxima is top 1, across tiles | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+-tl.where(m2 == m, tl.minimum(first, first2), first)
++tl.where(m2 == m, tl.maximum(first, first2), first)
+@ triton kernels/rlhf_kernels/vocab/triton_sweep.py
+# ignored rows in dW | triton/test_linear_logprob.py::test_ignored_rows_hold_nan_between_red_zones
+-clean = self.hidden.masked_fill(~self.keep[:, None], 0) if
++clean = self.hidden if
 
-PAIR = [
-    Mutation(
-        "KL of the other direction",
-        REFERENCE,
-        _PAIR,
-        "log_ratio = (z_a - z_r).sub_((lse_a - lse_r)[:, None])",
-        "log_ratio = (z_r - z_a).sub_((lse_r - lse_a)[:, None])",
-        ("test_linear_logprob_pair.py::test_tier1_values_and_gradient",),
-    ),
-    Mutation(
-        "LoRA on the reference row too",
-        REFERENCE,
-        _PAIR,
-        "options._replace(lora_A=None, lora_B=None)",
-        "options",
-        ("test_linear_logprob_pair.py::test_same_bits_as_two_single_sweeps",),
-    ),
-    Mutation(
-        "KL not subtracted in its gradient",
-        REFERENCE,
-        _LOGITS,
-        "gap = (saved.logprob_a - saved.logprob_r) - saved.kl",
-        "gap = saved.logprob_a - saved.logprob_r",
-        ("test_linear_logprob_pair.py::test_gradcheck_with_the_gradient_ahead",),
-    ),
-    Mutation(
-        "temperature on the first row only",
-        CPU,
-        _HEAD,
-        "        if (call.pair) transform(head, v0, count, inverse, pair_logits);\n",
-        "",
-        ("test_head_native.py::test_pair_is_two_sweeps_and_exact",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature on the first row only, recomputed",
-        CPU,
-        _HEAD,
-        "        if (g.kl) transform(head, v0, count, inverse, pair_logits);\n",
-        "",
-        ("test_linear_logprob_pair.py::test_tier1_values_and_gradient",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "max of the reference row from 0",
-        CPU,
-        _HEAD,
-        "s.reference[h] = s.pair_reference[h] = no_reference();",
-        "s.reference[h] = s.pair_reference[h] = no_reference();\n        s.pair_reference[h].value = splat(0.0f);",
-        ("test_linear_logprob_pair.py::test_all_logits_far_below_zero",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "KL sign",
-        CPU,
-        _HEAD,
-        "const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;",
-        "const double kl = (lse - s.difference[half][lane] / static_cast<double>(sum)) - pair_lse;",
-        ("test_head_native.py::test_pair_is_two_sweeps_and_exact",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sum of the reference row after a new maximum",
-        CPU,
-        _HEAD,
-        "s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);",
-        "s.pair_reference[half].meet(pair_top);",
-        ("test_head_native.py::test_pair_is_two_sweeps_and_exact",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "KL not subtracted in the gradient ahead",
-        CPU,
-        _HEAD,
-        "by * sum_at(sums_kl, n % kPanel, k) - gap * e;",
-        "by * sum_at(sums_kl, n % kPanel, k);",
-        ("test_linear_logprob_pair.py::test_the_gradient_ahead_is_that_of_the_backward",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sums ahead of the KL after a new maximum",
-        CPU,
-        _HEAD,
-        "if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);",
-        "",
-        ("test_head_native.py::test_rising_logits_rescale_every_sum",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "KL sign",
-        TRITON,
-        _TRITON_KERNELS,
-        "kl = tl.sum(a2 * x2, 0) / s - (lse - lse_r)",
-        "kl = (lse - lse_r) - tl.sum(a2 * x2, 0) / s",
-        ("triton/test_linear_logprob_pair.py::test_ragged_sizes",),
-    ),
-    Mutation(
-        "LoRA on the reference row too",
-        TRITON,
-        _TRITON_SWEEP,
-        "and self.down is not None and not reference:",
-        "and self.down is not None:",
-        ("triton/test_linear_logprob_pair.py::test_tier1_every_option",),
-    ),
-    Mutation(
-        "max of the reference row from 0",
-        TRITON,
-        _TRITON_SWEEP,
-        "state[0, 0] = state[0, 7] = -torch.inf",
-        "state[0, 0] = -torch.inf",
-        ("triton/test_linear_logprob_pair.py::test_hostile_rows",),
-    ),
-    Mutation(
-        "stale sums ahead of the KL after a new maximum",
-        TRITON,
-        _TRITON_KERNELS,
-        "scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)",
-        "scale_rows(sum_q_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)",
-        (
-            "triton/test_linear_logprob_pair.py::test_ragged_sizes",
-            "triton/test_linear_logprob_pair.py::test_tier1_every_option",
-        ),
-    ),
-]
+== linear_logprob_pair
+@ reference kernels/rlhf_kernels/linear_logprob_pair/reference.py
+# KL of the other direction | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+-log_ratio = (z_a - z_r).sub_((lse_a - lse_r)[:, None])
++log_ratio = (z_r - z_a).sub_((lse_r - lse_a)[:, None])
+# LoRA on the reference row too | test_linear_logprob_pair.py::test_same_bits_as_two_single_sweeps
+-options._replace(lora_A=None, lora_B=None)
++options
+@ reference kernels/rlhf_kernels/vocab/logits.py
+# KL not subtracted in its gradient | test_linear_logprob_pair.py::test_gradcheck_with_the_gradient_ahead
+-gap = (saved.logprob_a - saved.logprob_r) - saved.kl
++gap = saved.logprob_a - saved.logprob_r
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# temperature on the first row only | test_head_native.py::test_pair_is_two_sweeps_and_exact
+-        if (call.pair) transform(head, v0, count, inverse, pair_logits);
+-
+# temperature on the first row only, recomputed | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+-        if (g.kl) transform(head, v0, count, inverse, pair_logits);
+-
+# max of the reference row from 0 | test_linear_logprob_pair.py::test_all_logits_far_below_zero
+-s.reference[h] = s.pair_reference[h] = no_reference();
++s.reference[h] = s.pair_reference[h] = no_reference();
++        s.pair_reference[h].value = splat(0.0f);
+# KL sign | test_head_native.py::test_pair_is_two_sweeps_and_exact
+-const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
++const double kl = (lse - s.difference[half][lane] / static_cast<double>(sum)) - pair_lse;
+# stale sum of the reference row after a new maximum | test_head_native.py::test_pair_is_two_sweeps_and_exact
+-s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);
++s.pair_reference[half].meet(pair_top);
+# KL not subtracted in the gradient ahead
+| test_linear_logprob_pair.py::test_the_gradient_ahead_is_that_of_the_backward
+-by * sum_at(sums_kl, n % kPanel, k) - gap * e;
++by * sum_at(sums_kl, n % kPanel, k);
+# stale sums ahead of the KL after a new maximum | test_head_native.py::test_rising_logits_rescale_every_sum
+-if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# KL sign | triton/test_linear_logprob_pair.py::test_ragged_sizes
+-kl = tl.sum(a2 * x2, 0) / s - (lse - lse_r)
++kl = (lse - lse_r) - tl.sum(a2 * x2, 0) / s
+@ triton kernels/rlhf_kernels/vocab/triton_sweep.py
+# LoRA on the reference row too | triton/test_linear_logprob_pair.py::test_tier1_every_option
+-and self.down is not None and not reference:
++and self.down is not None:
+# max of the reference row from 0 | triton/test_linear_logprob_pair.py::test_hostile_rows
+-state[0, 0] = state[0, 7] = -torch.inf
++state[0, 0] = -torch.inf
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# stale sums ahead of the KL after a new maximum
+| triton/test_linear_logprob_pair.py::test_ragged_sizes triton/test_linear_logprob_pair.py::test_tier1_every_option
+-scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
++scale_rows(sum_q_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)
 
-LINEAR_PPO_LOSS = [
-    Mutation(
-        "advantages of the first chunk",
-        REFERENCE,
-        f"{_PYTHON}/ppo_loss/options.py",
-        "self.advantage[rows]",
-        "self.advantage[: rows.stop - rows.start]",
-        ("test_linear_ppo_loss.py::test_per_token_advantages_across_chunks",),
-    ),
-    Mutation(
-        "ignored rows counted",
-        REFERENCE,
-        f"{_PYTHON}/linear_ppo_loss/reference.py",
-        "factor = torch.where(keep, tokens.mask.to(dtype), 0.0)",
-        "factor = tokens.mask.to(dtype)",
-        ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
-    ),
-    Mutation(
-        "rows with an entropy gradient alone left out",
-        REFERENCE,
-        f"{_PYTHON}/linear_ppo_loss/reference.py",
-        "active = ((on_logprob != 0) | (on_entropy[rows] != 0))",
-        "active = (on_logprob != 0)",
-        ("test_linear_ppo_loss.py::test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient",),
-    ),
-    Mutation(
-        "dead rows computed",
-        REFERENCE,
-        f"{_PYTHON}/linear_ppo_loss/reference.py",
-        "active = ((on_logprob != 0) | (on_entropy[rows] != 0))",
-        "active = torch.ones_like(on_logprob)",
-        ("test_linear_ppo_loss.py::test_frozen_head_costs_two_products_and_dead_rows_none",),
-    ),
-    Mutation(
-        "dW of a frozen head",
-        REFERENCE,
-        _LOGITS,
-        '        if "weight" in sums:\n            sums["weight"].addmm_(g.T, h)',
-        '        d_weight = torch.mm(g.T, h)\n        if "weight" in sums:\n            sums["weight"] += d_weight',
-        ("test_linear_ppo_loss.py::test_frozen_head_costs_two_products_and_dead_rows_none",),
-    ),
-    Mutation(
-        "coefficients of other rows",
-        CPU,
-        f"{_PYTHON}/linear_ppo_loss/native.py",
-        "named = {name: x[rows].contiguous() for name, x in given.items()}",
-        "named = {name: x[: rows.shape[0]].contiguous() for name, x in given.items()}",
-        ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
-    ),
-    Mutation(
-        "ignored rows counted",
-        CPU,
-        f"{_PYTHON}/linear_ppo_loss/native.py",
-        "factor = torch.where(keep, tokens.mask.float(), 0.0)",
-        "factor = tokens.mask.float()",
-        ("test_linear_ppo_loss.py::test_tier1_against_dense_logits",),
-    ),
-    Mutation(
-        "rows with an entropy gradient alone left out",
-        CPU,
-        f"{_PYTHON}/linear_ppo_loss/native.py",
-        "rows = active_rows((on_logprob != 0) | (on_entropy != 0))",
-        "rows = active_rows(on_logprob != 0)",
-        ("test_linear_ppo_loss.py::test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient",),
-    ),
-    Mutation(
-        "ignored rows counted",
-        TRITON,
-        f"{_PYTHON}/linear_ppo_loss/triton.py",
-        "factor = torch.where(sweep.keep, tokens.mask.to(torch.float32), 0.0)",
-        "factor = tokens.mask.to(torch.float32)",
-        ("triton/test_linear_ppo_loss.py::test_tier1",),
-    ),
-]
+== linear_ppo_loss
+@ reference kernels/rlhf_kernels/ppo_loss/options.py
+# advantages of the first chunk | test_linear_ppo_loss.py::test_per_token_advantages_across_chunks
+-self.advantage[rows]
++self.advantage[: rows.stop - rows.start]
+@ reference kernels/rlhf_kernels/linear_ppo_loss/reference.py
+# ignored rows counted | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+-factor = torch.where(keep, tokens.mask.to(dtype), 0.0)
++factor = tokens.mask.to(dtype)
+# rows with an entropy gradient alone left out
+| test_linear_ppo_loss.py::test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient
+-active = ((on_logprob != 0) | (on_entropy[rows] != 0))
++active = (on_logprob != 0)
+# dead rows computed | test_linear_ppo_loss.py::test_frozen_head_costs_two_products_and_dead_rows_none
+-active = ((on_logprob != 0) | (on_entropy[rows] != 0))
++active = torch.ones_like(on_logprob)
+@ reference kernels/rlhf_kernels/vocab/logits.py
+# dW of a frozen head | test_linear_ppo_loss.py::test_frozen_head_costs_two_products_and_dead_rows_none
+-        if "weight" in sums:
+-            sums["weight"].addmm_(g.T, h)
++        d_weight = torch.mm(g.T, h)
++        if "weight" in sums:
++            sums["weight"] += d_weight
+@ cpu kernels/rlhf_kernels/linear_ppo_loss/native.py
+# coefficients of other rows | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+-named = {name: x[rows].contiguous() for name, x in given.items()}
++named = {name: x[: rows.shape[0]].contiguous() for name, x in given.items()}
+# ignored rows counted | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+-factor = torch.where(keep, tokens.mask.float(), 0.0)
++factor = tokens.mask.float()
+# rows with an entropy gradient alone left out
+| test_linear_ppo_loss.py::test_clipped_rows_and_rows_without_advantage_keep_their_entropy_gradient
+-rows = active_rows((on_logprob != 0) | (on_entropy != 0))
++rows = active_rows(on_logprob != 0)
+@ triton kernels/rlhf_kernels/linear_ppo_loss/triton.py
+# ignored rows counted | triton/test_linear_ppo_loss.py::test_tier1
+-factor = torch.where(sweep.keep, tokens.mask.to(torch.float32), 0.0)
++factor = tokens.mask.to(torch.float32)
 
-GATHER_LOGPROB = [
-    Mutation(
-        "temperature in the forward only",
-        REFERENCE,
-        f"{_PYTHON}/gather_logprob/reference.py",
-        "g.div_(divisor).to(d_logits.dtype)",
-        "g.to(d_logits.dtype)",
-        ("test_gather_logprob.py::test_gradcheck_every_output",),
-    ),
-    Mutation(
-        "temperature in the gradient only",
-        REFERENCE,
-        f"{_PYTHON}/gather_logprob/reference.py",
-        "return z.div_(divisor)",
-        "return z",
-        ("test_gather_logprob.py::test_gradcheck_every_output",),
-    ),
-    Mutation(
-        "double rounding",
-        REFERENCE,
-        f"{_PYTHON}/gather_logprob/reference.py",
-        "return z.div_(divisor)",
-        "return z.div_(divisor).to(logits.dtype).to(z.dtype)",
-        ("test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature",),
-    ),
-    Mutation(
-        "memory taken by each thread",
-        CPU,
-        "csrc/cpu/gather_logprob.cpp",
-        "    std::vector<S> scratch((parallel ? threads : 1) * scratch_size);"
-        "  // here: what is thrown in a region ends the process\n"
-        "#pragma omp parallel for num_threads(threads) if (parallel) schedule(dynamic, together)\n"
-        "    for (int64_t row = 0; row < rows; ++row) body(row, scratch.data() + thread_number() * scratch_size);",
-        "#pragma omp parallel num_threads(threads) if (parallel)\n"
-        "    {\n"
-        "        std::vector<S> scratch(scratch_size);\n"
-        "#pragma omp for schedule(dynamic, together)\n"
-        "        for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());\n"
-        "    }",
-        ("test_gather_logprob.py::test_memory_that_runs_out_is_an_error",),
-        ("cpu/gather_logprob.cpp",),
-    ),
-    Mutation(
-        "padded columns counted",
-        TRITON,
-        f"{_PYTHON}/gather_logprob/triton.py",
-        '        z = tl.where(in_range[None, :], z, float("-inf"))\n',
-        "",
-        ("triton/test_gather_logprob.py::test_tier1",),
-    ),
-    Mutation(
-        "max from 0",
-        TRITON,
-        f"{_PYTHON}/gather_logprob/triton.py",
-        '    m = tl.full((R,), float("-inf"), tl.float32)\n',
-        "    m = tl.zeros((R,), tl.float32)\n",
-        ("triton/test_gather_logprob.py::test_hostile_rows",),
-    ),
-    Mutation(
-        "temperature in the forward only",
-        TRITON,
-        f"{_PYTHON}/gather_logprob/triton.py",
-        "    g = g / divisor[:, None]\n",
-        "",
-        (
-            "triton/test_gather_logprob.py::test_tier1",
-            "triton/test_gather_logprob.py::test_layouts_and_both_backwards",
-        ),
-    ),
-    Mutation(
-        "double rounding",
-        TRITON,
-        f"{_PYTHON}/gather_logprob/triton.py",
-        '        z = tl.where(in_range[None, :], z, float("-inf"))\n',
-        '        z = tl.where(in_range[None, :], z.to(tl.bfloat16).to(tl.float32), float("-inf"))\n',
-        ("triton/test_gather_logprob.py::test_half_precision",),
-    ),
-    Mutation(
-        "padded columns counted",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "add<T>(load_some(tile + i, n - i, T(-infinity)), shift",
-        "add<T>(load_some(tile + i, n - i, T(0)), shift",
-        ("test_gather_logprob.py::test_tier1_sizes_and_scales",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "max from 0",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "double top = -infinity, before_target",
-        "double top = 0, before_target",
-        (
-            "test_gather_logprob.py::test_hostile_values",
-            "test_gather_logprob.py::test_tier1_hostile_rows",
-        ),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature in the gradient only",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "L::splat(T(1.4426950408889634 / temperature))",
-        "L::splat(T(1.4426950408889634))",
-        ("test_gather_logprob.py::test_layouts_and_both_backwards",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "powers of two a little off",
-        CPU,
-        "csrc/cpu/lanes.h",
-        "splat(0.24022166430950165f)",
-        "splat(0.2403f)",
-        ("test_gather_logprob.py::test_tier1_sizes_and_scales",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "temperature not in the target's gradient",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "L::splat(T(slopes.at_target / temperature))",
-        "L::splat(T(slopes.at_target))",
-        ("test_gather_logprob.py::test_layouts_and_both_backwards",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "stale sum after a new maximum",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "                total *= factor;\n",
-        "",
-        (
-            "test_gather_logprob.py::test_tier1_sizes_and_scales",
-            "test_gather_logprob.py::test_tier1_hostile_rows",
-        ),
-        _PORTABLE,
-    ),
-    Mutation(
-        "last of equal maxima is top 1",
-        CPU,
-        "csrc/cpu/gather_logprob_kernel.inc.h",
-        "at_target > before_target || target == 0",
-        "at_target >= before_target || target == 0",
-        ("test_gather_logprob.py::test_first_arg_max_wins_and_nan_is_the_largest",),
-        _PORTABLE,
-    ),
-]
+== gather_logprob
+@ reference kernels/rlhf_kernels/gather_logprob/reference.py
+# temperature in the forward only | test_gather_logprob.py::test_gradcheck_every_output
+-g.div_(divisor).to(d_logits.dtype)
++g.to(d_logits.dtype)
+# temperature in the gradient only | test_gather_logprob.py::test_gradcheck_every_output
+-return z.div_(divisor)
++return z
+# double rounding | test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature
+-return z.div_(divisor)
++return z.div_(divisor).to(logits.dtype).to(z.dtype)
+@ cpu csrc/cpu/gather_logprob.cpp cpu/gather_logprob.cpp
+# memory taken by each thread | test_gather_logprob.py::test_memory_that_runs_out_is_an_error
+-std::vector<S> scratch((parallel ? threads : 1) * scratch_size);  // here: what is thrown in a region ends the process
+-#pragma omp parallel for num_threads(threads) if (parallel) schedule(dynamic, together)
+-    for (int64_t row = 0; row < rows; ++row) body(row, scratch.data() + thread_number() * scratch_size);
++#pragma omp parallel num_threads(threads) if (parallel)
++    {
++        std::vector<S> scratch(scratch_size);
++#pragma omp for schedule(dynamic, together)
++        for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());
++    }
+@ triton kernels/rlhf_kernels/gather_logprob/triton.py
+# padded columns counted | triton/test_gather_logprob.py::test_tier1
+-        z = tl.where(in_range[None, :], z, float("-inf"))
+-
+# max from 0 | triton/test_gather_logprob.py::test_hostile_rows
+-    m = tl.full((R,), float("-inf"), tl.float32)
+-
++    m = tl.zeros((R,), tl.float32)
++
+# temperature in the forward only
+| triton/test_gather_logprob.py::test_tier1 triton/test_gather_logprob.py::test_layouts_and_both_backwards
+-    g = g / divisor[:, None]
+-
+# double rounding | triton/test_gather_logprob.py::test_half_precision
+-        z = tl.where(in_range[None, :], z, float("-inf"))
+-
++        z = tl.where(in_range[None, :], z.to(tl.bfloat16).to(tl.float32), float("-inf"))
++
+@ cpu csrc/cpu/gather_logprob_kernel.inc.h cpu/variants/portable.cpp
+# padded columns counted | test_gather_logprob.py::test_tier1_sizes_and_scales
+-add<T>(load_some(tile + i, n - i, T(-infinity)), shift
++add<T>(load_some(tile + i, n - i, T(0)), shift
+# max from 0 | test_gather_logprob.py::test_hostile_values test_gather_logprob.py::test_tier1_hostile_rows
+-double top = -infinity, before_target
++double top = 0, before_target
+# temperature in the gradient only | test_gather_logprob.py::test_layouts_and_both_backwards
+-L::splat(T(1.4426950408889634 / temperature))
++L::splat(T(1.4426950408889634))
+@ cpu csrc/cpu/lanes.h cpu/variants/portable.cpp
+# powers of two a little off | test_gather_logprob.py::test_tier1_sizes_and_scales
+-splat(0.24022166430950165f)
++splat(0.2403f)
+@ cpu csrc/cpu/gather_logprob_kernel.inc.h cpu/variants/portable.cpp
+# temperature not in the target's gradient | test_gather_logprob.py::test_layouts_and_both_backwards
+-L::splat(T(slopes.at_target / temperature))
++L::splat(T(slopes.at_target))
+# stale sum after a new maximum
+| test_gather_logprob.py::test_tier1_sizes_and_scales test_gather_logprob.py::test_tier1_hostile_rows
+-                total *= factor;
+-
+# last of equal maxima is top 1 | test_gather_logprob.py::test_first_arg_max_wins_and_nan_is_the_largest
+-at_target > before_target || target == 0
++at_target >= before_target || target == 0
 
-_LORA = f"{_PYTHON}/lora/reference.py"
-_LORA_NATIVE = f"{_PYTHON}/lora/native.py"
-_LORA_TRITON = f"{_PYTHON}/lora/triton.py"
-_BASE = "y = F.linear(x, weight, bias).contiguous()"
-_BASE_DROPPED = "y = F.linear(F.dropout(x, max(lora_call.p)), weight, bias).contiguous()"
-_BASE_FP64 = (
-    "y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()"
-)
-_PRODUCT = "y = product_for(x, weight).forward(x, weight, bias)"
-_PRODUCT_DROPPED = "y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)"
-_PRODUCT_FP64 = (
-    "wide = x.double(), weight.double(), None if bias is None else bias.double()\n"
-    "        y = torch.nn.functional.linear(*wide).to(x.dtype)"
-)
-_DX = "dx_rows = base.input_gradient(dy_rows, weight) "
-_DX_DROPPED = "dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True) "
-_DW = "        if need_weight:\n            grads.append(base.weight_gradient(dy_rows, x_rows))"
-_DW_ANYWAY = """        d_weight = base.weight_gradient(dy_rows, x_rows)
-        if need_weight:
-            grads.append(d_weight)"""
-LORA = [
-    Mutation(
-        "dropout on the base path",
-        REFERENCE,
-        _LORA,
-        _BASE,
-        _BASE_DROPPED,
-        ("test_lora.py::test_dropout_never_touches_the_base_path",),
-    ),
-    Mutation(
-        "dropout on the base path of dx",
-        REFERENCE,
-        _LORA,
-        "dx_rows = dy_rows @ weight ",
-        "dx_rows = F.dropout(dy_rows @ weight, max(lora_call.p)) ",
-        ("test_lora.py::test_dropout_never_touches_the_base_path",),
-    ),
-    Mutation(
-        "off rows by another GEMM",
-        REFERENCE,
-        _LORA,
-        _BASE,
-        _BASE_FP64,
-        ("test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
-    ),
-    Mutation(
-        "off rows by one GEMM per row",
-        REFERENCE,
-        _LORA,
-        _BASE,
-        "y = torch.stack([F.linear(row, weight, bias) for row in x.reshape(-1, x.shape[-1])])\n"
-        "        y = y.view(*x.shape[:-1], -1)",
-        ("test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
-    ),
-    Mutation(
-        "a zero delta on off rows",
-        REFERENCE,
-        f"{_PYTHON}/lora/__init__.py",
-        "        at += end - start\n    return y\n",
-        "        at += end - start\n    return y.add_(0.0)\n",
-        ("test_lora.py::test_off_rows_keep_minus_zero_and_nan_bits",),
-    ),
-    Mutation(
-        "dW of a frozen base",
-        REFERENCE,
-        _LORA,
-        "        if need_weight:\n            grads.append(dy_rows.T @ x_rows)",
-        "        d_weight = dy_rows.T @ x_rows\n        if need_weight:\n            grads.append(d_weight)",
-        ("test_lora.py::test_nothing_is_computed_for_what_is_frozen",),
-    ),
-    Mutation(
-        "dropout without its scale",
-        REFERENCE,
-        _LORA,
-        "x * (1 / (1 - p))",
-        "x * 1",
-        ("test_lora.py::test_linear_equals_the_formula_and_its_gradients",),
-    ),
-    Mutation(
-        "dropout keyed by position",
-        REFERENCE,
-        _LORA,
-        "rows = row_ids[start:end]",
-        "rows = row_ids[: end - start]",
-        ("test_lora.py::test_linear_equals_the_formula_and_its_gradients",),
-    ),
-    Mutation(
-        "gradient of a slot's last run alone",
-        REFERENCE,
-        _LORA,
-        "dB[i] = dB[i] + part if i in dB else part",
-        "dB[i] = part",
-        ("test_lora.py::test_linear_equals_the_formula_and_its_gradients",),
-    ),
-    Mutation(
-        "delta rounded before it is added",
-        REFERENCE,
-        f"{_PYTHON}/lora/__init__.py",
-        "rows[start:end].add_(delta[at : at + end - start])",
-        "rows[start:end].add_(delta[at : at + end - start].to(y.dtype))",
-        ("test_lora.py::test_delta_is_rounded_once",),
-    ),
-    Mutation(
-        "dropout on the base path",
-        TRITON,
-        _LORA_TRITON,
-        _PRODUCT,
-        _PRODUCT_DROPPED,
-        ("triton/test_lora.py::test_tier1",),
-    ),
-    Mutation(
-        "dropout on the base path of dx",
-        TRITON,
-        _LORA_TRITON,
-        _DX,
-        _DX_DROPPED,
-        ("triton/test_lora.py::test_tier1",),
-    ),
-    Mutation(
-        "off rows by another GEMM",
-        TRITON,
-        _LORA_TRITON,
-        _PRODUCT,
-        _PRODUCT_FP64,
-        ("triton/test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
-    ),
-    Mutation(
-        "a zero delta on off rows",
-        TRITON,
-        f"{_PYTHON}/lora/__init__.py",
-        "        at += end - start\n    return y\n",
-        "        at += end - start\n    return y.add_(0.0)\n",
-        ("triton/test_lora.py::test_delta_leaves_off_rows_alone",),
-    ),
-    Mutation(
-        "dW of a frozen base",
-        TRITON,
-        _LORA_TRITON,
-        _DW,
-        _DW_ANYWAY,
-        ("triton/test_lora.py::test_nothing_is_computed_that_nobody_needs",),
-    ),
-    Mutation(
-        "dropout not recomputed in dA",
-        TRITON,
-        _LORA_TRITON,
-        "column_tile * BD, seed, stream, threshold, BN, BD)\n            v = tl.where(keep, v, tl.zeros_like(v))",
-        "column_tile * BD, seed, stream, threshold, BN, BD)\n            v = tl.where(keep, v, v)",
-        ("triton/test_lora.py::test_tier1",),
-    ),
-    Mutation(
-        "dropout not recomputed in dx",
-        TRITON,
-        _LORA_TRITON,
-        "delta = tl.where(keep, delta, 0.0)",
-        "delta = tl.where(keep, delta, delta)",
-        ("triton/test_lora.py::test_tier1",),
-    ),
-    Mutation(
-        "first split alone",
-        TRITON,
-        _LORA_TRITON,
-        "for _ in range(1, n_splits):",
-        "for _ in range(1, 1):",
-        ("triton/test_lora.py::test_splits_and_chunks",),
-    ),
-    Mutation(
-        "last chunk of a slot's rows missing",
-        TRITON,
-        _LORA_TRITON,
-        "for chunk in range(begin, end):",
-        "for chunk in range(begin, tl.maximum(begin + 1, end - 1)):",
-        ("triton/test_lora.py::test_splits_and_chunks",),
-    ),
-    Mutation(
-        "padded ranks counted",
-        TRITON,
-        _LORA_TRITON,
-        "mask=(d[:, None] < n_d) & (r[None, :] < rank), other=0.0)",
-        "mask=(d[:, None] < n_d) & (r[None, :] < rank), other=1.0)",
-        ("triton/test_lora.py::test_tier1",),
-    ),
-    Mutation(
-        "dropout on the base path",
-        CPU,
-        _LORA_NATIVE,
-        _PRODUCT,
-        _PRODUCT_DROPPED,
-        ("test_lora_native.py::test_tiers",),
-    ),
-    Mutation(
-        "dropout on the base path of dx",
-        CPU,
-        _LORA_NATIVE,
-        _DX,
-        _DX_DROPPED,
-        ("test_lora_native.py::test_tiers",),
-    ),
-    Mutation(
-        "off rows by another GEMM",
-        CPU,
-        _LORA_NATIVE,
-        _PRODUCT,
-        _PRODUCT_FP64,
-        ("test_lora.py::test_off_rows_keep_the_bits_of_the_base",),
-    ),
-    Mutation(
-        "dW of a frozen base",
-        CPU,
-        _LORA_NATIVE,
-        _DW,
-        _DW_ANYWAY,
-        ("test_lora_native.py::test_nothing_is_computed_for_what_is_frozen",),
-    ),
-    Mutation(
-        "dropout not recomputed in dx",
-        CPU,
-        "csrc/cpu/lora_kernels.inc.h",
-        "                if (keep) {\n                    const uint64_t bits",
-        "                if (false) {\n                    const uint64_t bits",
-        (
-            "test_lora_native.py::test_gradient_through_dropout_stops_at_dropped_places",
-            "test_lora_native.py::test_tiers",
-        ),
-        _PORTABLE,
-    ),
-    Mutation(
-        "gradient of a slot's first group alone",
-        CPU,
-        "csrc/cpu/lora.cpp",
-        "            if (groups[i].first) continue;\n",
-        "            continue;\n",
-        ("test_lora_native.py::test_tiers",),
-        ("cpu/lora.cpp",),
-    ),
-    Mutation(
-        "sums depend on the number of threads",
-        CPU,
-        "csrc/cpu/lora.cpp",
-        "groups = split(runs, kGroupRows, slots.size())",
-        "groups = split(runs, kGroupRows / threads, slots.size())",
-        ("test_lora_native.py::test_threads_change_no_bit",),
-        ("cpu/lora.cpp",),
-    ),
-]
+== lora
+@ reference kernels/rlhf_kernels/lora/reference.py
+# dropout on the base path | test_lora.py::test_dropout_never_touches_the_base_path
+-y = F.linear(x, weight, bias).contiguous()
++y = F.linear(F.dropout(x, max(lora_call.p)), weight, bias).contiguous()
+# dropout on the base path of dx | test_lora.py::test_dropout_never_touches_the_base_path
+-dx_rows = dy_rows @ weight  # [N, K]
++dx_rows = F.dropout(dy_rows @ weight, max(lora_call.p))  # [N, K]
+# off rows by another GEMM | test_lora.py::test_off_rows_keep_the_bits_of_the_base
+-y = F.linear(x, weight, bias).contiguous()
++y = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype).contiguous()
+# off rows by one GEMM per row | test_lora.py::test_off_rows_keep_the_bits_of_the_base
+-y = F.linear(x, weight, bias).contiguous()
++y = torch.stack([F.linear(row, weight, bias) for row in x.reshape(-1, x.shape[-1])])
++        y = y.view(*x.shape[:-1], -1)
+@ reference kernels/rlhf_kernels/lora/__init__.py
+# a zero delta on off rows | test_lora.py::test_off_rows_keep_minus_zero_and_nan_bits
+-        at += end - start
+-    return y
+-
++        at += end - start
++    return y.add_(0.0)
++
+@ reference kernels/rlhf_kernels/lora/reference.py
+# dW of a frozen base | test_lora.py::test_nothing_is_computed_for_what_is_frozen
+-        if need_weight:
+-            grads.append(dy_rows.T @ x_rows)
++        d_weight = dy_rows.T @ x_rows
++        if need_weight:
++            grads.append(d_weight)
+# dropout without its scale | test_lora.py::test_linear_equals_the_formula_and_its_gradients
+-x * (1 / (1 - p))
++x * 1
+# dropout keyed by position | test_lora.py::test_linear_equals_the_formula_and_its_gradients
+-rows = row_ids[start:end]
++rows = row_ids[: end - start]
+# gradient of a slot's last run alone | test_lora.py::test_linear_equals_the_formula_and_its_gradients
+-dB[i] = dB[i] + part if i in dB else part
++dB[i] = part
+@ reference kernels/rlhf_kernels/lora/__init__.py
+# delta rounded before it is added | test_lora.py::test_delta_is_rounded_once
+-rows[start:end].add_(delta[at : at + end - start])
++rows[start:end].add_(delta[at : at + end - start].to(y.dtype))
+@ triton kernels/rlhf_kernels/lora/triton.py
+# dropout on the base path | triton/test_lora.py::test_tier1
+-y = product_for(x, weight).forward(x, weight, bias)
++y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)
+# dropout on the base path of dx | triton/test_lora.py::test_tier1
+-dx_rows = base.input_gradient(dy_rows, weight)  # [N, K]
++dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True)  # [N, K]
+# off rows by another GEMM | triton/test_lora.py::test_off_rows_keep_the_bits_of_the_base
+-y = product_for(x, weight).forward(x, weight, bias)
++wide = x.double(), weight.double(), None if bias is None else bias.double()
++        y = torch.nn.functional.linear(*wide).to(x.dtype)
+@ triton kernels/rlhf_kernels/lora/__init__.py
+# a zero delta on off rows | triton/test_lora.py::test_delta_leaves_off_rows_alone
+-        at += end - start
+-    return y
+-
++        at += end - start
++    return y.add_(0.0)
++
+@ triton kernels/rlhf_kernels/lora/triton.py
+# dW of a frozen base | triton/test_lora.py::test_nothing_is_computed_that_nobody_needs
+-        if need_weight:
+-            grads.append(base.weight_gradient(dy_rows, x_rows))
++        d_weight = base.weight_gradient(dy_rows, x_rows)
++        if need_weight:
++            grads.append(d_weight)
+# dropout not recomputed in dA | triton/test_lora.py::test_tier1
+-column_tile * BD, seed, stream, threshold, BN, BD)
+-            v = tl.where(keep, v, tl.zeros_like(v))
++column_tile * BD, seed, stream, threshold, BN, BD)
++            v = tl.where(keep, v, v)
+# dropout not recomputed in dx | triton/test_lora.py::test_tier1
+-delta = tl.where(keep, delta, 0.0)
++delta = tl.where(keep, delta, delta)
+# first split alone | triton/test_lora.py::test_splits_and_chunks
+-for _ in range(1, n_splits):
++for _ in range(1, 1):
+# last chunk of a slot's rows missing | triton/test_lora.py::test_splits_and_chunks
+-for chunk in range(begin, end):
++for chunk in range(begin, tl.maximum(begin + 1, end - 1)):
+# padded ranks counted | triton/test_lora.py::test_tier1
+-mask=(d[:, None] < n_d) & (r[None, :] < rank), other=0.0)
++mask=(d[:, None] < n_d) & (r[None, :] < rank), other=1.0)
+@ cpu kernels/rlhf_kernels/lora/native.py
+# dropout on the base path | test_lora_native.py::test_tiers
+-y = product_for(x, weight).forward(x, weight, bias)
++y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)
+# dropout on the base path of dx | test_lora_native.py::test_tiers
+-dx_rows = base.input_gradient(dy_rows, weight)  # [N, K]
++dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True)  # [N, K]
+# off rows by another GEMM | test_lora.py::test_off_rows_keep_the_bits_of_the_base
+-y = product_for(x, weight).forward(x, weight, bias)
++wide = x.double(), weight.double(), None if bias is None else bias.double()
++        y = torch.nn.functional.linear(*wide).to(x.dtype)
+# dW of a frozen base | test_lora_native.py::test_nothing_is_computed_for_what_is_frozen
+-        if need_weight:
+-            grads.append(base.weight_gradient(dy_rows, x_rows))
++        d_weight = base.weight_gradient(dy_rows, x_rows)
++        if need_weight:
++            grads.append(d_weight)
+@ cpu csrc/cpu/lora_kernels.inc.h cpu/variants/portable.cpp
+# dropout not recomputed in dx
+| test_lora_native.py::test_gradient_through_dropout_stops_at_dropped_places test_lora_native.py::test_tiers
+-                if (keep) {
+-                    const uint64_t bits
++                if (false) {
++                    const uint64_t bits
+@ cpu csrc/cpu/lora.cpp cpu/lora.cpp
+# gradient of a slot's first group alone | test_lora_native.py::test_tiers
+-            if (groups[i].first) continue;
+-
++            continue;
++
+# sums depend on the number of threads | test_lora_native.py::test_threads_change_no_bit
+-groups = split(runs, kGroupRows, slots.size())
++groups = split(runs, kGroupRows / threads, slots.size())
 
-_GAE = f"{_PYTHON}/gae/reference.py"
-_GAE_TRITON = f"{_PYTHON}/gae/triton.py"
-GAE = [
-    Mutation(
-        "mask ignored in the advantage's carry",
-        REFERENCE,
-        _GAE,
-        "next_advantage = torch.where(keep, a, next_advantage)",
-        "next_advantage = a",
-        ("test_gae.py::test_hand_computed",),
-    ),
-    Mutation(
-        "mask ignored in the value's carry",
-        REFERENCE,
-        _GAE,
-        "next_value = torch.where(keep, v, next_value)",
-        "next_value = v",
-        ("test_gae.py::test_hand_computed",),
-    ),
-    Mutation(
-        "mask ignored in the gradient's carry",
-        REFERENCE,
-        _GAE,
-        "previous = torch.where(keep, total, previous)",
-        "previous = total",
-        ("test_gae.py::test_gradcheck",),
-    ),
-    Mutation(
-        "whiten with n, not n − 1",
-        REFERENCE,
-        _GAE,
-        "(squares / (n - 1.0).clamp_min(1.0) + eps)",
-        "(squares / n.clamp_min(1.0) + eps)",
-        ("test_whiten.py::test_hand_computed",),
-    ),
-    Mutation(
-        "masked elements in whiten's count",
-        REFERENCE,
-        _GAE,
-        "        n = mask.sum(dtype=torch.float64)\n",
-        "        n = torch.tensor(float(mask.numel()), dtype=torch.float64)\n",
-        ("test_whiten.py::test_hand_computed",),
-    ),
-    Mutation(
-        "whiten's gradient with n, not n − 1",
-        REFERENCE,
-        _GAE,
-        "(g * d).sum() / (n - 1.0).clamp_min(1.0)",
-        "(g * d).sum() / n.clamp_min(1.0)",
-        ("test_whiten.py::test_gradcheck",),
-    ),
-    Mutation(
-        "mask ignored in the advantage's carry",
-        CPU,
-        "csrc/cpu/gae.cpp",
-        "next_advantage[i] = keep ? a : next_advantage[i];",
-        "next_advantage[i] = a;",
-        ("test_gae.py::test_hand_computed",),
-        ("cpu/gae.cpp",),
-    ),
-    Mutation(
-        "mask ignored in the value's carry",
-        CPU,
-        "csrc/cpu/gae.cpp",
-        "next_value[i] = keep ? v : next_value[i];",
-        "next_value[i] = v;",
-        ("test_gae.py::test_hand_computed",),
-        ("cpu/gae.cpp",),
-    ),
-    Mutation(
-        "whiten with n, not n − 1",
-        CPU,
-        "csrc/cpu/whiten.cpp",
-        "squares / std::max(n - 1.0, 1.0) + eps",
-        "squares / std::max(n, 1.0) + eps",
-        ("test_whiten.py::test_hand_computed",),
-        ("cpu/whiten.cpp",),
-    ),
-    Mutation(
-        "whiten's sums depend on the number of threads",
-        CPU,
-        "csrc/cpu/whiten.cpp",
-        "    for (const auto& of_block : partial) {\n",
-        "    for (size_t k = 0; k < partial.size(); ++k) {\n"
-        "        const auto& of_block = partial[(k + threads) % partial.size()];\n",
-        ("test_whiten.py::test_threads_do_not_change_the_bits",),
-        ("cpu/whiten.cpp",),
-    ),
-    Mutation(
-        "mask ignored in the advantage's carry",
-        TRITON,
-        _GAE_TRITON,
-        "(tl.where(keep, decay, 1.0), delta), 1, _then, reverse=True",
-        "(tl.where(inside, decay, 1.0), delta), 1, _then, reverse=True",
-        ("triton/test_gae.py::test_gae_tier1",),
-    ),
-    Mutation(
-        "mask ignored in the value's carry",
-        TRITON,
-        _GAE_TRITON,
-        "tl.where(first, tl.where(keep, v, v_next), 0.0)",
-        "tl.where(first, v, 0.0)",
-        ("triton/test_gae.py::test_gae_tier1",),
-    ),
-    Mutation(
-        "mask ignored in the gradient's carry",
-        TRITON,
-        _GAE_TRITON,
-        "tl.where(last, tl.where(keep, here, previous), 0.0)",
-        "tl.where(last, here, 0.0)",
-        ("triton/test_gae.py::test_gae_tier1",),
-    ),
-    Mutation(
-        "whiten with n, not n − 1",
-        TRITON,
-        _GAE_TRITON,
-        "tl.maximum(count - 1.0, 1.0) + EPS",
-        "tl.maximum(count, 1.0) + EPS",
-        ("triton/test_gae.py::test_whiten_rounds_once",),
-    ),
-    Mutation(
-        "padded and masked elements counted",
-        TRITON,
-        _GAE_TRITON,
-        "count += keep.to(tl.int64)",
-        "count += 1",
-        ("triton/test_gae.py::test_moments_and_statistics_in_float64",),
-    ),
-    Mutation(
-        "spread of the ranges' means missing",
-        TRITON,
-        _GAE_TRITON,
-        "own + tl.where(counts > 0.0, counts * apart * apart, 0.0)",
-        "own + tl.where(counts > 0.0, 0.0 * apart, 0.0)",
-        ("triton/test_gae.py::test_moments_and_statistics_in_float64",),
-    ),
-    Mutation(
-        "mask ignored in the scan",
-        CUDA,
-        "csrc/cuda/gae.cu",
-        "affine_step(keep.item[i] != 0, decay, delta[i])",
-        "affine_step(true, decay, delta[i])",
-        ("test_cuda_ops.py::test_gae_fp64",),
-    ),
-    Mutation(
-        "masked value handed on",
-        CUDA,
-        "csrc/cuda/gae.cu",
-        "after = keep.item[i] ? v.item[i] : after;",
-        "after = v.item[i];",
-        ("test_cuda_ops.py::test_gae_fp64",),
-    ),
-    Mutation(
-        "last block's partial sums missing",
-        CUDA,
-        "csrc/cuda/reduce.cuh",
-        "for (int block = threadIdx.x; block < blocks; block += kReduceThreads)",
-        "for (int block = threadIdx.x; block < (blocks > 1 ? blocks - 1 : 1); block += kReduceThreads)",
-        ("test_cuda_ops.py::test_losses_tier1",),
-    ),
-    Mutation(
-        "padded and masked elements counted",
-        CPU,
-        "csrc/cpu/whiten_kernel.inc.h",
-        "count[side] += L::select(live, L::splat(1), V{});",
-        "count[side] += L::splat(1);",
-        ("test_whiten.py::test_ragged_sizes_on_every_instruction_set",),
-        _PORTABLE,
-    ),
-]
+== gae
+@ reference kernels/rlhf_kernels/gae/reference.py
+# mask ignored in the advantage's carry | test_gae.py::test_hand_computed
+-next_advantage = torch.where(keep, a, next_advantage)
++next_advantage = a
+# mask ignored in the value's carry | test_gae.py::test_hand_computed
+-next_value = torch.where(keep, v, next_value)
++next_value = v
+# mask ignored in the gradient's carry | test_gae.py::test_gradcheck
+-previous = torch.where(keep, total, previous)
++previous = total
+# whiten with n, not n − 1 | test_whiten.py::test_hand_computed
+-(squares / (n - 1.0).clamp_min(1.0) + eps)
++(squares / n.clamp_min(1.0) + eps)
+# masked elements in whiten's count | test_whiten.py::test_hand_computed
+-        n = mask.sum(dtype=torch.float64)
+-
++        n = torch.tensor(float(mask.numel()), dtype=torch.float64)
++
+# whiten's gradient with n, not n − 1 | test_whiten.py::test_gradcheck
+-(g * d).sum() / (n - 1.0).clamp_min(1.0)
++(g * d).sum() / n.clamp_min(1.0)
+@ cpu csrc/cpu/gae.cpp cpu/gae.cpp
+# mask ignored in the advantage's carry | test_gae.py::test_hand_computed
+-next_advantage[i] = keep ? a : next_advantage[i];
++next_advantage[i] = a;
+# mask ignored in the value's carry | test_gae.py::test_hand_computed
+-next_value[i] = keep ? v : next_value[i];
++next_value[i] = v;
+@ cpu csrc/cpu/whiten.cpp cpu/whiten.cpp
+# whiten with n, not n − 1 | test_whiten.py::test_hand_computed
+-squares / std::max(n - 1.0, 1.0) + eps
++squares / std::max(n, 1.0) + eps
+# whiten's sums depend on the number of threads | test_whiten.py::test_threads_do_not_change_the_bits
+-    for (const auto& of_block : partial) {
+-
++    for (size_t k = 0; k < partial.size(); ++k) {
++        const auto& of_block = partial[(k + threads) % partial.size()];
++
+@ triton kernels/rlhf_kernels/gae/triton.py
+# mask ignored in the advantage's carry | triton/test_gae.py::test_gae_tier1
+-(tl.where(keep, decay, 1.0), delta), 1, _then, reverse=True
++(tl.where(inside, decay, 1.0), delta), 1, _then, reverse=True
+# mask ignored in the value's carry | triton/test_gae.py::test_gae_tier1
+-tl.where(first, tl.where(keep, v, v_next), 0.0)
++tl.where(first, v, 0.0)
+# mask ignored in the gradient's carry | triton/test_gae.py::test_gae_tier1
+-tl.where(last, tl.where(keep, here, previous), 0.0)
++tl.where(last, here, 0.0)
+# whiten with n, not n − 1 | triton/test_gae.py::test_whiten_rounds_once
+-tl.maximum(count - 1.0, 1.0) + EPS
++tl.maximum(count, 1.0) + EPS
+# padded and masked elements counted | triton/test_gae.py::test_moments_and_statistics_in_float64
+-count += keep.to(tl.int64)
++count += 1
+# spread of the ranges' means missing | triton/test_gae.py::test_moments_and_statistics_in_float64
+-own + tl.where(counts > 0.0, counts * apart * apart, 0.0)
++own + tl.where(counts > 0.0, 0.0 * apart, 0.0)
+@ cuda csrc/cuda/gae.cu
+# mask ignored in the scan | test_cuda_ops.py::test_gae_fp64
+-affine_step(keep.item[i] != 0, decay, delta[i])
++affine_step(true, decay, delta[i])
+# masked value handed on | test_cuda_ops.py::test_gae_fp64
+-after = keep.item[i] ? v.item[i] : after;
++after = v.item[i];
+@ cuda csrc/cuda/reduce.cuh
+# last block's partial sums missing | test_cuda_ops.py::test_losses_tier1
+-for (int block = threadIdx.x; block < blocks; block += kReduceThreads)
++for (int block = threadIdx.x; block < (blocks > 1 ? blocks - 1 : 1); block += kReduceThreads)
+@ cpu csrc/cpu/whiten_kernel.inc.h cpu/variants/portable.cpp
+# padded and masked elements counted | test_whiten.py::test_ragged_sizes_on_every_instruction_set
+-count[side] += L::select(live, L::splat(1), V{});
++count[side] += L::splat(1);
 
-_PPO = f"{_PYTHON}/ppo_loss/reference.py"
-_PPO_TRITON = f"{_PYTHON}/ppo_loss/triton.py"
-PPO_LOSS = [
-    Mutation(
-        "clip bounds swapped",
-        REFERENCE,
-        _PPO,
-        "low, high, dual_clip = 1 - options.clip_low, 1 + options.clip_high",
-        "low, high, dual_clip = 1 - options.clip_high, 1 + options.clip_low",
-        ("test_ppo_loss.py::test_every_clip_case_by_hand",),
-    ),
-    Mutation(
-        "clipped on the wrong side",
-        REFERENCE,
-        _PPO,
-        "clipped_high = (advantage > 0) & (ratio > high)",
-        "clipped_high = (advantage < 0) & (ratio > high)",
-        ("test_ppo_loss.py::test_every_clip_case_by_hand",),
-    ),
-    Mutation(
-        "KL sign",
-        REFERENCE,
-        _PPO,
-        "d = ref_logprob - new_logprob",
-        "d = new_logprob - ref_logprob",
-        ("test_ppo_loss.py::test_kl_estimators_by_hand",),
-    ),
-    Mutation(
-        "entropy bonus as a penalty",
-        REFERENCE,
-        _PPO,
-        "loss = loss - options.entropy_coef * entropy_mean",
-        "loss = loss + options.entropy_coef * entropy_mean",
-        ("test_ppo_loss.py::test_gradcheck",),
-    ),
-    Mutation(
-        "masked tokens in the largest ratio",
-        REFERENCE,
-        _PPO,
-        "live_ratio = torch.where(live, policy.ratio, zero)",
-        "live_ratio = policy.ratio",
-        ("test_ppo_loss.py::test_masked_garbage_is_never_seen",),
-    ),
-    Mutation(
-        "values clipped on one side",
-        REFERENCE,
-        _PPO,
-        "(v - old).clamp(-clip, clip)",
-        "(v - old).clamp_max(clip)",
-        ("test_ppo_loss.py::test_value_loss_by_hand",),
-    ),
-    Mutation(
-        "clip bounds swapped",
-        TRITON,
-        _PPO_TRITON,
-        "1 - options.clip_low, 1 + options.clip_high,",
-        "1 - options.clip_high, 1 + options.clip_low,",
-        ("triton/test_ppo_loss.py::test_ppo_options",),
-    ),
-    Mutation(
-        "KL sign",
-        TRITON,
-        _PPO_TRITON,
-        "d = tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32) - new",
-        "d = new - tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32)",
-        ("triton/test_ppo_loss.py::test_ppo_options",),
-    ),
-    Mutation(
-        "padded tokens counted",
-        TRITON,
-        _PPO_TRITON,
-        "mask=at < n, other=0).to(tl.float32)\n    live = weight != 0.0\n    new =",
-        "mask=at < n, other=1).to(tl.float32)\n    live = weight != 0.0\n    new =",
-        ("triton/test_ppo_loss.py::test_ppo_tier1",),
-    ),
-    Mutation(
-        "masked tokens in the largest ratio",
-        TRITON,
-        _PPO_TRITON,
-        "ratio_max = tl.max(tl.where(live, ratio, 0.0), 0)",
-        "ratio_max = tl.max(ratio, 0)",
-        ("triton/test_ppo_loss.py::test_ppo_tier1",),
-    ),
-    Mutation(
-        "last partial sums missing",
-        TRITON,
-        _PPO_TRITON,
-        "    for start in range(0, n_blocks, FOLD):\n        column = start + tl.arange(0, FOLD)\n"
-        "        at = index[:, None] * n_blocks + column[None, :]\n        tile =",
-        "    for start in range(0, n_blocks - FOLD, FOLD):\n        column = start + tl.arange(0, FOLD)\n"
-        "        at = index[:, None] * n_blocks + column[None, :]\n        tile =",
-        ("triton/test_ppo_loss.py::test_many_partial_sums",),
-    ),
-    Mutation(
-        "clip bounds swapped",
-        CUDA,
-        "csrc/common/ppo_terms.h",
-        "ratio < clip.low ? clip.low : (ratio > clip.high ? clip.high : ratio)",
-        "ratio < clip.low ? clip.high : (ratio > clip.high ? clip.low : ratio)",
-        ("test_cuda_ops.py::test_losses_tier1",),
-    ),
-    Mutation(
-        "KL sign",
-        CUDA,
-        "csrc/common/ppo_terms.h",
-        "const T d = ref_logprob - new_logprob;",
-        "const T d = new_logprob - ref_logprob;",
-        ("test_cuda_ops.py::test_losses_tier1",),
-    ),
-    Mutation(
-        "masked tokens counted",
-        CUDA,
-        "csrc/cuda/ppo_loss.cu",
-        "            const T w = weight.item[i];\n            out.item[i] = T(0);\n            if (w != T(0)) {",
-        "            const T w = weight.item[i];\n            out.item[i] = T(0);\n            if (i < inside) {",
-        ("test_cuda_ops.py::test_losses_never_see_masked_garbage",),
-    ),
-    Mutation(
-        "clip bounds swapped",
-        CPU,
-        "csrc/cpu/ppo_loss_kernel.inc.h",
-        "L::select(under, low_bound, L::select(over, high_bound, r.exp))",
-        "L::select(under, high_bound, L::select(over, low_bound, r.exp))",
-        ("test_ppo_loss.py::test_every_clip_case_by_hand",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "KL sign",
-        CPU,
-        "csrc/cpu/ppo_loss_kernel.inc.h",
-        "const V d = L::select(live, L::load(ref_logprob + i), zero) - now;",
-        "const V d = now - L::select(live, L::load(ref_logprob + i), zero);",
-        ("test_ppo_loss.py::test_kl_estimators_by_hand",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "padded and masked tokens in the largest ratio",
-        CPU,
-        "csrc/cpu/ppo_loss_kernel.inc.h",
-        "L::max_of_nonnegative(ratio_max, L::select(live, r.exp, zero))",
-        "L::max_of_nonnegative(ratio_max, r.exp)",
-        ("test_ppo_loss.py::test_largest_ratio_is_that_of_a_live_token",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "padded and masked values counted",
-        CPU,
-        "csrc/cpu/ppo_loss_kernel.inc.h",
-        "count_sum += weight;",
-        "count_sum += L::splat(1);",
-        ("test_ppo_loss.py::test_tier1_of_everything",),
-        _PORTABLE,
-    ),
-]
+== ppo_loss
+@ reference kernels/rlhf_kernels/ppo_loss/reference.py
+# clip bounds swapped | test_ppo_loss.py::test_every_clip_case_by_hand
+-low, high, dual_clip = 1 - options.clip_low, 1 + options.clip_high
++low, high, dual_clip = 1 - options.clip_high, 1 + options.clip_low
+# clipped on the wrong side | test_ppo_loss.py::test_every_clip_case_by_hand
+-clipped_high = (advantage > 0) & (ratio > high)
++clipped_high = (advantage < 0) & (ratio > high)
+# KL sign | test_ppo_loss.py::test_kl_estimators_by_hand
+-d = ref_logprob - new_logprob
++d = new_logprob - ref_logprob
+# entropy bonus as a penalty | test_ppo_loss.py::test_gradcheck
+-loss = loss - options.entropy_coef * entropy_mean
++loss = loss + options.entropy_coef * entropy_mean
+# masked tokens in the largest ratio | test_ppo_loss.py::test_masked_garbage_is_never_seen
+-live_ratio = torch.where(live, policy.ratio, zero)
++live_ratio = policy.ratio
+# values clipped on one side | test_ppo_loss.py::test_value_loss_by_hand
+-(v - old).clamp(-clip, clip)
++(v - old).clamp_max(clip)
+@ triton kernels/rlhf_kernels/ppo_loss/triton.py
+# clip bounds swapped | triton/test_ppo_loss.py::test_ppo_options
+-1 - options.clip_low, 1 + options.clip_high,
++1 - options.clip_high, 1 + options.clip_low,
+# KL sign | triton/test_ppo_loss.py::test_ppo_options
+-d = tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32) - new
++d = new - tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32)
+# padded tokens counted | triton/test_ppo_loss.py::test_ppo_tier1
+-mask=at < n, other=0).to(tl.float32)
+-    live = weight != 0.0
+-    new =
++mask=at < n, other=1).to(tl.float32)
++    live = weight != 0.0
++    new =
+# masked tokens in the largest ratio | triton/test_ppo_loss.py::test_ppo_tier1
+-ratio_max = tl.max(tl.where(live, ratio, 0.0), 0)
++ratio_max = tl.max(ratio, 0)
+# last partial sums missing | triton/test_ppo_loss.py::test_many_partial_sums
+-    for start in range(0, n_blocks, FOLD):
+-        column = start + tl.arange(0, FOLD)
+-        at = index[:, None] * n_blocks + column[None, :]
+-        tile =
++    for start in range(0, n_blocks - FOLD, FOLD):
++        column = start + tl.arange(0, FOLD)
++        at = index[:, None] * n_blocks + column[None, :]
++        tile =
+@ cuda csrc/common/ppo_terms.h
+# clip bounds swapped | test_cuda_ops.py::test_losses_tier1
+-ratio < clip.low ? clip.low : (ratio > clip.high ? clip.high : ratio)
++ratio < clip.low ? clip.high : (ratio > clip.high ? clip.low : ratio)
+# KL sign | test_cuda_ops.py::test_losses_tier1
+-const T d = ref_logprob - new_logprob;
++const T d = new_logprob - ref_logprob;
+@ cuda csrc/cuda/ppo_loss.cu
+# masked tokens counted | test_cuda_ops.py::test_losses_never_see_masked_garbage
+-            const T w = weight.item[i];
+-            out.item[i] = T(0);
+-            if (w != T(0)) {
++            const T w = weight.item[i];
++            out.item[i] = T(0);
++            if (i < inside) {
+@ cpu csrc/cpu/ppo_loss_kernel.inc.h cpu/variants/portable.cpp
+# clip bounds swapped | test_ppo_loss.py::test_every_clip_case_by_hand
+-L::select(under, low_bound, L::select(over, high_bound, r.exp))
++L::select(under, high_bound, L::select(over, low_bound, r.exp))
+# KL sign | test_ppo_loss.py::test_kl_estimators_by_hand
+-const V d = L::select(live, L::load(ref_logprob + i), zero) - now;
++const V d = now - L::select(live, L::load(ref_logprob + i), zero);
+# padded and masked tokens in the largest ratio | test_ppo_loss.py::test_largest_ratio_is_that_of_a_live_token
+-L::max_of_nonnegative(ratio_max, L::select(live, r.exp, zero))
++L::max_of_nonnegative(ratio_max, r.exp)
+# padded and masked values counted | test_ppo_loss.py::test_tier1_of_everything
+-count_sum += weight;
++count_sum += L::splat(1);
 
-_SAMPLE = f"{_PYTHON}/sample/reference.py"
-_SAMPLE_CPP = "csrc/cpu/head_sample.inc.h"
-_DECODE = f"{_PYTHON}/decode_attention/reference.py"
-_DECODE_CPP = "csrc/cpu/decode_attention_kernel.inc.h"
-_ATTENTION_LANES = "csrc/cpu/attention_lanes.inc.h"
+== sample
+@ reference kernels/rlhf_kernels/sample/reference.py
+# greedy after the temperature | test_sample.py::test_greedy_takes_the_first_maximum_before_the_temperature
+-best = None if greedy is None else (greedy[rows], c.argmax(-1))
+-        z = filter_(c.div_(head.divisor(rows)),
++c.div_(head.divisor(rows))
++        best = None if greedy is None else (greedy[rows], c.argmax(-1))
++        z = filter_(c,
+# noise of the first chunk's rows | test_sample_native.py::test_tokens_of_several_row_chunks
+-choose(z, seed[rows], position[rows], best)
++choose(z, seed[: z.shape[0]], position[: z.shape[0]], best)
+# min_p a probability, not a share of the largest | test_sample.py::test_min_p
+-z.amax(-1, keepdim=True) + math.log(min_p)
++z.logsumexp(-1, keepdim=True) + math.log(min_p)
+# min_p before top_p | test_sample.py::test_min_p
+-_keep_min_p_(_keep_top_p_(z, top_p), min_p)
++_keep_top_p_(_keep_min_p_(z, min_p), top_p)
+@ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
+# temperature not in the draw | test_sample_native.py::test_every_option
+-z = o.cools ? c * o.inverse : c;
++z = c;
+# greedy after the temperature | test_sample_native.py::test_every_option
+-z = greedy ? s.top_z[lane] : s.drawn[lane];
++z = greedy ? s.top[lane] : s.drawn[lane];
+# bound on the noise too low | test_sample_native.py::test_tokens_are_the_references
+-splat(159 * ln2 + 1e-3f)
++splat(155 * ln2 + 1e-3f)
+# noise of the wrong column | test_sample_native.py::test_tokens_are_the_references
+-call.draws.stream, static_cast<uint32_t>(v / 4));
++call.draws.stream, static_cast<uint32_t>(v / 4 + 1));
+@ cpu csrc/cpu/philox.h cpu/variants/portable.cpp
+# high word of the position lost | test_sample_native.py::test_tokens_are_the_references
+-id_high[lane] = uint32_t(uint64_t(row_id) >> 32);
++id_high[lane] = 0;
+@ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
+# padded columns counted | test_sample_native.py::test_tokens_are_the_references
+-const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
++const int64_t count = kStrip;
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# sums relative to no power of two | test_sample.py::test_a_logprob_has_the_bits_of_linear_logprob
+-const f32x16 near = muladd(above, splat(1.44269504088896341f), splat(magic)) - magic;
++const f32x16 near = above;
+@ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
+# a draw's strip added to all chunks at once | test_sample.py::test_a_logprob_has_the_bits_of_linear_logprob
+-constexpr int64_t kChunk = kBlock;
++constexpr int64_t kChunk = 2 * kBlock;
+# max from 0 | test_sample_native.py::test_every_column_a_new_best test_sample.py::test_sizes_and_hostile_rows
+-s.score = s.drawn = s.top = s.top_z = splat(-__builtin_inff());
++s.score = s.drawn = s.top = s.top_z = splat(0.0f);
+# sums not rescaled with the maximum | test_sample_native.py::test_every_column_a_new_best
+-        s.sum *= factor;
+-    }
+-    const Exponential
++    }
++    const Exponential
+# last chunk wins a tie | test_sample_native.py::test_first_of_equal_maxima_across_strips_and_chunks
+-if (token >= 0 && !beats(score, best)) continue;
++if (token >= 0 && !(score >= best)) continue;
+# every row forbids | test_sample.py::test_some_rows_never_draw_what_is_forbidden
+-z = select(o.forbids, splat(-__builtin_inff()), z);
++z = splat(-__builtin_inff());
+# NaN passed over | test_sample_native.py::test_values_that_are_not_finite
+-return x > best || (is_nan(x) && !is_nan(best));
++return x > best;
+@ cpu kernels/rlhf_kernels/sample/__init__.py
+# filters silently left out | test_sample_native.py::test_filters_are_the_references
+-    return "reference"
+-
++    return chosen
++
 
-SAMPLE = [
-    Mutation(
-        "greedy after the temperature",
-        REFERENCE,
-        _SAMPLE,
-        "best = None if greedy is None else (greedy[rows], c.argmax(-1))\n"
-        "        z = filter_(c.div_(head.divisor(rows)),",
-        "c.div_(head.divisor(rows))\n        best = None if greedy is None else (greedy[rows], c.argmax(-1))\n"
-        "        z = filter_(c,",
-        ("test_sample.py::test_greedy_takes_the_first_maximum_before_the_temperature",),
-    ),
-    Mutation(
-        "noise of the first chunk's rows",
-        REFERENCE,
-        _SAMPLE,
-        "choose(z, seed[rows], position[rows], best)",
-        "choose(z, seed[: z.shape[0]], position[: z.shape[0]], best)",
-        ("test_sample_native.py::test_tokens_of_several_row_chunks",),
-    ),
-    Mutation(
-        "min_p a probability, not a share of the largest",
-        REFERENCE,
-        _SAMPLE,
-        "z.amax(-1, keepdim=True) + math.log(min_p)",
-        "z.logsumexp(-1, keepdim=True) + math.log(min_p)",
-        ("test_sample.py::test_min_p",),
-    ),
-    Mutation(
-        "min_p before top_p",
-        REFERENCE,
-        _SAMPLE,
-        "_keep_min_p_(_keep_top_p_(z, top_p), min_p)",
-        "_keep_top_p_(_keep_min_p_(z, min_p), top_p)",
-        ("test_sample.py::test_min_p",),
-    ),
-    Mutation(
-        "temperature not in the draw",
-        CPU,
-        _SAMPLE_CPP,
-        "z = o.cools ? c * o.inverse : c;",
-        "z = c;",
-        ("test_sample_native.py::test_every_option",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "greedy after the temperature",
-        CPU,
-        _SAMPLE_CPP,
-        "z = greedy ? s.top_z[lane] : s.drawn[lane];",
-        "z = greedy ? s.top[lane] : s.drawn[lane];",
-        ("test_sample_native.py::test_every_option",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "bound on the noise too low",
-        CPU,
-        _SAMPLE_CPP,
-        "splat(159 * ln2 + 1e-3f)",
-        "splat(155 * ln2 + 1e-3f)",
-        ("test_sample_native.py::test_tokens_are_the_references",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "noise of the wrong column",
-        CPU,
-        _SAMPLE_CPP,
-        "call.draws.stream, static_cast<uint32_t>(v / 4));",
-        "call.draws.stream, static_cast<uint32_t>(v / 4 + 1));",
-        ("test_sample_native.py::test_tokens_are_the_references",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "high word of the position lost",
-        CPU,
-        "csrc/cpu/philox.h",
-        "id_high[lane] = uint32_t(uint64_t(row_id) >> 32);",
-        "id_high[lane] = 0;",
-        ("test_sample_native.py::test_tokens_are_the_references",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "padded columns counted",
-        CPU,
-        _SAMPLE_CPP,
-        "const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;",
-        "const int64_t count = kStrip;",
-        ("test_sample_native.py::test_tokens_are_the_references",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "sums relative to no power of two",
-        CPU,
-        _HEAD,
-        "const f32x16 near = muladd(above, splat(1.44269504088896341f), splat(magic)) - magic;",
-        "const f32x16 near = above;",
-        ("test_sample.py::test_a_logprob_has_the_bits_of_linear_logprob",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "a draw's strip added to all chunks at once",
-        CPU,
-        _SAMPLE_CPP,
-        "constexpr int64_t kChunk = kBlock;",
-        "constexpr int64_t kChunk = 2 * kBlock;",
-        ("test_sample.py::test_a_logprob_has_the_bits_of_linear_logprob",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "max from 0",
-        CPU,
-        _SAMPLE_CPP,
-        "s.score = s.drawn = s.top = s.top_z = splat(-__builtin_inff());",
-        "s.score = s.drawn = s.top = s.top_z = splat(0.0f);",
-        ("test_sample_native.py::test_every_column_a_new_best", "test_sample.py::test_sizes_and_hostile_rows"),
-        _PORTABLE,
-    ),
-    Mutation(
-        "sums not rescaled with the maximum",
-        CPU,
-        _SAMPLE_CPP,
-        "        s.sum *= factor;\n    }\n    const Exponential",
-        "    }\n    const Exponential",
-        ("test_sample_native.py::test_every_column_a_new_best",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "last chunk wins a tie",
-        CPU,
-        _SAMPLE_CPP,
-        "if (token >= 0 && !beats(score, best)) continue;",
-        "if (token >= 0 && !(score >= best)) continue;",
-        ("test_sample_native.py::test_first_of_equal_maxima_across_strips_and_chunks",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "every row forbids",
-        CPU,
-        _SAMPLE_CPP,
-        "z = select(o.forbids, splat(-__builtin_inff()), z);",
-        "z = splat(-__builtin_inff());",
-        ("test_sample.py::test_some_rows_never_draw_what_is_forbidden",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "NaN passed over",
-        CPU,
-        _SAMPLE_CPP,
-        "return x > best || (is_nan(x) && !is_nan(best));",
-        "return x > best;",
-        ("test_sample_native.py::test_values_that_are_not_finite",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "filters silently left out",
-        CPU,
-        f"{_PYTHON}/sample/__init__.py",
-        '    return "reference"\n',
-        "    return chosen\n",
-        ("test_sample_native.py::test_filters_are_the_references",),
-    ),
-]
+== attention
+@ reference kernels/rlhf_kernels/attention/reference.py
+# window one too long | test_attention.py::test_tier1
+-unseen |= key <= position - window
++unseen |= key < position - window
+@ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
+# decoding sums a tile's values before it adds them
+| test_attention.py::test_every_row_has_the_bits_of_decode_attention
+-add_rows<Joining::row_by_row, heads>
++add_rows<Joining::together, heads>
+@ cpu csrc/cpu/attention_kernel.inc.h cpu/variants/portable.cpp
+# a masked position counted in the maximum | test_attention.py::test_every_row_has_the_bits_of_decode_attention
+-seen = between(seen, first - tile, position + 1 - tile, -__builtin_inff());
++seen = between(seen, first - tile, kTile, -__builtin_inff());
+# a later position's value added | test_attention.py::test_nan_stays_where_it_belongs
+-after = position + 1 - tile;
++after = position + 2 - tile;
+@ cpu csrc/cpu/attention.cpp cpu/attention.cpp
+# the parent's rows taken from the first sequence | test_attention.py::test_every_row_has_the_bits_of_decode_attention
+-s.parent < 0 ? 0 : sequences[s.parent].row
++0
+# a child begins at position 0 | test_attention.py::test_every_row_has_the_bits_of_decode_attention
+-begin = s.shared, end; begin < s.end()
++begin = 0, end; begin < s.length
+@ cpu csrc/cpu/attention_gradient_kernel.inc.h cpu/variants/portable.cpp
+# a child's gradient lost | test_attention.py::test_tier1
+-if (x != m && m != 0) continue;
++if (x != m) continue;
+# softcap's slope left out | test_attention.py::test_tier1
+-bend = 1.0f - t * t;
+# queries beyond the window keep a slope | test_attention.py::test_tier1
+-dz = between(dz, begin, end, 0.0f);
++dz = between(dz, 0, end, 0.0f);
+# a child's keys at the parent's positions | test_attention.py::test_tier1
+-start = m == 0 ? 0 : shared;
++start = 0;
+@ cpu csrc/cpu/attention.cpp cpu/attention.cpp
+# sinks' gradient with the wrong sign | test_attention.py::test_tier1
+-sum -= double(
++sum += double(
 
-DECODE_ATTENTION = [
-    Mutation(
-        "window one too long",
-        REFERENCE,
-        _DECODE,
-        "unused |= position < limit - window",
-        "unused |= position < limit - window - 1",
-        ("test_decode_attention.py::test_equals_attention_row_by_row",),
-    ),
-    Mutation(
-        "NaN leaks from unused positions",
-        REFERENCE,
-        _DECODE,
-        "return out if bool(out.sum().isfinite()) else None",
-        "return out",
-        ("test_decode_attention.py::test_unused_cache_never_leaks",),
-    ),
-    Mutation(
-        "window one too long",
-        CPU,
-        "csrc/cpu/decode_attention.cpp",
-        "std::max<int64_t>(0, length - window) : 0; }",
-        "std::max<int64_t>(0, length - window - 1) : 0; }",
-        ("test_decode_attention.py::test_equals_attention_row_by_row",),
-        ("cpu/decode_attention.cpp",),
-    ),
-    Mutation(
-        "positions past the length counted",
-        CPU,
-        _ATTENTION_LANES,
-        "if (edge) e = between(e, begin - i, end - i, 0.0f);",
-        "",
-        ("test_decode_attention.py::test_equals_attention_row_by_row",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "every block the first",
-        CPU,
-        _DECODE_CPP,
-        "table[page] * pages.block_stride",
-        "table[0] * pages.block_stride",
-        ("test_decode_attention.py::test_every_length",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "max from 0",
-        CPU,
-        _ATTENTION_LANES,
-        "f32x16 top = splat(sink);",
-        "f32x16 top = splat(0.0f);",
-        ("test_decode_attention.py::test_very_negative_scores",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "scores not scaled",
-        CPU,
-        _ATTENTION_LANES,
-        "load(from + d, left) * scale",
-        "load(from + d, left)",
-        ("test_decode_attention.py::test_every_length",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "softcap without its factor",
-        CPU,
-        _ATTENTION_LANES,
-        "softcap != 0.0f ? tanh16(z / softcap) * softcap : z;",
-        "softcap != 0.0f ? tanh16(z / softcap) : z;",
-        ("test_decode_attention.py::test_equals_attention_row_by_row",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "the fifth head of a group gets the first one's weights",
-        CPU,
-        _DECODE_CPP,
-        "{scores + h * step + at, step, 1}",
-        "{scores + (h < 4 ? h * step : 0) + at, step, 1}",
-        ("test_decode_attention.py::test_every_length",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "table not checked",
-        CPU,
-        "csrc/cpu/decode_attention.cpp",
-        "RLHF_CHECK(table[i] >= 0 && table[i] < paging.blocks,",
-        "RLHF_CHECK(table[i] < paging.blocks + 2 && table[i] >= -2,",
-        ("test_decode_attention.py::test_bad_input",),
-        ("cpu/decode_attention.cpp",),
-    ),
-    Mutation(
-        "sinks ignored",
-        REFERENCE,
-        _DECODE,
-        "return torch.cat([scores, column], -1).softmax(-1)[..., :-1]",
-        "return scores.softmax(-1)",
-        ("test_decode_attention.py::test_sinks_join_the_denominator",),
-    ),
-    Mutation(
-        "sink not in the sum",
-        CPU,
-        _ATTENTION_LANES,
-        "return {largest, lane_sum(sum) + start};",
-        "return {largest, lane_sum(sum) + 0.0f * start};",
-        ("test_decode_attention.py::test_sinks_join_the_denominator",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "every head its group's first sink",
-        CPU,
-        _DECODE_CPP,
-        "group.sinks ? group.sinks[h] :",
-        "group.sinks ? group.sinks[0] :",
-        ("test_decode_attention.py::test_sinks_join_the_denominator",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "every group the first one's sinks",
-        CPU,
-        "csrc/cpu/decode_attention.cpp",
-        "options.sinks ? options.sinks + h : nullptr",
-        "options.sinks",
-        ("test_decode_attention.py::test_sinks_join_the_denominator",),
-        ("cpu/decode_attention.cpp",),
-    ),
-]
+== decode_attention
+@ reference kernels/rlhf_kernels/decode_attention/reference.py
+# window one too long | test_decode_attention.py::test_equals_attention_row_by_row
+-unused |= position < limit - window
++unused |= position < limit - window - 1
+# NaN leaks from unused positions | test_decode_attention.py::test_unused_cache_never_leaks
+-return out if bool(out.sum().isfinite()) else None
++return out
+@ cpu csrc/cpu/decode_attention.cpp cpu/decode_attention.cpp
+# window one too long | test_decode_attention.py::test_equals_attention_row_by_row
+-std::max<int64_t>(0, length - window) : 0; }
++std::max<int64_t>(0, length - window - 1) : 0; }
+@ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
+# positions past the length counted | test_decode_attention.py::test_equals_attention_row_by_row
+-if (edge) e = between(e, begin - i, end - i, 0.0f);
+@ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
+# every block the first | test_decode_attention.py::test_every_length
+-table[page] * pages.block_stride
++table[0] * pages.block_stride
+@ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
+# max from 0 | test_decode_attention.py::test_very_negative_scores
+-f32x16 top = splat(sink);
++f32x16 top = splat(0.0f);
+# scores not scaled | test_decode_attention.py::test_every_length
+-load(from + d, left) * scale
++load(from + d, left)
+# softcap without its factor | test_decode_attention.py::test_equals_attention_row_by_row
+-softcap != 0.0f ? tanh16(z / softcap) * softcap : z;
++softcap != 0.0f ? tanh16(z / softcap) : z;
+@ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
+# the fifth head of a group gets the first one's weights | test_decode_attention.py::test_every_length
+-{scores + h * step + at, step, 1}
++{scores + (h < 4 ? h * step : 0) + at, step, 1}
+@ cpu csrc/cpu/decode_attention.cpp cpu/decode_attention.cpp
+# table not checked | test_decode_attention.py::test_bad_input
+-RLHF_CHECK(table[i] >= 0 && table[i] < paging.blocks,
++RLHF_CHECK(table[i] < paging.blocks + 2 && table[i] >= -2,
+@ reference kernels/rlhf_kernels/decode_attention/reference.py
+# sinks ignored | test_decode_attention.py::test_sinks_join_the_denominator
+-return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
++return scores.softmax(-1)
+@ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
+# sink not in the sum | test_decode_attention.py::test_sinks_join_the_denominator
+-return {largest, lane_sum(sum) + start};
++return {largest, lane_sum(sum) + 0.0f * start};
+@ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
+# every head its group's first sink | test_decode_attention.py::test_sinks_join_the_denominator
+-group.sinks ? group.sinks[h] :
++group.sinks ? group.sinks[0] :
+@ cpu csrc/cpu/decode_attention.cpp cpu/decode_attention.cpp
+# every group the first one's sinks | test_decode_attention.py::test_sinks_join_the_denominator
+-options.sinks ? options.sinks + h : nullptr
++options.sinks
 
-_FORWARD = "csrc/cpu/attention_kernel.inc.h"
-_BACKWARD = "csrc/cpu/attention_gradient_kernel.inc.h"
-_DRIVER = "csrc/cpu/attention.cpp"
-_ROW_BITS = ("test_attention.py::test_every_row_has_the_bits_of_decode_attention",)
-_GRADIENT_TIERS = ("test_attention.py::test_tier1",)
+== decode_linear
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
+# another slot's infinity | test_lora_native.py::test_decoding_with_strides_and_nan_beside
+-select(carries != 0.0f, sum + deltas[i], sum)
++sum + deltas[i]
+@ cpu csrc/cpu/lora_decode_body.inc.h cpu/variants/portable.cpp
+# first sixteen rows' h for all | test_lora_native.py::test_tiers_of_decoding
+-const float* h = call.h + (half + side) * call.ranks * 16;
++const float* h = call.h;
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/avx2.cpp
+# last ranks lost | test_lora_native.py::test_tiers_of_decoding
+-    for (; r < to; ++r) shrink<1>(rows
++    for (; r < from; ++r) shrink<1>(rows
+@ cpu csrc/cpu/lora_decode_body.inc.h cpu/variants/portable.cpp
+# ranks of the first thread alone | test_lora_native.py::test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads
+-            const int64_t part = item % shares;
+-
++            if (item % shares != 0) return;
++            const int64_t part = 0;
++
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
+# bias of the first strip | test_lora_native.py::test_tiers_of_decoding
+-wide(add[strip.first + v])
++wide(add[v])
+# rounded once | test_lora_native.py::test_decoding_rounds_where_training_does
+-store16(sums + v * 16, rounded(sum));
++store16(sums + v * 16, sum);
+@ cpu kernels/rlhf_kernels/lora/native.py
+# off rows where linear is torch's | test_lora_native.py::test_where_decoding_runs_as_everything_else
+-rows == lora_call.n_on or product_for(x, weight) is linear_native
++True
+# weights that moved read where they lay | test_lora_native.py::test_decoding_follows_its_tensors
+-[t.data_ptr() for t in self._tensors] == self._addresses
++self._addresses
+@ cpu kernels/rlhf_kernels/lora/__init__.py
+# copies kept | test_lora_native.py::test_decoding_follows_its_tensors
+-        if decoder.lasting:
+-            self._decoder, self._default = decoder, default
++        self._decoder, self._default = decoder, default
 
-ATTENTION = [
-    Mutation(
-        "window one too long",
-        REFERENCE,
-        f"{_PYTHON}/attention/reference.py",
-        "unseen |= key <= position - window",
-        "unseen |= key < position - window",
-        _GRADIENT_TIERS,
-    ),
-    Mutation(
-        "decoding sums a tile's values before it adds them",
-        CPU,
-        _DECODE_CPP,
-        "add_rows<Joining::row_by_row, heads>",
-        "add_rows<Joining::together, heads>",
-        _ROW_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "a masked position counted in the maximum",
-        CPU,
-        _FORWARD,
-        "seen = between(seen, first - tile, position + 1 - tile, -__builtin_inff());",
-        "seen = between(seen, first - tile, kTile, -__builtin_inff());",
-        _ROW_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "a later position's value added",
-        CPU,
-        _FORWARD,
-        "after = position + 1 - tile;",
-        "after = position + 2 - tile;",
-        ("test_attention.py::test_nan_stays_where_it_belongs",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "the parent's rows taken from the first sequence",
-        CPU,
-        _DRIVER,
-        "s.parent < 0 ? 0 : sequences[s.parent].row",
-        "0",
-        _ROW_BITS,
-        ("cpu/attention.cpp",),
-    ),
-    Mutation(
-        "a child begins at position 0",
-        CPU,
-        _DRIVER,
-        "begin = s.shared, end; begin < s.end()",
-        "begin = 0, end; begin < s.length",
-        _ROW_BITS,
-        ("cpu/attention.cpp",),
-    ),
-    Mutation(
-        "a child's gradient lost",
-        CPU,
-        _BACKWARD,
-        "if (x != m && m != 0) continue;",
-        "if (x != m) continue;",
-        _GRADIENT_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "softcap's slope left out",
-        CPU,
-        _BACKWARD,
-        "bend = 1.0f - t * t;",
-        "",
-        _GRADIENT_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "queries beyond the window keep a slope",
-        CPU,
-        _BACKWARD,
-        "dz = between(dz, begin, end, 0.0f);",
-        "dz = between(dz, 0, end, 0.0f);",
-        _GRADIENT_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "a child's keys at the parent's positions",
-        CPU,
-        _BACKWARD,
-        "start = m == 0 ? 0 : shared;",
-        "start = 0;",
-        _GRADIENT_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "sinks' gradient with the wrong sign",
-        CPU,
-        _DRIVER,
-        "sum -= double(",
-        "sum += double(",
-        _GRADIENT_TIERS,
-        ("cpu/attention.cpp",),
-    ),
-]
+== decode_step
+@ cpu csrc/cpu/decode_step_body.inc.h cpu/variants/portable.cpp
+# squares of a step added up in other pairs | test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train
+-sums[i] += sums[i + step];
++sums[i] += sums[2 * step - 1 - i];
+# logistic function of a step by a reciprocal | test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train
+-rounded(x / (1.0f + exp16(-x)))
++rounded(x * (1.0f / (1.0f + exp16(-x))))
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
+# product of a step rounded before its bias | test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train
+-if (add) sum += wide(add[strip.first + v]);
++if (add) sum = rounded(sum) + wide(add[strip.first + v]);
+@ cpu csrc/cpu/lora_kernels.inc.h cpu/variants/portable.cpp
+# adapters that train summed in other pieces than a step's
+| test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train
+-constexpr int64_t kShrinkColumns = kLoraColumns;
++constexpr int64_t kShrinkColumns = kLoraColumns / 2;
+@ cpu csrc/cpu/linear_body.inc.h cpu/variants/portable.cpp
+# products that train summed in other pieces than a step's
+| test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train
+-some, sums + c * kStrip * 16, t > 0);
+-            }
++some, sums + c * kStrip * 16, false);
++            }
+@ reference kernels/rlhf_kernels/decode_step/reference.py
+# window forgotten | test_decode_step.py::test_steps_repeat_a_forward_of_transformers
+-d.scale, layer.window, None)
++d.scale, None, None)
+# heads normed after they turned | test_decode_step.py::test_steps_repeat_a_forward_of_transformers
+-q = _norm(q, layer.q_norm, d.eps)
++q = _norm(rotary(q, k, c, s)[0], layer.q_norm, d.eps)
+@ cpu csrc/cpu/decode_step_body.inc.h cpu/variants/portable.cpp
+# angles of the first sixteen rows | test_decode_step.py::test_tiers
+-const float *cos = call.cos + half * D * 16,
++const float *cos = call.cos,
+# window one too long | test_decode_step.py::test_tiers
+-length > window ? length - window : 0
++length > window ? length - window - 1 : 0
+# rows attend before those behind them have entered
+| test_decode_step.py::test_a_prompt_in_one_call_is_its_tokens_one_by_one
+-    steal(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
+-    steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });
+-
++    for (int64_t i = items; i-- > 0;) {
++        enter_rows(call, layer, i, own);
++        attend_rows(call, layer, i, own);
++    }
++
+# keys not normed | test_decode_step.py::test_tiers
+-turn_head(call, half, k, weights.k_norm,
++turn_head(call, half, k, nullptr,
+# first sixteen rows' h for all | test_decode_step.py::test_tiers
+-const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
++const float* h = call.h + part.h * 16;
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
+# another slot's infinity | test_decode_step.py::test_other_rows_adapters_never_leak
+-select(carries != 0.0f, sum + deltas[i], sum)
++sum + carries * deltas[i]
+# rest of a depth without adapters | test_decode_step.py::test_tiers
+-        if (k < end) {
+-            const f32x16 x = load_two(column, k).even;
++        if (k < 0) {
++            const f32x16 x = load_two(column, k).even;
+@ cpu csrc/cpu/decode_step_body.inc.h cpu/variants/portable.cpp
+# attention not added but put | test_decode_step.py::test_tiers
+-rounded(load16(x + v * 16) + load16(sums + v * 16))
++load16(sums + v * 16)
+@ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
+# linears rounded once | test_decode_step.py::test_rounds_where_the_reference_does
+-store16(sums + v * 16, rounded(sum));
++store16(sums + v * 16, sum);
+@ cpu csrc/cpu/decode_step_body.inc.h cpu/variants/portable.cpp
+# silu not rounded | test_decode_step.py::test_rounds_where_the_reference_does
+-silu = rounded(x / (1.0f + exp16(-x)))
++silu = x / (1.0f + exp16(-x))
+@ cpu csrc/cpu/decode_step.cpp cpu/decode_step.cpp
+# slots below -1 taken for none | test_decode_step.py::test_bad_calls
+-check_range(rows.slots, rows.n, -1,
++check_range(rows.slots, rows.n, -9,
+@ cpu kernels/rlhf_kernels/decode_step/native.py
+# tensors that moved read where they lay | test_decode_step.py::test_updates_and_moves_are_seen
+-if places != self._places:
++if not self._places:
 
-_DECODE_LORA = "csrc/cpu/lora_decode_body.inc.h"
-_LANES = "csrc/cpu/lane_rows.inc.h"
-_DECODE_TIERS = ("test_lora_native.py::test_tiers_of_decoding",)
-
-DECODE_LINEAR = [
-    Mutation(
-        "another slot's infinity",
-        CPU,
-        _LANES,
-        "select(carries != 0.0f, sum + deltas[i], sum)",
-        "sum + deltas[i]",
-        ("test_lora_native.py::test_decoding_with_strides_and_nan_beside",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "first sixteen rows' h for all",
-        CPU,
-        _DECODE_LORA,
-        "const float* h = call.h + (half + side) * call.ranks * 16;",
-        "const float* h = call.h;",
-        _DECODE_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "last ranks lost",
-        CPU,
-        _LANES,
-        "    for (; r < to; ++r) shrink<1>(rows",
-        "    for (; r < from; ++r) shrink<1>(rows",
-        _DECODE_TIERS,
-        _AVX2,
-    ),
-    Mutation(
-        "ranks of the first thread alone",
-        CPU,
-        _DECODE_LORA,
-        "            const int64_t part = item % shares;\n",
-        "            if (item % shares != 0) return;\n            const int64_t part = 0;\n",
-        ("test_lora_native.py::test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "bias of the first strip",
-        CPU,
-        _LANES,
-        "wide(add[strip.first + v])",
-        "wide(add[v])",
-        _DECODE_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "rounded once",
-        CPU,
-        _LANES,
-        "store16(sums + v * 16, rounded(sum));",
-        "store16(sums + v * 16, sum);",
-        ("test_lora_native.py::test_decoding_rounds_where_training_does",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "off rows where linear is torch's",
-        CPU,
-        _LORA_NATIVE,
-        "rows == lora_call.n_on or product_for(x, weight) is linear_native",
-        "True",
-        ("test_lora_native.py::test_where_decoding_runs_as_everything_else",),
-    ),
-    Mutation(
-        "weights that moved read where they lay",
-        CPU,
-        _LORA_NATIVE,
-        "[t.data_ptr() for t in self._tensors] == self._addresses",
-        "self._addresses",
-        ("test_lora_native.py::test_decoding_follows_its_tensors",),
-    ),
-    Mutation(
-        "copies kept",
-        CPU,
-        f"{_PYTHON}/lora/__init__.py",
-        "        if decoder.lasting:\n            self._decoder, self._default = decoder, default",
-        "        self._decoder, self._default = decoder, default",
-        ("test_lora_native.py::test_decoding_follows_its_tensors",),
-    ),
-]
-
-_LLAMA_OPS = f"{_PYTHON}/llama_ops/native.py"
-_BLOCK_CPP = "csrc/cpu/llama_ops_kernel.inc.h"
-
-LLAMA_OPS = [
-    Mutation(
-        "norm rounded once",
-        CPU,
-        _BLOCK_CPP,
-        "load(weight + i, left) * rounded<T>(load(x + i, left) * scale)",
-        "load(weight + i, left) * (load(x + i, left) * scale)",
-        ("test_llama_ops.py::test_a_norm_rounds_where_llama_s_does",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "mean square over a padded width",
-        CPU,
-        _BLOCK_CPP,
-        "lanes[0] / static_cast<float>(width)",
-        "lanes[0] / static_cast<float>((width + 15) / 16 * 16)",
-        ("test_llama_ops.py::test_a_norm_rounds_where_llama_s_does",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "logistic product rounded once",
-        CPU,
-        _BLOCK_CPP,
-        "rounded<T>(gate / (1.0f + L::exp(-gate))) * up",
-        "gate / (1.0f + L::exp(-gate)) * up",
-        ("test_llama_ops.py::test_a_gated_product_rounds_where_torch_does",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "mean of the slope over a padded width",
-        CPU,
-        _BLOCK_CPP,
-        "rstd * rstd * rstd / double(width)",
-        "rstd * rstd * rstd / double((width + 15) / 16 * 16)",
-        ("test_llama_ops.py::test_gradients_of_a_norm",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "norm's slope on the wrong side",
-        CPU,
-        _BLOCK_CPP,
-        "float(-dot * rstd",
-        "float(dot * rstd",
-        ("test_llama_ops.py::test_gradients_of_a_norm",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "first half's angles for both",
-        CPU,
-        _BLOCK_CPP,
-        "a_sin = rounded<T>(a * load(sin + half + i, left))",
-        "a_sin = rounded<T>(a * load(sin + i, left))",
-        ("test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "gradient turned onwards",
-        CPU,
-        _BLOCK_CPP,
-        "-(da * load(sin + i, left))",
-        "da * load(sin + i, left)",
-        ("test_llama_ops.py::test_gradients_of_turned_heads",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "first sequence's angles for all",
-        CPU,
-        _LLAMA_OPS,
-        "tokens * dim if angles[0] == batch else 0",
-        "0",
-        ("test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s",),
-    ),
-    Mutation(
-        "slope of the logistic function alone",
-        CPU,
-        _BLOCK_CPP,
-        "(s * L::fma(gate, 1.0f - s, L::splat(1.0f)))",
-        "s",
-        ("test_llama_ops.py::test_gradients_of_a_gated_product",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "first of two vectors of a gated product twice",
-        CPU,
-        _BLOCK_CPP,
-        "gated_gradients(L::load(dy + k)",
-        "gated_gradients(L::load(dy + i)",
-        ("test_llama_ops.py::test_gradients_of_a_gated_product",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "tail of an activation by other means than a vector",
-        CPU,
-        _BLOCK_CPP,
-        "store(y + i, n - i, f(i, n - i))",
-        "store(y + i, n - i, f(i, n - i) * 1.0000001f)",
-        ("test_llama_ops.py::test_an_element_has_the_bits_that_it_has_alone",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "tail of gelu from 1 - share",
-        CPU,
-        _BLOCK_CPP,
-        "L::select(L::lt(v, L::splat(0.0f)), above, 1.0f - above)",
-        "L::select(L::lt(v, L::splat(0.0f)), 1.0f - (1.0f - above), 1.0f - above)",
-        ("test_llama_ops.py::test_no_digit_cancels_in_the_tail_of_gelu",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "slope of an activation without its cubic term",
-        CPU,
-        _BLOCK_CPP,
-        "L::fma(3.0f * f.b, square, f.a)",
-        "L::fma(f.b, square, f.a)",
-        ("test_llama_ops.py::test_gradients_of_an_activation",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "gradient of a norm by 1 + weight without the 1",
-        CPU,
-        _BLOCK_CPP,
-        "L::splat(plus_one ? 1.0f : 0.0f)",
-        "L::splat(0.0f)",
-        ("test_llama_ops.py::test_gradients_of_a_norm",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "quick_gelu's number for gelu_tanh's",
-        CPU,
-        "csrc/cpu/llama_ops.cpp",
-        "return {false, 1.702f, 0.0f};",
-        "return {false, a, 0.0f};",
-        ("test_llama_ops.py::test_an_activation_rounds_once",),
-        ("cpu/llama_ops.cpp",),
-    ),
-]
-
-_STEP = f"{_PYTHON}/decode_step/reference.py"
-_STEP_CPP = "csrc/cpu/decode_step_body.inc.h"
-_STEP_TIERS = ("test_decode_step.py::test_tiers",)
-_STEP_ROUNDING = ("test_decode_step.py::test_rounds_where_the_reference_does",)
-
-_STEP_BITS = ("test_decode_step.py::test_a_step_has_the_bits_of_the_ops_that_train",)
-
-DECODE_STEP = [
-    Mutation(
-        "squares of a step added up in other pairs",
-        CPU,
-        _STEP_CPP,
-        "sums[i] += sums[i + step];",
-        "sums[i] += sums[2 * step - 1 - i];",
-        _STEP_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "logistic function of a step by a reciprocal",
-        CPU,
-        _STEP_CPP,
-        "rounded(x / (1.0f + exp16(-x)))",
-        "rounded(x * (1.0f / (1.0f + exp16(-x))))",
-        _STEP_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "product of a step rounded before its bias",
-        CPU,
-        _LANES,
-        "if (add) sum += wide(add[strip.first + v]);",
-        "if (add) sum = rounded(sum) + wide(add[strip.first + v]);",
-        _STEP_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "adapters that train summed in other pieces than a step's",
-        CPU,
-        "csrc/cpu/lora_kernels.inc.h",
-        "constexpr int64_t kShrinkColumns = kLoraColumns;",
-        "constexpr int64_t kShrinkColumns = kLoraColumns / 2;",
-        _STEP_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "products that train summed in other pieces than a step's",
-        CPU,
-        "csrc/cpu/linear_body.inc.h",
-        "some, sums + c * kStrip * 16, t > 0);\n            }",
-        "some, sums + c * kStrip * 16, false);\n            }",
-        _STEP_BITS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "window forgotten",
-        REFERENCE,
-        _STEP,
-        "d.scale, layer.window, None)",
-        "d.scale, None, None)",
-        ("test_decode_step.py::test_steps_repeat_a_forward_of_transformers",),
-    ),
-    Mutation(
-        "heads normed after they turned",
-        REFERENCE,
-        _STEP,
-        "q = _norm(q, layer.q_norm, d.eps)",
-        "q = _norm(rotary(q, k, c, s)[0], layer.q_norm, d.eps)",
-        ("test_decode_step.py::test_steps_repeat_a_forward_of_transformers",),
-    ),
-    Mutation(
-        "angles of the first sixteen rows",
-        CPU,
-        _STEP_CPP,
-        "const float *cos = call.cos + half * D * 16,",
-        "const float *cos = call.cos,",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "window one too long",
-        CPU,
-        _STEP_CPP,
-        "length > window ? length - window : 0",
-        "length > window ? length - window - 1 : 0",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "rows attend before those behind them have entered",
-        CPU,
-        _STEP_CPP,
-        "    steal(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });\n"
-        "    steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });\n",
-        "    for (int64_t i = items; i-- > 0;) {\n"
-        "        enter_rows(call, layer, i, own);\n"
-        "        attend_rows(call, layer, i, own);\n"
-        "    }\n",
-        ("test_decode_step.py::test_a_prompt_in_one_call_is_its_tokens_one_by_one",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "keys not normed",
-        CPU,
-        _STEP_CPP,
-        "turn_head(call, half, k, weights.k_norm,",
-        "turn_head(call, half, k, nullptr,",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "first sixteen rows' h for all",
-        CPU,
-        _STEP_CPP,
-        "const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;",
-        "const float* h = call.h + part.h * 16;",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "another slot's infinity",
-        CPU,
-        _LANES,
-        "select(carries != 0.0f, sum + deltas[i], sum)",
-        "sum + carries * deltas[i]",
-        ("test_decode_step.py::test_other_rows_adapters_never_leak",),
-        _PORTABLE,
-    ),
-    Mutation(
-        "rest of a depth without adapters",
-        CPU,
-        _LANES,
-        "        if (k < end) {\n            const f32x16 x = load_two(column, k).even;",
-        "        if (k < 0) {\n            const f32x16 x = load_two(column, k).even;",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "attention not added but put",
-        CPU,
-        _STEP_CPP,
-        "rounded(load16(x + v * 16) + load16(sums + v * 16))",
-        "load16(sums + v * 16)",
-        _STEP_TIERS,
-        _PORTABLE,
-    ),
-    Mutation(
-        "linears rounded once",
-        CPU,
-        _LANES,
-        "store16(sums + v * 16, rounded(sum));",
-        "store16(sums + v * 16, sum);",
-        _STEP_ROUNDING,
-        _PORTABLE,
-    ),
-    Mutation(
-        "silu not rounded",
-        CPU,
-        _STEP_CPP,
-        "silu = rounded(x / (1.0f + exp16(-x)))",
-        "silu = x / (1.0f + exp16(-x))",
-        _STEP_ROUNDING,
-        _PORTABLE,
-    ),
-    Mutation(
-        "slots below -1 taken for none",
-        CPU,
-        "csrc/cpu/decode_step.cpp",
-        "check_range(rows.slots, rows.n, -1,",
-        "check_range(rows.slots, rows.n, -9,",
-        ("test_decode_step.py::test_bad_calls",),
-        ("cpu/decode_step.cpp",),
-    ),
-    Mutation(
-        "tensors that moved read where they lay",
-        CPU,
-        f"{_PYTHON}/decode_step/native.py",
-        "if places != self._places:",
-        "if not self._places:",
-        ("test_decode_step.py::test_updates_and_moves_are_seen",),
-    ),
-]
-
-MUTATIONS = [
-    mutation._replace(op=op)
-    for op, mutations in {
-        "linear_logprob": LINEAR_LOGPROB,
-        "linear_logprob_pair": PAIR,
-        "linear_ppo_loss": LINEAR_PPO_LOSS,
-        "gather_logprob": GATHER_LOGPROB,
-        "lora": LORA,
-        "gae": GAE,
-        "ppo_loss": PPO_LOSS,
-        "sample": SAMPLE,
-        "attention": ATTENTION,
-        "decode_attention": DECODE_ATTENTION,
-        "decode_linear": DECODE_LINEAR,
-        "decode_step": DECODE_STEP,
-        "llama_ops": LLAMA_OPS,
-    }.items()
-    for mutation in mutations
-]
+== llama_ops
+@ cpu csrc/cpu/llama_ops_kernel.inc.h cpu/variants/portable.cpp
+# norm rounded once | test_llama_ops.py::test_a_norm_rounds_where_llama_s_does
+-load(weight + i, left) * rounded<T>(load(x + i, left) * scale)
++load(weight + i, left) * (load(x + i, left) * scale)
+# mean square over a padded width | test_llama_ops.py::test_a_norm_rounds_where_llama_s_does
+-lanes[0] / static_cast<float>(width)
++lanes[0] / static_cast<float>((width + 15) / 16 * 16)
+# logistic product rounded once | test_llama_ops.py::test_a_gated_product_rounds_where_torch_does
+-rounded<T>(gate / (1.0f + L::exp(-gate))) * up
++gate / (1.0f + L::exp(-gate)) * up
+# mean of the slope over a padded width | test_llama_ops.py::test_gradients_of_a_norm
+-rstd * rstd * rstd / double(width)
++rstd * rstd * rstd / double((width + 15) / 16 * 16)
+# norm's slope on the wrong side | test_llama_ops.py::test_gradients_of_a_norm
+-float(-dot * rstd
++float(dot * rstd
+# first half's angles for both | test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s
+-a_sin = rounded<T>(a * load(sin + half + i, left))
++a_sin = rounded<T>(a * load(sin + i, left))
+# gradient turned onwards | test_llama_ops.py::test_gradients_of_turned_heads
+--(da * load(sin + i, left))
++da * load(sin + i, left)
+@ cpu kernels/rlhf_kernels/llama_ops/native.py
+# first sequence's angles for all | test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s
+-tokens * dim if angles[0] == batch else 0
++0
+@ cpu csrc/cpu/llama_ops_kernel.inc.h cpu/variants/portable.cpp
+# slope of the logistic function alone | test_llama_ops.py::test_gradients_of_a_gated_product
+-(s * L::fma(gate, 1.0f - s, L::splat(1.0f)))
++s
+# first of two vectors of a gated product twice | test_llama_ops.py::test_gradients_of_a_gated_product
+-gated_gradients(L::load(dy + k)
++gated_gradients(L::load(dy + i)
+# tail of an activation by other means than a vector
+| test_llama_ops.py::test_an_element_has_the_bits_that_it_has_alone
+-store(y + i, n - i, f(i, n - i))
++store(y + i, n - i, f(i, n - i) * 1.0000001f)
+# tail of gelu from 1 - share | test_llama_ops.py::test_no_digit_cancels_in_the_tail_of_gelu
+-L::select(L::lt(v, L::splat(0.0f)), above, 1.0f - above)
++L::select(L::lt(v, L::splat(0.0f)), 1.0f - (1.0f - above), 1.0f - above)
+# slope of an activation without its cubic term | test_llama_ops.py::test_gradients_of_an_activation
+-L::fma(3.0f * f.b, square, f.a)
++L::fma(f.b, square, f.a)
+# gradient of a norm by 1 + weight without the 1 | test_llama_ops.py::test_gradients_of_a_norm
+-L::splat(plus_one ? 1.0f : 0.0f)
++L::splat(0.0f)
+@ cpu csrc/cpu/llama_ops.cpp cpu/llama_ops.cpp
+# quick_gelu's number for gelu_tanh's | test_llama_ops.py::test_an_activation_rounds_once
+-return {false, 1.702f, 0.0f};
++return {false, a, 0.0f};
+""")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from rlhf_kernels.attention import attention, reference
 from rlhf_kernels.decode_attention import decode_attention
-from rlhf_kernels.runtime import native, registry, testing
+from rlhf_kernels.runtime import registry, testing
 
-ISAS = [] if native.missing() else native.isas()
+from .checks import each, needs_native, same_bits, threads_change_no_bit
+
 LENGTHS = (1, 2, 15, 16, 17, 33, 0, 100)
-needs_native = pytest.mark.skipif(not ISAS, reason=str(native.missing()))
 # (query heads, key heads, features): groups of 1, 2, 4 and 7; heads that are and are not whole vectors
 HEADS = [(2, 2, 8), (4, 2, 16), (4, 1, 40), (7, 1, 64), (2, 1, 128), (2, 2, 256)]
 OPTIONS = {
@@ -23,13 +23,6 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "all": {"window": 40, "softcap": 3.0, "sinks": True},
 }
-
-
-@pytest.fixture(params=ISAS or [pytest.param("none", marks=needs_native)])
-def isa(request):
-    """Every instruction set of this CPU."""
-    with native.use_isa(request.param):
-        yield request.param
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):
@@ -79,13 +72,44 @@ def with_gradients(tensors, lengths, d_out, dtype=None, **options):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
 
 
+def hold(backend, tier, families, heads, options, tensors_of, device="cpu"):
+    """Output and gradients of packed sequences, and of such with shared prompts, to float64 by a tier."""
+    for lengths, parents in families:
+        tensors = tensors_of(lengths)
+        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=tensors[0].dtype, seed=9).to(device)
+        given = options | {"parents": parents}
+        ours = with_gradients(tensors, lengths, d_out, backend=backend, **given)
+        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **given)
+        with pytest.MonkeyPatch.context() as patch:
+            if tensors[0].dtype != torch.float32:  # every op rounds, as in a model in that dtype
+                patch.setattr(reference, "attention", reference.in_its_dtype)
+            plain = with_gradients(tensors, lengths, d_out, backend="reference", **given)
+        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, plain, strict=False):
+            testing.assert_ok(tier(*parts), what)
+
+
+def bits_of_families(tensors, lengths, d_out, **options):
+    """Forward and backward of [three sequences, one] have the bits of either alone, and of both the other way round."""
+    parents = (-1, 0, 0, -1)
+    whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
+    n = sum(lengths[:3])
+    for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
+        alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
+        same_bits(alone, [y[part] for y in whole])
+    turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]  # and behind an empty sequence
+    sizes, above = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
+    moved = with_gradients(turned[:3], sizes, turned[3], parents=above, **options)
+    same_bits([torch.cat([x[-n:], x[:-n]]) for x in moved], whole)
+    return whole
+
+
 FAMILIES = (17, 20, 0, 33, 5, 16, 40, 1)
 PARENTS = (-1, 0, -1, -1, 0, 3, 3, 2)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shared", [False, True])
+@each("name", OPTIONS)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shared", [False, True])
 def test_every_row_has_the_bits_of_decode_attention(isa, dtype, name, shared):
     lengths, parents = (FAMILIES, PARENTS) if shared else (LENGTHS, (-1,) * len(LENGTHS))
     for heads in HEADS:
@@ -113,35 +137,18 @@ def test_bits_of_decode_attention_over_pages(isa):
                 assert torch.equal(one[0], got[i])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_nothing_beside_a_family(isa, dtype):
     """Alone, between others, with one and two threads; forward and backward."""
-    lengths, parents = (40, 70, 33, 100), (-1, 0, 0, -1)
-    heads, threads = (4, 2, 64), torch.get_num_threads()
-    tensors, options = case(heads, lengths, dtype), {"scale": 0.125, "window": 90}
-    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9)
+    lengths = (40, 70, 33, 100)
+    tensors = case((4, 2, 64), lengths, dtype)
+    d_out = numbers(sum(lengths), 4, 64, seed=9)
     with registry.use_backend("cpu"):
-        whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            try:
-                again = with_gradients(tensors, lengths, d_out, parents=parents, **options)
-            finally:
-                torch.set_num_threads(threads)
-            assert all(map(torch.equal, again, whole))
-        n = sum(lengths[:3])
-        for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
-            alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
-            assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
-        # the other way round, behind an empty sequence
-        turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
-        sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
-        moved = with_gradients(turned[:3], sizes, turned[3], **options)
-        assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
+        threads_change_no_bit(lambda: bits_of_families(tensors, lengths, d_out, scale=0.125, window=90), 1, 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "all"])
-@pytest.mark.parametrize("prompt", [16, 21])
+@each("name", ["plain", "window", "all"])
+@each("prompt", [16, 21])
 def test_a_shared_prompt_gives_the_bits_of_copies(isa, name, prompt):
     heads = (4, 2, 40)
     q, k, v = case(heads, (prompt, 30, 18))
@@ -155,48 +162,26 @@ def test_a_shared_prompt_gives_the_bits_of_copies(isa, name, prompt):
             assert torch.equal(alone[prompt:], shared[begin:end])
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("name", "size"), [("plain", 1.0), ("window", 1e-3), ("all", 1.0)])
+@each("heads", HEADS)
+@each(("name", "size"), [("plain", 1.0), ("window", 1e-3), ("all", 1.0)])
 def test_tier1(isa, heads, name, size):
+    families = (LENGTHS, None), (FAMILIES, PARENTS)
     options = options_of(name, heads)
-    for lengths, parents in ((LENGTHS, None), (FAMILIES, PARENTS)):
-        tensors = [x * size for x in case(heads, lengths)]
-        d_out = numbers(sum(lengths), heads[0], heads[2], seed=9)
-        options["parents"] = parents
-        ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, plain, strict=False):
-            testing.assert_ok(testing.tier1(*parts), what)
+    hold("cpu", testing.tier1, families, heads, options, lambda lengths: [x * size for x in case(heads, lengths)])
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name", ["plain", "all"])
+@each("heads", HEADS)
+@each("name", ["plain", "all"])
 def test_tier3_bf16(isa, heads, name):
+    families = (LENGTHS, None), (FAMILIES, PARENTS)
     options = options_of(name, heads)
-    for lengths, parents in ((LENGTHS, None), (FAMILIES, PARENTS)):
-        tensors = case(heads, lengths, torch.bfloat16)
-        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=torch.bfloat16, seed=9)
-        options["parents"] = parents
-        ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        with pytest.MonkeyPatch.context() as patch:  # every op rounds, as in a model in bf16
-            patch.setattr(reference, "attention", reference.in_its_dtype)
-            eager = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), ours, exact, eager, strict=False):
-            testing.assert_ok(testing.tier3(*parts), what)
+    hold("cpu", testing.tier3, families, heads, options, lambda lengths: case(heads, lengths, torch.bfloat16))
 
 
 @needs_native
 def test_long_sums_are_tier1():
-    heads, lengths = (4, 1, 64), (300, 200)
-    tensors, d_out = case(heads, lengths), numbers(sum(lengths), heads[0], heads[2], seed=9)
-    options = {"scale": heads[2] ** -0.5, "parents": (-1, 0)}
-    ours = with_gradients(tensors, lengths, d_out, backend="cpu", **options)
-    exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-    plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-    for parts in zip(ours, exact, plain, strict=True):
-        testing.assert_ok(testing.tier1(*parts))
+    heads = (4, 1, 64)
+    hold("cpu", testing.tier1, [((300, 200), (-1, 0))], heads, {"scale": 1 / 8}, lambda lengths: case(heads, lengths))
 
 
 @needs_native
@@ -210,7 +195,7 @@ def test_bits_of_decode_attention_where_blocks_are_small():
     assert torch.equal(one, got[rows])
 
 
-@pytest.mark.parametrize("heads", [(4, 2, 16), (2, 1, 40)])
+@each("heads", [(4, 2, 16), (2, 1, 40)])
 def test_nan_stays_where_it_belongs(isa, heads):
     """NaN in a neighbour, in later rows, before the window and around the heads reaches no other row."""
     lengths, parents = [20, 50, 40, 12], [-1, -1, -1, 0]
@@ -246,7 +231,7 @@ def test_views_of_a_projection(isa):
         leaves = [x.detach().requires_grad_() for x in views]
         out = attention(*leaves, [40, 20], scale=0.25, backend="cpu")
         got = [out, *torch.autograd.grad(out, leaves, d_out)]
-        assert all(map(torch.equal, got, plain))
+        same_bits(got, plain)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
@@ -274,7 +259,7 @@ def test_a_sink_of_minus_infinity_is_none(isa):
     options = {"scale": 0.25, "backend": "cpu"}
     plain = with_gradients(tensors, LENGTHS, d_out, **options)
     none = with_gradients(tensors, LENGTHS, d_out, sinks=torch.full((4,), -math.inf), **options)
-    assert all(map(torch.equal, none[:4], plain))
+    same_bits(none[:4], plain)
     assert (none[4] == 0).all()
 
 
@@ -290,7 +275,7 @@ def test_peaked_and_very_negative_scores(isa):
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
+@each("name", ["plain", "all"])
 def test_gradcheck_of_the_reference(name):
     heads = (4, 2, 3)
     tensors = [x.requires_grad_() for x in case(heads, (4, 3, 2), torch.float64)]
@@ -307,18 +292,6 @@ def test_gradcheck_of_the_reference(name):
 
 
 @needs_native
-def test_opcheck():
-    q, k, v = (x.requires_grad_() for x in case((4, 2, 8), (5, 3)))
-    sinks = numbers(4).requires_grad_()
-    rest = ([5, 3], [-1, 0], 0.3, 4, 2.0, "cpu")
-    torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, sinks, *rest))
-    torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, None, *rest[:3], None, None, "cpu"))
-    out, totals = torch.ops.rlhf_kernels.attention(q, k, v, sinks, *rest)
-    saved = [x.detach() for x in (out, q, k, v, sinks, out, totals)]
-    torch.library.opcheck(torch.ops.rlhf_kernels.attention_backward.default, (*saved, *rest))
-
-
-@needs_native
 def test_there_is_no_second_derivative():
     q, k, v = (x.requires_grad_() for x in case((2, 1, 8), (5,)))
     out = attention(q, k, v, [5], scale=0.3, backend="cpu")
@@ -327,17 +300,7 @@ def test_there_is_no_second_derivative():
         grad.sum().backward()
 
 
-@needs_native
-def test_auto_takes_the_native_code_where_it_serves():
-    for dtype, backend in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float64, "reference")):
-        assert registry.resolve("attention", "auto", torch.zeros(1, dtype=dtype)) == backend
-    tensors = case((2, 1, 8), (5,), torch.float16)
-    assert attention(*tensors, [5], scale=0.3).dtype == torch.float16
-    with pytest.raises(registry.BackendUnavailableError, match=r"it reads torch\.float32 or torch\.bfloat16"):
-        attention(*tensors, [5], scale=0.3, backend="cpu")
-
-
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(5, 4)}, ValueError, r"q: expected shape \[T, Hq, D\], got \(5, 4\)"),

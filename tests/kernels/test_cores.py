@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from rlhf_kernels.runtime import cores, native
 
+from .checks import each
+
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"
 CPUSET = "32 23 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset"
-SLICE = "sys/fs/cgroup/a.slice/b.scope"
+SLICE = "a.slice/b.scope"
 
 
 def made_up(root: Path, membership: str, mounts: str, files: dict[str, str]) -> Path:
@@ -34,88 +36,43 @@ def host_with_quota(root: Path) -> Path:
     return made_up(root, "0::/", V2, {"sys/fs/cgroup/cpu.max": "150000 100000", **files})
 
 
-@pytest.mark.parametrize(
-    ("membership", "mounts", "files", "quota"),
-    [
-        pytest.param("0::/", V2, {"sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5, id="v2"),
-        pytest.param("0::/", V2, {"sys/fs/cgroup/cpu.max": "max 100000"}, None, id="v2-max"),
-        pytest.param("0::/", V2, {}, None, id="v2-top-has-no-file"),
-        pytest.param("0::/a.slice/b.scope", V2, {f"{SLICE}/cpu.max": "50000 100000"}, 0.5, id="v2-nested"),
-        pytest.param(
-            "0::/a.slice/b.scope",
-            V2,
-            {f"{SLICE}/cpu.max": "max 100000", "sys/fs/cgroup/a.slice/cpu.max": "300000 100000"},
-            3.0,
-            id="v2-parent",
-        ),
-        pytest.param(
-            "0::/a.slice/b.scope",
-            V2,
-            {f"{SLICE}/cpu.max": "400000 100000", "sys/fs/cgroup/a.slice/cpu.max": "250000 100000"},
-            2.5,
-            id="v2-parent-allows-less",
-        ),
-        pytest.param("0::/a.slice", V2, {f"{SLICE}/cpu.max": "50000 100000"}, None, id="v2-child-of-it"),
-        pytest.param(
-            "0::/docker/1",
-            V2.replace(" / ", " /docker/1 "),
-            {"sys/fs/cgroup/cpu.max": "200000 100000"},
-            2.0,
-            id="v2-mounted-from-its-own-cgroup",
-        ),
-        pytest.param(
-            "0::/docker/1",
-            V2.replace(" / ", " /docker/2 "),
-            {"sys/fs/cgroup/cpu.max": "200000 100000"},
-            None,
-            id="v2-mounted-from-another",
-        ),
-        pytest.param("0::/../b", V2, {"sys/fs/cgroup/cpu.max": "200000 100000"}, None, id="v2-outside-the-mount"),
-        pytest.param(
-            "0::/", V2.replace("/sys/fs/cgroup", r"/mnt/c\040g"), {"mnt/c g/cpu.max": "100000 100000"}, 1.0, id="blank"
-        ),
-        pytest.param(
-            "4:cpuset:/\n3:cpu,cpuacct:/j",
-            f"{CPUSET}\n{V1}",
-            {
-                "sys/fs/cgroup/cpu,cpuacct/j/cpu.cfs_quota_us": "120000",
-                "sys/fs/cgroup/cpu,cpuacct/j/cpu.cfs_period_us": "50000",
-                "sys/fs/cgroup/cpuset/j/cpu.cfs_quota_us": "1",
-                "sys/fs/cgroup/cpuset/j/cpu.cfs_period_us": "1",
-            },
-            2.4,
-            id="v1",
-        ),
-        pytest.param(
-            "3:cpu,cpuacct:/j",
-            V1,
-            {
-                "sys/fs/cgroup/cpu,cpuacct/j/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu,cpuacct/j/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "700000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            7.0,
-            id="v1-parent",
-        ),
-        pytest.param(
-            "3:cpu,cpuacct:/\n0::/",
-            f"{V1}\n{V2.replace('/sys/fs/cgroup', '/sys/fs/cgroup/unified')}",
-            {
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "300000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/unified/cgroup.procs": "1",
-            },
-            3.0,
-            id="both-hierarchies",
-        ),
-    ],
-)
-def test_quotas_of_made_up_cgroups(tmp_path, membership, mounts, files, quota):
-    assert cores.find(made_up(tmp_path, membership, mounts, files)).quota == quota
+def v1(folder: str, quota: int, period: int = 100000) -> dict[str, str]:
+    """The files of a cgroup of the first version."""
+    return {f"{folder}/cpu.cfs_quota_us": str(quota), f"{folder}/cpu.cfs_period_us": str(period)}
 
 
-@pytest.mark.parametrize(
+NESTED, BOTH = "0::/a.slice/b.scope", f"{V1}\n{V2.replace('/sys/fs/cgroup', '/sys/fs/cgroup/unified')}"
+QUOTAS = {
+    "v2": ("0::/", V2, {"cpu.max": "150000 100000"}, 1.5),
+    "v2-max": ("0::/", V2, {"cpu.max": "max 100000"}, None),
+    "v2-top-has-no-file": ("0::/", V2, {}, None),
+    "v2-nested": (NESTED, V2, {f"{SLICE}/cpu.max": "50000 100000"}, 0.5),
+    "v2-parent": (NESTED, V2, {f"{SLICE}/cpu.max": "max 100000", "a.slice/cpu.max": "300000 100000"}, 3.0),
+    "v2-parent-allows-less": (NESTED, V2, {f"{SLICE}/cpu.max": "4 1", "a.slice/cpu.max": "250000 100000"}, 2.5),
+    "v2-child-of-it": ("0::/a.slice", V2, {f"{SLICE}/cpu.max": "50000 100000"}, None),
+    "v2-own-mount": ("0::/docker/1", V2.replace(" / ", " /docker/1 "), {"cpu.max": "200000 100000"}, 2.0),
+    "v2-another-s-mount": ("0::/docker/1", V2.replace(" / ", " /docker/2 "), {"cpu.max": "200000 100000"}, None),
+    "v2-outside-the-mount": ("0::/../b", V2, {"cpu.max": "200000 100000"}, None),
+    "blank": ("0::/", V2.replace("/sys/fs/cgroup", r"/mnt/c\040g"), {"../../../mnt/c g/cpu.max": "100000 100000"}, 1.0),
+    "v1": (
+        "4:cpuset:/\n3:cpu,cpuacct:/j",
+        f"{CPUSET}\n{V1}",
+        v1("cpu,cpuacct/j", 120000, 50000) | v1("cpuset/j", 1, 1),
+        2.4,
+    ),
+    "v1-parent": ("3:cpu,cpuacct:/j", V1, v1("cpu,cpuacct/j", -1) | v1("cpu,cpuacct", 700000), 7.0),
+    "both": ("3:cpu,cpuacct:/\n0::/", BOTH, v1("cpu,cpuacct", 300000) | {"unified/cgroup.procs": "1"}, 3.0),
+}
+
+
+@each("name", QUOTAS)
+def test_quotas_of_made_up_cgroups(tmp_path, name):
+    membership, mounts, files, quota = QUOTAS[name]
+    root = made_up(tmp_path / name, membership, mounts, {f"sys/fs/cgroup/{path}": text for path, text in files.items()})
+    assert cores.find(root).quota == quota
+
+
+@each(
     "content",
     [
         "",
@@ -129,7 +86,6 @@ def test_quotas_of_made_up_cgroups(tmp_path, membership, mounts, files, quota):
         "9" * 5000 + " 1",
         "\0",
     ],
-    ids=range(10),
 )
 def test_damaged_numbers_are_no_quota(tmp_path, content):
     root = made_up(tmp_path, "0::/a", V2, {"sys/fs/cgroup/cpu.max": "500000 100000"})
@@ -150,9 +106,7 @@ def test_damaged_and_unreadable_files(tmp_path):
     assert cores.find(tmp_path).quota == 2.0, "the lines around were damaged, not this one"
 
 
-@pytest.mark.parametrize(
-    ("affinity", "quota", "usable"), [(64, 1.5, 2), (64, 2.0, 2), (64, 0.1, 1), (2, 8.0, 2), (3, None, 3)]
-)
+@each(("affinity", "quota", "usable"), [(64, 1.5, 2), (64, 2.0, 2), (64, 0.1, 1), (2, 8.0, 2), (3, None, 3)])
 def test_a_quota_is_rounded_up_and_the_mask_is_a_limit(affinity, quota, usable):
     assert cores.Cores(affinity, quota).usable == usable
 

@@ -13,67 +13,40 @@ from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
+from .checks import each, same_bits
+from .test_gae import hold, random_case, run_gae
+
 NAN, INF = float("nan"), float("inf")
 
 
-def trajectories(B, T, *, dtype=torch.float64, scale=1.0, holes=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    reward, value = scale * torch.randn(2, B, T, generator=generator, dtype=torch.float64)
-    mask = torch.rand(B, T, generator=generator) >= holes
-    bootstrap = scale * torch.randn(B, generator=generator, dtype=torch.float64)
-    return reward.float().to(dtype), value.float().to(dtype), mask, bootstrap.float().to(dtype)
-
-
-def gae_and_gradients(inputs, device, dtype, backend, knobs):
-    reward, value, mask, bootstrap = (x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
-    leaves = [x.requires_grad_() for x in (reward.clone(), value.clone(), bootstrap.clone())]
-    out = gae(*leaves[:2], mask, bootstrap=leaves[2], backend=backend, **knobs)
-    weight = torch.linspace(-1, 1, reward.numel(), dtype=torch.float64).reshape(reward.shape).to(device)
-    loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
-    return [x.detach().cpu() for x in (*out, *torch.autograd.grad(loss, leaves))]
-
-
-GAE_NAMES = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
-
-
 # Packs of 4, warps of 128, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks.
-@pytest.mark.parametrize("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
+@each("scale", [1.0, 1e-3])
 def test_gae_tier1(device, T, scale):
-    inputs, knobs = trajectories(3, T, scale=scale), {"gamma": 0.99, "lam": 0.95}
-    exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
-    plain = gae_and_gradients(inputs, "cpu", torch.float32, "reference", knobs)
-    actual = gae_and_gradients(inputs, device, torch.float32, "cuda", knobs)
-    for name, a, e, p in zip(GAE_NAMES, actual, exact, plain, strict=True):
-        assert a.dtype == torch.float32
-        assert_ok(tier1(a, e, p), name)
+    hold(random_case(3, T, scale=scale), device, "cuda")
 
 
-@pytest.mark.parametrize("holes", [0.0, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
+@each("holes", [0.0, 0.5, 0.99, 1.0])
+@each(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
 def test_gae_fp64(device, holes, gamma, lam):
-    inputs, knobs = trajectories(4, 700, holes=holes), {"gamma": gamma, "lam": lam}
-    exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
-    actual = gae_and_gradients(inputs, device, torch.float64, "cuda", knobs)
-    for name, a, e in zip(GAE_NAMES, actual, exact, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12, msg=name)
+    inputs, knobs = random_case(4, 700, holes=holes), {"gamma": gamma, "lam": lam}
+    exact = run_gae(inputs, "cpu", "reference", torch.float64, **knobs)
+    for name, actual in run_gae(inputs, device, "cuda", torch.float64, **knobs).items():
+        torch.testing.assert_close(actual, exact[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("special", [NAN, INF, -INF])
-@pytest.mark.parametrize("lam", [0.0, 0.1, 0.95])
+@each("special", [NAN, INF, -INF])
+@each("lam", [0.0, 0.1, 0.95])
 def test_gae_keeps_what_is_not_finite_where_it_is(device, special, lam):
     """γλ = 0.05 to the hundredth is 0 in fp32, and 0 · ∞ would be NaN where the recurrence has ∞."""
-    reward, value, mask, bootstrap = trajectories(4, 600)
+    reward, value, mask, bootstrap = random_case(4, 600)
     mask[0, 550] = mask[1, 300] = True
     reward[0, 550], value[1, 300], reward[2][~mask[2]] = special, special, special
     inputs, knobs = (reward, value, mask, bootstrap), {"gamma": 0.5, "lam": lam}
-    exact = gae_and_gradients(inputs, "cpu", torch.float64, "reference", knobs)
-    plain = gae_and_gradients(inputs, "cpu", torch.float32, "reference", knobs)
-    actual = gae_and_gradients(inputs, device, torch.float32, "cuda", knobs)
-    for name, a, e, p in zip(GAE_NAMES[:2], actual, exact, plain, strict=False):
-        assert_ok(tier1(a, e, p), name)
-    assert not torch.isfinite(actual[0][0, :551][mask[0, :551]]).any()
-    assert torch.isfinite(actual[0][2:]).all()
+    hold(inputs, device, "cuda", ("advantage", "ret"), **knobs)
+    advantage = run_gae(inputs, device, "cuda", **knobs)["advantage"]
+    assert not torch.isfinite(advantage[0, :551][mask[0, :551]]).any()
+    assert torch.isfinite(advantage[2:]).all()
 
 
 LAYOUTS = {
@@ -86,19 +59,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_gae_layouts(device, layout):
-    views = [LAYOUTS[layout](x.to(device)) for x in trajectories(5, 137, dtype=torch.float32)[:3]]
+    views = [LAYOUTS[layout](x.to(device)) for x in random_case(5, 137, dtype=torch.float32)[:3]]
     dense = [x.clone(memory_format=torch.contiguous_format) for x in views]
     knobs = {"gamma": 0.9, "lam": 0.8, "backend": "cuda"}
     for a, b in zip(gae(*views, **knobs), gae(*dense, **knobs), strict=True):
         assert torch.equal(a, b)
         assert a.is_contiguous()
     grads = _gae_backward(*views, 0.9, 0.8, "cuda"), _gae_backward(*dense, 0.9, 0.8, "cuda")
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    same_bits(*grads)
 
 
-@pytest.mark.parametrize(("B", "T"), [(0, 5), (3, 0), (0, 0)])
+@each(("B", "T"), [(0, 5), (3, 0), (0, 0)])
 def test_gae_empty(device, B, T):
     reward, value, bootstrap = (torch.zeros(s, device=device, requires_grad=True) for s in ((B, T), (B, T), (B,)))
     mask = torch.ones(B, T, device=device)
@@ -109,7 +82,7 @@ def test_gae_empty(device, B, T):
 
 
 def test_gae_opcheck_and_gradcheck(device):
-    reward, value, mask, last = (x.to(device) for x in trajectories(3, 6))
+    reward, value, mask, last = (x.to(device) for x in random_case(3, 6, dtype=torch.float64))
     leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
     ops = torch.ops.rlhf_kernels
     torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
@@ -139,7 +112,7 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         value = value_loss(new, old, advantage, keep, denom=9, clip=0.2, backend="cuda")
         (out.loss + value.loss).backward()
         results.append([*out, *value, new.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    same_bits(*results)
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -179,8 +152,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "plain")
-@pytest.mark.parametrize("n", [1, 3, 1024, 5003])
+@each("options", OPTIONS)
+@each("n", [1, 3, 1024, 5003])
 def test_losses_tier1(device, options, n):
     for scale in (1.0, 1e-3):
         inputs = tokens(n, seed=n, scale=scale)
@@ -193,16 +166,16 @@ def test_losses_tier1(device, options, n):
             torch.testing.assert_close(d, e, rtol=1e-11, atol=1e-13, msg=f"result {index} in fp64")
 
 
-@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+@each("garbage", [NAN, INF, -INF])
 def test_losses_never_see_masked_garbage(device, garbage):
     *clean, mask = tokens(31)
     options = {"with_ref": True, "kl_coef": 0.1, "entropy_coef": 0.1, "value_clip": 0.2}
     dirty = [torch.where(mask, x, garbage) for x in clean]
     results = [losses_and_gradients((*x, mask), device, torch.float32, "cuda", options) for x in (clean, dirty)]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    same_bits(*results)
 
 
-@pytest.mark.parametrize("live", [NAN, INF, -INF])
+@each("live", [NAN, INF, -INF])
 def test_losses_show_what_is_not_finite_as_the_reference_does(device, live):
     """Also with advantage 0 and where a bound takes over: 0 · ∞ and max(NaN, x) are NaN there."""
     new, old, advantage, ref, entropy, mask = tokens(12)
@@ -229,7 +202,7 @@ def test_losses_empty_and_nothing_live(device):
         assert (new.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_losses_take_narrow_and_strided_inputs(device, dtype):
     columns = torch.stack([x.to(dtype) for x in tokens(100)[:3]], dim=1).to(device)  # each input has stride 3
     mask = tokens(100)[5].to(device)

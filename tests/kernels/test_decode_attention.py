@@ -9,21 +9,12 @@ import torch.nn.functional as F
 from rlhf_kernels.decode_attention import decode_attention, reference
 from rlhf_kernels.runtime import native, registry, testing
 
+from .checks import ISAS, each, threads_change_no_bit
+
+pytestmark = pytest.mark.usefixtures("backend")
+
 # heads, cache heads, features: the reference takes its packed path for the small case, and not for the large one
 SMALL, LARGE = (4, 2, 8), (4, 2, 160)
-# Instruction sets that the native code of this op distinguishes
-ISAS = [] if native.missing() else native.isas()
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """Every test runs on every backend, the native one with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
 
 
 def work_dtype():
@@ -75,7 +66,7 @@ def by_row(q, k_cache, v_cache, lengths, table, *, scale, window=None, softcap=N
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
+@each("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
 def test_equals_attention_row_by_row(heads):
     for window, softcap in itertools.product((None, 1, 3, 100), (None, 1.5)):
         args = case(heads)
@@ -89,7 +80,7 @@ def sinks_of(q, values=(0.7, -3.0, 2.5, 60.0, -60.0)):
     return torch.tensor(values, device=q.device).repeat(-(-n_heads // len(values)))[:n_heads].to(q.dtype)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
+@each("heads", [SMALL, LARGE, (3, 3, 8), (6, 1, 8), (1, 1, 1)])
 def test_sinks_join_the_denominator(heads):
     for window, softcap in itertools.product((None, 1, 3), (None, 1.5)):
         args = case(heads, lengths=(5, 1, 12, 9, 0, 33))
@@ -100,7 +91,7 @@ def test_sinks_join_the_denominator(heads):
         assert not torch.equal(out, decode_attention(*args, **options | {"sinks": None}))
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE, (10, 2, 64)])
+@each("heads", [SMALL, LARGE, (10, 2, 64)])
 def test_a_sink_of_minus_infinity_is_none(heads):
     """Bit for bit, in the reference as far as its softmax has one order of sums."""
     args = case(heads, lengths=(5, 1, 40, 0, 17))
@@ -117,8 +108,8 @@ def test_a_sink_of_minus_infinity_is_none(heads):
     assert (one[[0, 1, 2, 4], 0] != plain[[0, 1, 2, 4], 0]).any(-1).all()
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("sink", [float("nan"), float("inf")])
+@each("heads", [SMALL, LARGE])
+@each("sink", [float("nan"), float("inf")])
 def test_a_sink_that_is_not_finite_stays_in_its_head(heads, sink):
     args = case(heads, lengths=(5, 1, 0, 9), garbage=0.0)
     sinks = sinks_of(args[0])
@@ -151,7 +142,7 @@ def test_scores_of_minus_infinity_leave_all_to_the_sink():
     assert out[0, 1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_of_either_dtype_and_any_stride(dtype):
     args = case((5, 1, 20), lengths=(5, 1, 40), dtype=dtype)
     sinks = sinks_of(args[0])
@@ -165,8 +156,8 @@ def test_sinks_of_either_dtype_and_any_stride(dtype):
         assert torch.equal(decode_attention(*args, scale=0.3, sinks=trained), want)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE, (8, 1, 64)])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("heads", [SMALL, LARGE, (8, 1, 64)])
+@each("scale", [1.0, 1e-3])
 def test_tier1_with_sinks(heads, scale):
     q, k_cache, v_cache, lengths, table = case(heads, dtype=torch.float32, lengths=(33, 7, 50, 21), block=16)
     args, sinks = (q * scale, k_cache, v_cache * scale, lengths, table), sinks_of(q, (0.7, -1.0, 2.5))
@@ -175,8 +166,8 @@ def test_tier1_with_sinks(heads, scale):
     testing.assert_ok(testing.tier1(got, exact, by_row(*args, scale=0.3, sinks=sinks)), "decode_attention")
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 3e38, 0.0])
+@each("heads", [SMALL, LARGE])
+@each("garbage", [float("nan"), float("inf"), -float("inf"), 3e38, 0.0])
 def test_unused_cache_never_leaks(heads, garbage):
     clean = case(heads, garbage=1.0)
     dirty = case(heads, garbage=garbage)
@@ -185,7 +176,7 @@ def test_unused_cache_never_leaks(heads, garbage):
     )
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
+@each("heads", [SMALL, LARGE])
 def test_used_nan_stays_in_its_row_and_head(heads):
     q, k_cache, v_cache, lengths, table = case(heads, garbage=0.0)
     want = by_row(q, k_cache, v_cache, lengths, table, scale=0.3)
@@ -196,8 +187,8 @@ def test_used_nan_stays_in_its_row_and_head(heads):
     torch.testing.assert_close(out, want, equal_nan=True)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("garbage", [0.0, float("nan")])
+@each("heads", [SMALL, LARGE])
+@each("garbage", [0.0, float("nan")])
 def test_length_zero_gives_zeros(heads, garbage):
     args = case(heads, lengths=(0, 3, 0, 6), garbage=garbage)
     out = decode_attention(*args, scale=0.5)
@@ -207,7 +198,7 @@ def test_length_zero_gives_zeros(heads, garbage):
     assert torch.equal(decode_attention(*all_zero, scale=0.5), torch.zeros_like(all_zero[0]))
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@each("index_dtype", [torch.int32, torch.int64])
 def test_wild_table_entries_past_the_length_are_ignored(index_dtype):
     q, k_cache, v_cache, lengths, table = case()
     want = decode_attention(q, k_cache, v_cache, lengths, table, scale=0.3)
@@ -217,8 +208,8 @@ def test_wild_table_entries_past_the_length_are_ignored(index_dtype):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 1)])
+@each("heads", [SMALL, LARGE])
+@each("order", [(0, 1, 2), (2, 0, 1), (1, 1, 1)])
 def test_one_block_per_row_and_strided_caches(heads, order):
     """The layout of a plain cache: row n owns block n, a view of a longer buffer; also permuted and shared rows."""
     n_heads, n_kv, d = heads
@@ -270,8 +261,8 @@ def test_very_negative_scores():
     torch.testing.assert_close(got, by_row(*args, scale=1.0), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("heads", [SMALL, LARGE])
+@each("scale", [1.0, 1e-3])
 def test_tier1(heads, scale):
     q, k_cache, v_cache, lengths, table = case(heads, dtype=torch.float32, lengths=(33, 7, 50, 21), block=16)
     args = (q * scale, k_cache, v_cache * scale, lengths, table)
@@ -280,8 +271,8 @@ def test_tier1(heads, scale):
     testing.assert_ok(testing.tier1(got, exact, by_row(*args, scale=0.3)), "decode_attention")
 
 
-@pytest.mark.parametrize("heads", [SMALL, LARGE])
-@pytest.mark.parametrize("autocast", [False, True])
+@each("heads", [SMALL, LARGE])
+@each("autocast", [False, True])
 def test_tier2_bf16(heads, autocast):
     """fp32 inside and one rounding at the end, under autocast too."""
     args = case(heads, dtype=torch.bfloat16)
@@ -300,16 +291,6 @@ def test_empty_batch():
     assert out.shape == (0, *q.shape[1:])
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_opcheck(window, backend):
-    op = torch.ops.rlhf_kernels.decode_attention.default
-    for heads in (SMALL, LARGE):
-        args = case(heads, dtype=torch.float32, garbage=0.0)
-        torch.library.opcheck(op, (*args, 0.3, window, None, None, backend))
-        torch.library.opcheck(op, (*args, 0.3, window, None, sinks_of(args[0]), backend))
-    torch.library.opcheck(op, (*args, 0.3, window, 5.0, None, backend))
-
-
 def test_the_op_itself_refuses_sinks_of_another_dtype(backend):
     args = case(dtype=torch.float32, garbage=0.0)
     with pytest.raises(
@@ -318,7 +299,7 @@ def test_the_op_itself_refuses_sinks_of_another_dtype(backend):
         torch.ops.rlhf_kernels.decode_attention(*args, 0.3, None, None, sinks_of(args[0]).double(), backend)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(2, 4)}, ValueError, r"q: expected shape \[N, Hq, D\], got \(2, 4\)"),
@@ -373,21 +354,7 @@ def test_refuses_gradients_but_serves_no_grad():
         assert not decode_attention(q, *rest, scale=0.3).requires_grad
 
 
-def test_auto_takes_the_native_code_where_it_serves():
-    if not ISAS:
-        pytest.skip(str(native.missing()))
-    with registry.use_backend("auto"):
-        for dtype in (torch.float32, torch.bfloat16):
-            assert registry.resolve("decode_attention", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
-        for dtype in (torch.float64, torch.float16):
-            args = case(dtype=dtype)
-            assert registry.resolve("decode_attention", "auto", args[0]) == "reference"
-            assert decode_attention(*args, scale=0.3).dtype == dtype
-        with pytest.raises(registry.BackendUnavailableError, match=r"it reads torch\.float32 or torch\.bfloat16"):
-            decode_attention(*case(dtype=torch.float64), scale=0.3, backend="cpu")
-
-
-@pytest.mark.parametrize("heads", [(1, 1, 1), (5, 1, 20), (8, 2, 64), (3, 3, 80), (10, 2, 128)])
+@each("heads", [(1, 1, 1), (5, 1, 20), (8, 2, 64), (3, 3, 80), (10, 2, 128)])
 def test_every_length(heads):
     """Tiles of positions that are full, partial, and cut by blocks; heads that are and are not whole vectors."""
     for block, dtype in itertools.product((1, 7, 16), (torch.float32, torch.bfloat16)):
@@ -400,7 +367,7 @@ def test_every_length(heads):
             torch.testing.assert_close(got.float(), want, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_any_strides(dtype):
     """Features that are not neighbours, positions behind each other, heads outermost; q likewise."""
     q, k_cache, v_cache, lengths, table = case((4, 2, 16), dtype=dtype)
@@ -438,18 +405,13 @@ def test_threads_and_the_rest_of_the_batch_do_not_change_the_bits(backend):
         (8, 4, 64), lengths=(300, 20, 177, 256, 1), block=16, dtype=torch.float32
     )
     for options in ({"scale": 0.3}, {"scale": 0.3, "sinks": sinks_of(q)}):
-        previous, results = torch.get_num_threads(), []
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                results.append(decode_attention(q, k_cache, v_cache, lengths, table, **options))
-        finally:
-            torch.set_num_threads(previous)
-        assert all(torch.equal(results[0], other) for other in results[1:])
+
+        def run(rows=slice(None), options=options):
+            return decode_attention(q[rows], k_cache, v_cache, lengths[rows], table[rows], **options)
+
+        threads_change_no_bit(lambda run=run: [run()])
         for n in range(5):
-            one = slice(n, n + 1)
-            alone = decode_attention(q[one], k_cache, v_cache, lengths[one], table[one], **options)
-            assert torch.equal(alone, results[0][one])
+            assert torch.equal(run(slice(n, n + 1))[0], run()[n])
 
 
 def test_a_window_asks_for_its_own_blocks_alone():

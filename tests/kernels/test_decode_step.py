@@ -16,11 +16,10 @@ from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.runtime import native, registry, testing
 from torch import Tensor
 
+from .checks import ISAS, each, needs_native, same_bits, threads_change_no_bit
 from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
 
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 FP32, BF16 = torch.float32, torch.bfloat16
-ISAS = native.isas() if native.missing() is None else []
 PATHS = [(isa, dtype) for isa in ISAS for dtype in (FP32, BF16)]
 
 
@@ -49,21 +48,21 @@ def assert_tiers(decoder, adapters, call, what=""):
 
 
 @needs_native
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("n", [15, 33])
+@each("sizes", SIZES)
+@each("n", [15, 33])
 def test_tiers(dtype, sizes, n):
     assert_tiers(make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, n, dtype, 3))
 
 
 @needs_native
-@pytest.mark.parametrize("n", [1, 2, 16, 17, 64, 130])
+@each("n", [1, 2, 16, 17, 64, 130])
 def test_tiers_of_any_number_of_rows(dtype, n):
     s = Sizes(layers=1)
     assert_tiers(make_decoder(s, dtype), make_adapters(s, dtype), make_call(s, n, dtype, 3))
 
 
 @needs_native
-@pytest.mark.parametrize("sizes", [Sizes(layers=1), SIZES[1]._replace(layers=1)], ids=["small", "biases"])
+@each("sizes", [Sizes(layers=1), SIZES[1]._replace(layers=1)])
 def test_rounds_where_the_reference_does(dtype, sizes):
     """A layer that rounds at the same places has all but the same bits: sums of other order seldom round otherwise."""
     if dtype == FP32:
@@ -96,8 +95,7 @@ def test_strided_weights_and_caches(dtype):
 
     expected = call.take(decoder, adapters)
     dense = call._replace(keys=[t.contiguous() for t in call.keys], values=[t.contiguous() for t in call.values])
-    for ours, want in zip(dense.take(mapped(decoder, spread), mapped(adapters, spread)), expected, strict=True):
-        assert torch.equal(ours, want)
+    same_bits(dense.take(mapped(decoder, spread), mapped(adapters, spread)), expected)
 
 
 def families():
@@ -113,8 +111,8 @@ def families():
     ]
 
 
-@pytest.mark.parametrize("config", families(), ids=lambda c: c.model_type)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("config", families())
+@each("dtype", [FP32, BF16])
 @pytest.mark.parametrize("on", [*ISAS, "reference"])
 def test_steps_repeat_a_forward_of_transformers(config, on, dtype):
     """A sequence fed token by token, rows at different places, gives the hidden states of one full forward pass."""
@@ -189,7 +187,7 @@ def pick(call: Call, rows: Tensor) -> Call:
 
 
 @needs_native
-@pytest.mark.parametrize("sizes", [SIZES[0], BIG], ids=["small", "big"])
+@each("sizes", [SIZES[0], BIG])
 def test_a_row_s_bits_do_not_depend_on_its_company(dtype, sizes):
     decoder, adapters, call = make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, 70, dtype, 3)
     expected = call.take(decoder, adapters)
@@ -216,8 +214,7 @@ def test_bits_do_not_depend_on_blocks_or_other_slots(dtype):
     )
     relabelled = call._replace(slots=torch.where(call.slots >= 0, 2 - call.slots, -1))
     for other, slots in ((moved, adapters), (relabelled, adapters[::-1])):
-        for ours, want in zip(other.take(decoder, slots), expected, strict=True):
-            assert torch.equal(ours, want)
+        same_bits(other.take(decoder, slots), expected)
 
 
 @needs_native
@@ -248,15 +245,15 @@ def test_shapes_that_change_in_place_are_seen(dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("sizes", [SIZES[1], BIG], ids=["small", "big"])
+@each("sizes", [SIZES[1], BIG])
 def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes):
     one_by_one, *together = prompts_in_calls(sizes, dtype, "cpu")
     for results in together:
-        assert all(torch.equal(ours, want) for ours, want in zip(results, one_by_one, strict=True))
+        same_bits(results, one_by_one)
 
 
 @needs_native
-@pytest.mark.parametrize("sizes", [*SIZES, BIG], ids=str)
+@each("sizes", [*SIZES, BIG])
 def test_a_step_has_the_bits_of_the_ops_that_train(dtype, sizes):
     """Hidden states of prompts, by the ops of a training forward and by steps: one rule for every sum of a row."""
     decoder, adapters = make_decoder(sizes, dtype), make_adapters(sizes)
@@ -318,7 +315,7 @@ def by_ops(decoder, adapters, tokens, positions, lengths, slots, cos, sin) -> Te
     return norm(x, decoder.final_norm)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)], ids=str)
+@each(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)])
 def test_a_prompt_in_one_call_of_the_reference(kind, tolerance):
     one_by_one, *together = prompts_in_calls(SIZES[1], kind, "reference")
     for results in together:
@@ -357,20 +354,11 @@ def prompts_in_calls(sizes: Sizes, dtype: torch.dtype, backend: str) -> list[lis
 
 
 @needs_native
-@pytest.mark.parametrize("n", [3, 40])
+@each("n", [3, 40])
 def test_bits_do_not_depend_on_threads(dtype, n):
     sizes = BIG._replace(layers=8 if n == 3 else 3)
     decoder, adapters, call = make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, n, dtype, 3)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3, 5):
-            torch.set_num_threads(threads)
-            results.append(call.take(decoder, adapters))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+    threads_change_no_bit(lambda: call.take(decoder, adapters), 1, 2, 3, 5)
 
 
 @needs_native
@@ -393,7 +381,7 @@ def test_threads_that_share_a_step_take_turns(dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+@each("poison", [torch.inf, torch.nan])
 def test_other_rows_adapters_never_leak(dtype, poison):
     s = SIZES[0]
     decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 20, dtype, 3)
@@ -459,7 +447,7 @@ def at(x: Tensor, index: Any, value: int) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         (lambda c: {"tokens": at(c.tokens, 2, 50)}, ValueError, "tokens: expected .* to 49, got 50"),
@@ -506,9 +494,7 @@ def with_q(weight=None, **kwargs):
     return with_layer(q=Projection(weight=weight, **kwargs))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
+@each(("change", "error", "message"), [
         (lambda d: dataclasses.replace(d, n_kv_heads=3), ValueError, "n_heads: expected a multiple"),
         (lambda d: dataclasses.replace(d, head_dim=7), ValueError, "head_dim: expected an even number"),
         (lambda d: dataclasses.replace(d, layers=[]), ValueError, "layers: expected at least 1"),
@@ -521,8 +507,7 @@ def with_q(weight=None, **kwargs):
         (with_q(torch.zeros(64, 64).t()), ValueError, r"layers\[1\].q.weight: expected inner stride 1"),
         (with_q(torch.zeros(64, 64).double()), TypeError, r"layers\[1\].q.weight: expected the dtype of embedding"),
         (with_q(bias=torch.zeros(63)), ValueError, r"layers\[1\].q.bias: expected a contiguous \[64\]"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_bad_decoders(change, error, message):
     with pytest.raises(error, match=f"^{message}"):
         DecodeStep(change(make_decoder(Sizes(), FP32)), [])

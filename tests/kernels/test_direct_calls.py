@@ -9,18 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rlhf_kernels.decode_attention import native as attention_native
 from rlhf_kernels.decode_step import native as step_native
-from rlhf_kernels.gae import native as gae_native
-from rlhf_kernels.gather_logprob import native as gather_native
-from rlhf_kernels.linear import native as linear_native
-from rlhf_kernels.llama_ops import native as block_native
 from rlhf_kernels.lora import native as lora_native
 from rlhf_kernels.lora.segments import LoraCall
-from rlhf_kernels.ppo_loss import native as ppo_native
 from rlhf_kernels.runtime import native, registry
 
 from . import native_build
+from .checks import BACKENDS, each, needs_native
 from .decode_step_cases import Sizes, make_call, make_decoder
 from .direct_calls import CALLS, FREE, WITHOUT_REFERENCE, mutated, ops
 from .hostile_targets import LAYERS
@@ -28,8 +23,6 @@ from .hostile_targets import LAYERS
 OPS = ops()
 OF_KERNELS = {"attention", "attention_backward"}
 """Ops whose reference is differentiated by autograd, so that it has no op."""
-BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.missing() is not None, reason="no C++"))]
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 def call(name, arguments, backend):
@@ -47,7 +40,7 @@ def test_every_op_is_here():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_wrong_tensors_are_refused(name, backend):
     if backend == "reference" and name in OF_KERNELS:
         pytest.skip("plain torch runs outside of this op")
@@ -65,7 +58,7 @@ def test_wrong_tensors_are_refused(name, backend):
         assert re.fullmatch(r"[\w.\[\], ]+: expected .+", error)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "changes", "message"),
     [
         ("gae", {"backend": "auto"}, "backend: expected one of .*, got 'auto'"),
@@ -132,42 +125,9 @@ LANES = LoraCall([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0
 
 
 @needs_native
-@pytest.mark.parametrize(
+@each(
     ("run", "message"),
     [
-        (lambda: gae_native.forward(X(4, 5), X(4, 4), X(4, 5, dtype=BOOL), None, 1, 1), "value: expected shape"),
-        (lambda: gae_native.forward(X(4, 5), X(4, 5), X(3, 5, dtype=BOOL), None, 1, 1), "mask: expected shape"),
-        (lambda: gae_native.forward(X(4, 5), X(4, 5), X(4, 5, dtype=BOOL), X(3), 1, 1), "bootstrap: expected shape"),
-        (lambda: gae_native.backward(X(4, 5), X(4, 4), X(4, 5, dtype=BOOL), 1, 1), "grad_ret: expected shape"),
-        (lambda: gae_native.masked_moments(X(4, 5), X(4, 4, dtype=BOOL)), "mask: expected shape"),
-        (lambda: gae_native.masked_moments(X(4).half(), X(4, dtype=BOOL)), "masked_moments: expected torch.float32 or"),
-        (lambda: gae_native.whiten_forward(X(4), X(3, dtype=BOOL), None, True, 0.0), "mask: expected shape"),
-        (lambda: gae_native.whiten_forward(X(4), X(4, dtype=BOOL), X(2).double(), True, 0.0), "moments: expected"),
-        (lambda: gae_native.whiten_backward(X(3), X(4), X(4, dtype=BOOL), X(3).double(), True, True), "grad: expected"),
-        (lambda: gae_native.whiten_backward(X(4), X(4), X(4, dtype=BOOL), X(2).double(), True, True), "stats: expect"),
-        (lambda: ppo_native.value_forward(X(4), None, X(3), X(4, dtype=BOOL), 1.0, None), "ret: expected 4 elements"),
-        (lambda: block_native.rms_norm(X(4, 8), X(7), 0.0, False), "weight: expected shape"),
-        (lambda: block_native.rms_norm_gradient(X(4, 8), X(3, 8), X(8), X(4, 1), False), "dy: expected shape"),
-        (lambda: block_native.rms_norm_gradient(X(4, 8), X(4, 8), X(8), X(3, 1), True), "rstd: expected shape"),
-        (lambda: block_native.rotate(X(2, 3, 4, 8), X(1, 3, 8), X(1, 4, 8)), "cos: expected shape"),
-        (lambda: block_native.rotate(X(2, 3, 4, 8), X(2, 4, 8), X(1, 4, 8)), "sin: expected shape"),
-        (lambda: block_native.swiglu_gradient(X(4), X(5), X(5)), "dy: expected shape"),
-        (lambda: block_native.swiglu_gradient(X(5).half(), X(5).half(), X(5).half()), "swiglu_gradient: expected"),
-        (lambda: block_native.activation(X(4), "relu"), r"kind: expected one of \('silu', 'gelu', .*, got 'relu'"),
-        (lambda: block_native.activation(X(4).half(), "gelu"), "activation_apply: expected"),
-        (lambda: block_native.activation_gradient(X(4), X(5), "gelu"), "dy: expected shape"),
-        (lambda: block_native.activation_gradient(X(5), X(5), 1), "kind: expected one of"),
-        (lambda: linear_native.forward(X(4, 7), X(16, 8), None), "x: expected shape"),
-        (lambda: linear_native.forward(X(4, 8), X(16, 8), X(15)), "bias: expected shape"),
-        (lambda: linear_native.forward(X(4, 8).double(), X(16, 8).double(), None), "x: expected torch.float32 or"),
-        (lambda: linear_native.input_gradient(X(4, 15), X(16, 8)), "dy: expected shape"),
-        (lambda: linear_native.weight_gradient(X(4, 16), X(3, 8)), "x: expected shape"),
-        (lambda: gather_native.forward(X(4, 8), X(3).long(), None, 1.0, -1, "logprob"), "logits: expected 3 rows"),
-        (lambda: gather_native.forward(X(4, 8), X(4).long(), X(3) + 1, 1.0, -1, "lse"), "row_temperature: expected"),
-        (lambda: lora_native.forward(X(3, 32), LANES), "starts, ends: expected ascending runs"),
-        (lambda: lora_native.forward(X(4, 31), LANES), r"A\[0\]: expected shape"),
-        (lambda: lora_native.forward(X(4, 32), LANES._replace(B=[X(16, 1)])), r"B\[0\]: expected shape"),
-        (lambda: lora_native.backward(X(3, 16), X(4, 32), LANES, True, [True], [True]), "dy: expected 4 rows"),
         (lambda: lora_native.Decoder(X(4, 32), X(16, 32), X(15), LANES), "bias: expected shape"),
         (lambda: lora_native.Decoder(X(4, 32), X(15, 32), None, LANES), r"B\[0\]: expected shape"),
         (lambda: lora_native.Decoder(X(4, 32), X(16, 32), None, LANES)(X(3, 32)), "x: expected torch.float32 of shape"),
@@ -178,27 +138,9 @@ LANES = LoraCall([X(2, 32)], [X(16, 2)], [1.0], [0], [4], [0], [0.0], 0, None, 0
         (lambda: decode_step(tokens=X(3)), "tokens: expected dtype"),
         (lambda: decode_step(cos=X(21, 7)), "cos: expected shape"),
         (lambda: decode_step(sin=X(20, 8)), "sin: expected shape"),
-        (
-            lambda: attention_native.forward(
-                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 7), X(2).long(), X(2, 1).long(), 1.0, None, None
-            ),
-            "v_cache: expected shape",
-        ),
-        (
-            lambda: attention_native.forward(
-                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 8), X(1).long(), X(2, 1).long(), 1.0, None, None
-            ),
-            "lengths: expected shape",
-        ),
-        (
-            lambda: attention_native.forward(
-                X(2, 4, 8), X(3, 4, 2, 8), X(3, 4, 2, 8), X(2).long(), X(2, 1).long(), 1.0, None, None, X(3)
-            ),
-            "sinks: expected shape",
-        ),
     ],
 )
-def test_native_wrappers_refuse_wrong_shapes(run, message):
+def test_decoders_refuse_wrong_shapes(run, message):
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         run()
 
@@ -214,9 +156,7 @@ HUGE = 2**31
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
+@each(("name", "arguments", "message"), [
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0), "rows, columns"),
         ("gae_backward_float64", (0, 0, 0, 0, 0, 0, HUGE, 2 * HUGE, 1.0, 1.0, 1, 0, 0, 0), "rows, columns"),
         ("swiglu_apply_bfloat16", (8, 8, 2**62, 1, 8), "count"),
@@ -255,8 +195,7 @@ HUGE = 2**31
              0, 0, 1),
             "paging.table_blocks, paging.block",
         ),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_extension_refuses_sizes_that_overflow(name, arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}: expected "):
         getattr(native.extension(), name)(*arguments)

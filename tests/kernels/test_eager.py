@@ -8,6 +8,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .checks import each, same_bits
+
 
 @eager.custom_op("rlhf_kernels_test::weighted_sum", "x: D[N, K], ws: D[K, K], bias: D[K]")
 def weighted_sum(x: torch.Tensor, ws: list[torch.Tensor], bias: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -85,7 +87,7 @@ def test_plain_calls_are_direct(path):
     assert torch.equal(direct, weighted_sum._registered(x, ws, bias, scale))
 
 
-@pytest.mark.parametrize("frozen", [(), ("x",), ("w",), ("bias",), ("x", "w")])
+@each("frozen", [(), ("x",), ("w",), ("bias",), ("x", "w")])
 def test_gradients_have_the_bits_of_the_registered_op(frozen, path):
     results = []
     for op in (weighted_sum, weighted_sum._registered):
@@ -143,7 +145,7 @@ def test_func_transforms_are_refused_as_by_torch_library():
         torch.func.vmap(lambda row: weighted_sum(row, ws, bias, scale))(x[None])
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@each("grad", [False, True])
 def test_compile_and_opcheck(grad):
     x, ws, bias, scale = inputs(grad)
     torch.library.opcheck(torch.ops.rlhf_kernels_test.weighted_sum.default, (x, ws, bias, scale))
@@ -159,7 +161,7 @@ def test_second_derivatives_are_refused():
         x, ws, bias, scale = inputs(grad=True)
         first = torch.autograd.grad(op(x, ws, bias, scale).square().sum(), [x, *ws], create_graph=True)
         plain = torch.autograd.grad(op(x, ws, bias, scale).square().sum(), [x, *ws])
-        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+        same_bits(first, plain)
         for gradient in first:
             with pytest.raises(RuntimeError, match="weighted_sum has no second derivative"):
                 gradient.sum().backward(retain_graph=True)

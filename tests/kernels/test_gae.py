@@ -3,12 +3,12 @@
 import pytest
 import torch
 from rlhf_kernels.gae import gae
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
+from .checks import BACKENDS, each, needs_native, same_bits, with_threads
+
 NAN = float("nan")
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
 DEVICE_BACKENDS = [
     ("cpu", "reference"),
     pytest.param("cpu", "cpu", marks=needs_native),
@@ -40,7 +40,27 @@ def random_case(B, T, *, dtype=torch.float32, scale=1.0, holes=0.3, seed=0):
     reward, value = scale * torch.randn(2, B, T, generator=generator, dtype=torch.float64)
     mask = torch.rand(B, T, generator=generator) >= holes
     bootstrap = scale * torch.randn(B, generator=generator, dtype=torch.float64)
-    return reward.to(dtype), value.to(dtype), mask, bootstrap.to(dtype)
+    return reward.float().to(dtype), value.float().to(dtype), mask, bootstrap.float().to(dtype)
+
+
+def run_gae(inputs, device, backend, dtype=torch.float32, *, gamma=0.99, lam=0.95, with_bootstrap=True):
+    """Outputs and gradients by name, on the CPU."""
+    reward, value, mask, bootstrap = (x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in (reward, value, bootstrap)][: 3 if with_bootstrap else 2]
+    out = gae(*leaves[:2], mask, gamma=gamma, lam=lam, bootstrap=(*leaves, None)[2], backend=backend)
+    weight = torch.linspace(-1, 1, reward.numel(), dtype=torch.float64).reshape(reward.shape).to(device)
+    loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
+    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
+    return dict(zip(names, (x.detach().cpu() for x in (*out, *torch.autograd.grad(loss, leaves))), strict=False))
+
+
+def hold(inputs, device, backend, names=None, **knobs):
+    """All of `run_gae`, or these of it, in float32 by tier 1."""
+    exact, plain = (run_gae(inputs, "cpu", "reference", dtype, **knobs) for dtype in (torch.float64, torch.float32))
+    for name, actual in run_gae(inputs, device, backend, **knobs).items():
+        assert actual.dtype == torch.float32
+        if name in (names or exact):
+            assert_ok(tier1(actual, exact[name], plain[name]), name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,8 +77,8 @@ def test_hand_computed(backend):
 
 
 @pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
-@pytest.mark.parametrize("with_bootstrap", [False, True])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
+@each("with_bootstrap", [False, True])
+@each(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
 def test_equals_definition_in_fp64(device, backend, with_bootstrap, gamma, lam):
     reward, value, mask, bootstrap = random_case(6, 13, dtype=torch.float64)
     mask[0], mask[1] = True, False  # a full row and an empty one
@@ -66,56 +86,31 @@ def test_equals_definition_in_fp64(device, backend, with_bootstrap, gamma, lam):
     advantage, ret = definition(reward, value, mask, gamma, lam, bootstrap)
     moved = None if bootstrap is None else bootstrap.to(device)
     out = gae(
-        reward.to(device),
-        value.to(device),
-        mask.to(device),
-        gamma=gamma,
-        lam=lam,
-        bootstrap=moved,
-        backend=backend,
+        reward.to(device), value.to(device), mask.to(device), gamma=gamma, lam=lam, bootstrap=moved, backend=backend
     )
     torch.testing.assert_close(out.advantage.cpu(), advantage, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(out.ret.cpu(), ret, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize(("B", "T"), [(1, 1), (2, 129), (15, 64), (64, 127)])
+@each("scale", [1.0, 1e-3])
+@each(("B", "T"), [(1, 1), (2, 129), (15, 64), (64, 127)])
 def test_tier1(backend, scale, B, T):
-    inputs = random_case(B, T, scale=scale)
-    wide = [x.double() if x.is_floating_point() else x for x in inputs]
-
-    def run(reward, value, mask, bootstrap, backend):
-        reward, value, bootstrap = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
-        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap, backend=backend)
-        weight = torch.linspace(-1, 1, B * T, dtype=torch.float64).reshape(B, T)
-        loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
-        return [*out, *torch.autograd.grad(loss, (reward, value, bootstrap))]
-
-    exact, plain = run(*wide, "reference"), run(*inputs, "reference")
-    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
-    for name, actual, e, p in zip(names, run(*inputs, backend), exact, plain, strict=True):
-        assert actual.dtype == torch.float32
-        assert_ok(tier1(actual.detach(), e.detach(), p.detach()), name)
+    hold(random_case(B, T, scale=scale), "cpu", backend)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_cpu_has_the_references_bits(dtype):
     reward, value, mask, bootstrap = random_case(67, 501, dtype=dtype)  # a group of rows cut short, parallel loop
-    previous = torch.get_num_threads()
-    outputs = []
-    try:
-        for backend, threads in (("reference", 1), ("cpu", 1), ("cpu", 3)):
-            torch.set_num_threads(threads)
-            r, v, last = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
-            out = gae(r, v, mask, gamma=0.99, lam=0.95, bootstrap=last, backend=backend)
-            (out.advantage.square() + out.ret).sum().backward()
-            outputs.append([*out, r.grad, v.grad, last.grad])
-    finally:
-        torch.set_num_threads(previous)
-    for other in outputs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+    leaves = [x.requires_grad_() for x in (reward, value, bootstrap)]
+
+    def run(backend="cpu"):
+        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap, backend=backend)
+        return [*out, *torch.autograd.grad((out.advantage.square() + out.ret).sum(), leaves)]
+
+    for result in with_threads(run, 1, 3):
+        same_bits(result, run("reference"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,24 +137,7 @@ def test_only_wanted_gradients(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend):
-    reward, value, mask, bootstrap = random_case(3, 6)
-    for last in (None, bootstrap.clone().requires_grad_()):
-        arguments = (
-            reward.clone().requires_grad_(),
-            value.clone().requires_grad_(),
-            mask,
-            last,
-            0.9,
-            0.8,
-            backend,
-        )
-        torch.library.opcheck(torch.ops.rlhf_kernels.gae.default, arguments)
-    torch.library.opcheck(torch.ops.rlhf_kernels.gae_backward.default, (reward, value, mask, 0.9, 0.8, backend))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("garbage", [NAN, float("inf"), float("-inf")])
+@each("garbage", [NAN, float("inf"), float("-inf")])
 def test_masked_inputs_reach_nothing(backend, garbage):
     reward, value, mask, bootstrap = random_case(5, 9)
     mask[2] = False
@@ -186,7 +164,7 @@ def test_nan_spreads_backwards_in_its_own_row_only(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("B", "T"), [(0, 5), (3, 0), (0, 0)])
+@each(("B", "T"), [(0, 5), (3, 0), (0, 0)])
 def test_empty(backend, B, T):
     reward, value, bootstrap = (torch.zeros(s, requires_grad=True) for s in ((B, T), (B, T), (B,)))
     out = gae(reward, value, torch.ones(B, T), gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend)
@@ -196,7 +174,7 @@ def test_empty(backend, B, T):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["row_slice", "column_slice", "transposed", "every_second", "expanded", "flipped"])
+@each("layout", ["row_slice", "column_slice", "transposed", "every_second", "expanded", "flipped"])
 def test_layouts(backend, layout):
     change = {
         "row_slice": lambda x: torch.stack([x, torch.full_like(x, 1)], dim=1).flatten(0, 1)[::2],
@@ -210,12 +188,12 @@ def test_layouts(backend, layout):
     dense = [x.clone(memory_format=torch.contiguous_format) for x in (reward, value, mask)]
     out = gae(reward, value, mask, gamma=0.9, lam=0.8, backend=backend)
     expected = gae(*dense, gamma=0.9, lam=0.8, backend="reference")
-    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    same_bits(out, expected)
     assert out.advantage.is_contiguous()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_accumulate_and_come_out_in_fp32(backend, dtype):
     reward, value, mask, _ = random_case(4, 40, dtype=dtype)
     value.requires_grad_()
@@ -234,13 +212,6 @@ def test_mask_dtypes_agree():
         assert torch.equal(gae(reward, value, other, gamma=0.9, lam=0.8).advantage, expected.advantage)
 
 
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_auto_is_cpu_and_says_so(dtype):
-    assert registry.report("cpu", dtype)["gae"]["auto"] == "cpu"
-    assert registry.resolve("gae", "auto", torch.zeros(1, dtype=dtype)) == "cpu"
-
-
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_named_backend_never_falls_back(backend):
     x = torch.zeros(2, 3)
@@ -248,22 +219,14 @@ def test_named_backend_never_falls_back(backend):
         gae(x, x, x, gamma=1.0, lam=1.0, backend=backend)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"reward": torch.zeros(3)}, ValueError, r"reward: expected shape \[B, T\], got \(3,\)"),
         ({"reward": [[0.0]]}, TypeError, "reward: expected a tensor, got list"),
-        (
-            {"reward": torch.zeros(2, 3, dtype=torch.long)},
-            TypeError,
-            "reward: expected a floating point dtype",
-        ),
+        ({"reward": torch.zeros(2, 3, dtype=torch.long)}, TypeError, "reward: expected a floating point dtype"),
         ({"value": torch.zeros(2, 4)}, ValueError, r"value: expected shape \(2, 3\), got \(2, 4\)"),
-        (
-            {"value": torch.zeros(2, 3, device="meta")},
-            ValueError,
-            "value: expected a tensor on cpu, got one on meta",
-        ),
+        ({"value": torch.zeros(2, 3, device="meta")}, ValueError, "value: expected a tensor on cpu, got one on meta"),
         ({"mask": torch.ones(2, 1)}, ValueError, r"mask: expected shape \(2, 3\), got \(2, 1\)"),
         ({"mask": None}, TypeError, "mask: expected a tensor, got NoneType"),
         ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap: expected shape \(2,\), got \(3,\)"),
@@ -273,12 +236,6 @@ def test_named_backend_never_falls_back(backend):
     ],
 )
 def test_bad_input(change, error, message):
-    good = {
-        "reward": torch.zeros(2, 3),
-        "value": torch.zeros(2, 3),
-        "mask": torch.ones(2, 3),
-        "gamma": 1.0,
-        "lam": 1.0,
-    }
+    good = {"reward": torch.zeros(2, 3), "value": torch.zeros(2, 3), "mask": torch.ones(2, 3), "gamma": 1.0, "lam": 1.0}
     with pytest.raises(error, match=message):
         gae(**{**good, **change})

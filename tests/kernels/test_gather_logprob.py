@@ -5,50 +5,23 @@ import sys
 
 import pytest
 import torch
-from rlhf_kernels.gather_logprob import _gather_logprob_backward_, gather_logprob
+from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 from rlhf_kernels.vocab.logits import OUTPUTS
 
-OPS = torch.ops.rlhf_kernels
+from .checks import ISAS, each, largest_allocation, same_bits, threads_change_no_bit
+from .dense import DIFFERENTIABLE, heated, statistics
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
-# Instruction sets that the native code of this op distinguishes
-ISAS = [] if native.missing() else native.isas()
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """Every test runs on every backend, the native one with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def dense(logits, target, temperature=1.0):
-    z = logits / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
-    log_p = torch.log_softmax(z, -1)
-    outputs = {
-        "logprob": log_p.gather(-1, target.clamp_min(0)[..., None])[..., 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": torch.logsumexp(z, -1),
-        "is_top1": (z.argmax(-1) == target).to(z.dtype),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
-    }
-    return {name: torch.where(target != -100, x, 0.0) for name, x in outputs.items()}
+    return statistics(heated(logits, temperature), target)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@each("name", DIFFERENTIABLE)
 def test_gradcheck_every_output(name):
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[0, -100], [6, 3]])
@@ -59,19 +32,6 @@ def test_gradcheck_every_output(name):
         return getattr(out, name)
 
     assert torch.autograd.gradcheck(f, (logits,))
-
-
-def test_opcheck(backend):
-    logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 4])
-    row_temperature = torch.rand(4) + 0.5
-    torch.library.opcheck(
-        OPS.gather_logprob.default, (logits, target, row_temperature, 1.0, -100, ",".join(OUTPUTS), False, backend)
-    )
-    torch.library.opcheck(OPS.gather_logprob.default, (logits, target, None, 0.7, -100, "logprob", False, backend))
-    rows = [torch.randn(4) for _ in range(8)]
-    arguments = (logits.detach(), target, row_temperature, 1.0, -100, *rows, backend)
-    torch.library.opcheck(OPS.gather_logprob_backward.default, arguments)
-    torch.library.opcheck(_gather_logprob_backward_._registered, arguments)
 
 
 def layouts(logits):
@@ -89,8 +49,8 @@ def layouts(logits):
     }
 
 
-@pytest.mark.parametrize("layout", ["packed", "row_stride", "transposed", "column_stride"])
-@pytest.mark.parametrize("inplace", [False, True])
+@each("layout", ["packed", "row_stride", "transposed", "column_stride"])
+@each("inplace", [False, True])
 def test_layouts_and_both_backwards(layout, inplace):
     base = torch.randn(6, 33)
     target = torch.tensor([0, 32, 5, -100, 7, 7])
@@ -148,12 +108,6 @@ def test_inplace_backward_guards():
         loss.backward()
 
 
-def _largest_allocation(function) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
-        function()
-    return max(event.self_cpu_memory_usage for event in p.events())
-
-
 def test_no_whole_copy_and_no_gradient_tensor_in_place():
     leaf = torch.randn(4096, 1).bfloat16().requires_grad_()
     target = torch.zeros(4096, dtype=torch.int64)
@@ -165,15 +119,15 @@ def test_no_whole_copy_and_no_gradient_tensor_in_place():
             loss = gather_logprob(logits, target, inplace_backward=inplace).logprob.sum()
             torch.autograd.grad(loss, logits)
 
-        return _largest_allocation(run)
+        return largest_allocation(run)
 
     size = 4096 * 3000 * 2
     assert step(True) < size
     assert size <= step(False) < 2 * size
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 15, 127, 129])
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 30.0])
+@each("n", [0, 1, 2, 15, 127, 129])
+@each("scale", [1.0, 1e-3, 30.0])
 def test_tier1_sizes_and_scales(n, scale):
     logits = scale * torch.randn(n, 1003)
     target = torch.randint(0, 1003, (n,))
@@ -224,7 +178,7 @@ def test_agrees_with_linear_logprob(backend):
     assert all(same(a, b) for a, b in zip(linear, gathered, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"logits": torch.randn(4)}, ValueError, "logits: expected a tensor"),
@@ -254,9 +208,9 @@ def hostile_rows(v):
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("v", [1, 2, 17, 2048, 2049, 32001, 50264])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("v", [1, 2, 17, 2048, 2049, 32001, 50264])
+@each("temperature", [1.0, 0.7])
 def test_tier1_hostile_rows(dtype, v, temperature):
     """Values and gradients, with NaN before, between and behind the rows; the last row is ignored and NaN itself."""
     logits = torch.cat([hostile_rows(v), torch.full((1, v), torch.nan)]).to(dtype)
@@ -296,8 +250,8 @@ def test_gradient_in_bfloat16_is_rounded_once():
     assert_ok(tier2(got, want), "d_logits")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [False, True])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("inplace", [False, True])
 def test_leading_dimensions_that_do_not_collapse(dtype, inplace):
     """TRL's logits[:, :-1]: rows are dense, but no single stride leads from row to row."""
     base = torch.randn(3, 5, 40).to(dtype)
@@ -309,8 +263,7 @@ def test_leading_dimensions_that_do_not_collapse(dtype, inplace):
         out = gather_logprob(logits, target, temperature=0.8, outputs=OUTPUTS, inplace_backward=inplace)
         (grad,) = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), leaf)
         results.append([*(x.detach() for x in out), grad[:, :4]])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    same_bits(*results)
 
 
 def test_first_arg_max_wins_and_nan_is_the_largest():
@@ -323,21 +276,15 @@ def test_first_arg_max_wins_and_nan_is_the_largest():
     assert out.is_top1.tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 
-def test_threads_do_not_change_the_bits():
-    logits, target = torch.randn(65, 9001), torch.randint(0, 9001, (65,))
-    previous = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            leaf = logits.clone().requires_grad_()
-            out = gather_logprob(leaf, target, outputs=OUTPUTS)
-            results.append([*(x.detach() for x in out), *torch.autograd.grad(out.entropy.sum(), leaf)])
-    finally:
-        torch.set_num_threads(previous)
-    if registry.default_backend() == "cpu":
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+def test_threads_do_not_change_the_bits(backend):
+    logits, target = torch.randn(65, 9001, requires_grad=True), torch.randint(0, 9001, (65,))
+
+    def run():
+        out = gather_logprob(logits, target, outputs=OUTPUTS)
+        return [*out, *torch.autograd.grad(out.entropy.sum(), logits)]
+
+    if backend == "cpu":
+        threads_change_no_bit(run)
 
 
 _LITTLE_MEMORY = """

@@ -15,28 +15,15 @@ from rlhf_kernels.runtime import native
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS
 
+from . import dense as vocabulary
+from .checks import each, threads_change_no_bit
+from .dense import DIFFERENTIABLE, dense
+
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-ISAS = native.isas() if native.missing() is None else []
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        assert native.isa() == request.param
-        yield request.param
-
-
-def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    hidden = (scale * torch.randn(n, h, generator=g)).to(dtype)
-    weight = torch.randn(v, h, generator=g).to(dtype)
-    target = torch.randint(0, v, (n,), generator=g)
+def make(n, h, v, **options):
+    hidden, weight, target = vocabulary.make(n, h, v, **options)
     if n > 1:
         target[-1] = v - 1  # in the last, partial block
     return hidden, weight, target
@@ -54,37 +41,13 @@ def ours(hidden, weight, target, **options):
     return linear_logprob(hidden, weight, target, outputs=OUTPUTS, backend="cpu", **options)._asdict()
 
 
-def eager(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, lora=None):
-    """The same from a matrix of logits in the inputs' dtype, each op rounding as torch rounds it."""
-    z = hidden @ weight.T
-    if lora is not None:
-        z = z + lora.scale * (hidden @ lora.A.to(z.dtype).T) @ lora.B.to(z.dtype).T
-    if bias is not None:
-        z = z + bias.to(z.dtype)
-    z = z * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature[:, None].to(z.dtype) if isinstance(temperature, torch.Tensor) else temperature)
-    log_p = torch.log_softmax(z, -1)
-    p = log_p.exp()
-    finite = log_p.clamp_min(torch.finfo(z.dtype).min)
-    return {
-        "logprob": log_p.gather(1, target[:, None])[:, 0],
-        "entropy": -(p * finite).sum(-1),
-        "lse": torch.logsumexp(z, -1),
-        "is_top1": (z.argmax(-1) == target).to(z.dtype),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
-    }
-
-
 SHAPES = [(1, 3, 2), (2, 8, 17), (2, 17, 17), (15, 64, 511), (33, 70, 512), (127, 33, 513), (129, 96, 1200)]
 SHAPES += [(40, 560, 100), (300, 20, 40)]  # the depth, and the rows of a gradient of weights, in several pieces
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("with_options", [False, True])
+@each("scale", [1.0, 1e-3])
+@each("shape", SHAPES)
+@each("with_options", [False, True])
 def test_fp32_is_tier1(isa, shape, scale, with_options):
     n, h, v = shape
     hidden, weight, target = make(*shape, scale=scale)
@@ -97,16 +60,16 @@ def test_fp32_is_tier1(isa, shape, scale, with_options):
     if with_options:
         wide["lora"] = HeadLora(options["lora"].A.double(), options["lora"].B.double(), 0.5)
     out, grads = everything(ours, hidden, weight, target, cotangent, **options)
-    exact, exact_grads = everything(eager, hidden.double(), weight.double(), target, cotangent, **wide)
-    plain, plain_grads = everything(eager, hidden, weight, target, cotangent, **options)
+    exact, exact_grads = everything(dense, hidden.double(), weight.double(), target, cotangent, **wide)
+    plain, plain_grads = everything(dense, hidden, weight, target, cotangent, **options)
     for name in DIFFERENTIABLE:
         assert_ok(tier1(out[name], exact[name], plain[name]), name)
     for name, g, g64, g32 in zip(("hidden", "weight"), grads, exact_grads, plain_grads, strict=True):
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("kind", ["random", "peaked", "uniform", "all_equal", "all_minus_200"])
-@pytest.mark.parametrize("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)], ids=str)
+@each("kind", ["random", "peaked", "uniform", "all_equal", "all_minus_200"])
+@each("shape", [(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)])
 def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
     n, h, v = shape
     hidden, weight, target = make(*shape, dtype=torch.bfloat16)
@@ -124,9 +87,9 @@ def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
     cotangent = {"logprob": torch.randn(n)}
     wide = {k: x.double() for k, x in options.items()}
     out, _ = everything(ours, hidden, weight, target, cotangent, **options)
-    exact, exact_grads = everything(eager, hidden.double(), weight.double(), target, cotangent, **wide)
-    _plain, plain_grads = everything(eager, hidden, weight, target, cotangent, **options)
-    fp32, _ = everything(eager, hidden.float(), weight.float(), target, cotangent, **options)
+    exact, exact_grads = everything(dense, hidden.double(), weight.double(), target, cotangent, **wide)
+    _plain, plain_grads = everything(dense, hidden, weight, target, cotangent, **options)
+    fp32, _ = everything(dense, hidden.float(), weight.float(), target, cotangent, **options)
     for name in ("logprob", "lse", "entropy"):
         assert_ok(tier1(out[name], exact[name], fp32[name]), name)
     for frozen in (True, False):  # the gradient ahead, and the one by recomputing
@@ -139,17 +102,7 @@ def test_bf16_is_tier3_and_its_logprob_is_not_rounded(isa, shape, kind):
             assert_ok(tier3(g, g64, g16), f"{name}, frozen={frozen}")
 
 
-@pytest.mark.parametrize("vocab", [32001, 50264])
-def test_large_ragged_vocabulary(isa, vocab):
-    hidden, weight, target = make(40, 64, vocab, dtype=torch.bfloat16)
-    out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"), backend="cpu")
-    exact = eager(hidden.double(), weight.double(), target)
-    plain = eager(hidden.float(), weight.float(), target)
-    for name in ("logprob", "entropy"):
-        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     n = 140  # five panels: one thread takes two of them at a time, two threads one each
     hidden, weight, target = make(n, 48, 1500, dtype=dtype)
@@ -165,19 +118,13 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     order = torch.randperm(n)[:37]
     for a, b in zip(run(order), whole, strict=True):
         assert torch.equal(a, b[order])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if before > 1 else 2)
-        for a, b in zip(run(slice(None)), whole, strict=True):
-            assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    threads_change_no_bit(lambda: run(slice(None)), 1, 2)
     with torch.no_grad():  # scoring and training see the same log-probs
         scored = linear_logprob(hidden, weight, target, backend="cpu").logprob
     assert torch.equal(scored, whole[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_strides_and_nan_red_zones(isa, dtype):
     n, h, v = 35, 37, 530
     hidden, weight, target = make(n, h, v, dtype=dtype)
@@ -204,7 +151,7 @@ def test_strides_and_nan_red_zones(isa, dtype):
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_head_lora_is_not_rounded(isa, dtype):
     n, h, v, r = 40, 64, 600, 5
     hidden, weight, target = make(n, h, v, dtype=dtype)
@@ -288,14 +235,14 @@ def test_rising_logits_rescale_every_sum(isa):
             assert (got - want).abs().max() <= 1e-5 * want.abs().max(), (name, detach)
 
 
-@pytest.mark.parametrize("row", [0, 7, 8, 15, 23, 31])
+@each("row", [0, 7, 8, 15, 23, 31])
 def test_one_row_with_rising_logits(isa, row):
     """Of all lanes of a vector one alone needs another reference, without which its exponentials overflow."""
     hidden, weight, target = make(32, 8, 1100, scale=0.1)
     hidden[:, 0], weight[:, 0] = 0.0, torch.linspace(-150, 150, 1100)
     hidden[row, 0] = 1.0
     out = linear_logprob(hidden, weight, target, outputs=OUTPUTS, backend="cpu")
-    exact, plain = eager(hidden.double(), weight.double(), target), eager(hidden, weight, target)
+    exact, plain = dense(hidden.double(), weight.double(), target), dense(hidden, weight, target)
     for name in ("logprob", "lse", "entropy"):
         assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
 
@@ -319,28 +266,20 @@ def test_a_nan_reaches_all_of_its_row_and_no_other(isa):
         assert x.isnan().all() or name == "is_top1", name
 
 
-@pytest.mark.parametrize("vocab", [20, 5000])
+@each("vocab", [20, 5000])
 def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
     """One panel or two, so that threads meet at every block. One thread last: its results lie where it has been."""
-    before = torch.get_num_threads()
-    try:
-        for seed in range(5):
-            hidden, weight, target = make(20 + 20 * (seed % 2), 512 if vocab == 20 else 32, vocab, seed=seed)
+    for seed in range(5):
+        hidden, weight, target = make(20 + 20 * (seed % 2), 512 if vocab == 20 else 32, vocab, seed=seed)
 
-            def run(threads, hidden=hidden, weight=weight, target=target):
-                torch.set_num_threads(threads)
-                h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-                ahead = linear_logprob(h, weight, target, backend="cpu").logprob
-                again = linear_logprob(h, w, target, outputs=("logprob", "entropy"), backend="cpu")
-                loss = again.logprob.sum() + again.entropy.sum()
-                return [ahead, *again[:2], *torch.autograd.grad(ahead.sum(), h), *torch.autograd.grad(loss, (h, w))]
+        def run(hidden=hidden, weight=weight, target=target):
+            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            ahead = linear_logprob(h, weight, target, backend="cpu").logprob
+            again = linear_logprob(h, w, target, outputs=("logprob", "entropy"), backend="cpu")
+            loss = again.logprob.sum() + again.entropy.sum()
+            return [ahead, *again[:2], *torch.autograd.grad(ahead.sum(), h), *torch.autograd.grad(loss, (h, w))]
 
-            several = [run(threads) for threads in (2, 3, 8)]
-            alone = run(1)
-            for found in several:
-                assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-    finally:
-        torch.set_num_threads(before)
+        threads_change_no_bit(run, 2, 3, 8, 1)
 
 
 def test_ppo_loss_ratio_is_one_and_gradients_agree(isa):
@@ -388,40 +327,23 @@ def test_memory_is_an_eighth_of_the_logits():
     assert extra <= logits / 8, (extra, logits)
 
 
-def test_one_word_is_certain(isa):
-    hidden, weight, target = make(3, 5, 1)
-    hidden.requires_grad_()
-    out = linear_logprob(hidden, weight, target, outputs=OUTPUTS, backend="cpu")
-    assert (out.logprob == 0).all()
-    assert (out.entropy == 0).all()
-    assert (out.is_top1 == 1).all()
-    assert (torch.autograd.grad(out.logprob.sum(), hidden, retain_graph=True)[0] == 0).all()
-    assert (torch.autograd.grad(out.entropy.sum(), hidden)[0] == 0).all()
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@each("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("hidden_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_mixed_dtypes(isa, hidden_dtype, weight_dtype):
     hidden, weight, target = make(20, 24, 300)
     hidden, weight = hidden.to(hidden_dtype).requires_grad_(), weight.to(weight_dtype).requires_grad_()
     logprob = linear_logprob(hidden, weight, target, backend="cpu").logprob
-    exact = eager(hidden.double(), weight.double(), target)["logprob"]
+    exact = dense(hidden.double(), weight.double(), target)["logprob"]
     torch.testing.assert_close(logprob.double(), exact, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad(logprob.sum(), (hidden, weight))
     assert [g.dtype for g in grads] == [hidden_dtype, weight_dtype]
-
-
-def test_fp64_is_served_by_the_reference():
-    hidden, weight, target = make(4, 8, 20)
-    for h, w in ((hidden.double(), weight), (hidden, weight.double())):
-        assert linear_logprob(h, w, target).logprob.dtype == torch.float64
 
 
 def test_pair_does_not_round_the_wider_side(isa):
     hidden, weight, target = make(20, 24, 300, dtype=torch.bfloat16)
     other = hidden.float() + 0.01 * torch.randn(20, 24)  # what bf16 would lose
     pair = linear_logprob_pair(hidden, other, weight, target, backend="cpu")
-    exact = eager(other.double(), weight.double(), target)["logprob"]
+    exact = dense(other.double(), weight.double(), target)["logprob"]
     torch.testing.assert_close(pair.logprob_r.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -446,7 +368,7 @@ def every_head(hidden, weight, target, lora):
     return [x.detach() for x in (*found, loss.loss, drawn.token, *gradients)]
 
 
-@pytest.mark.parametrize("around", ["default dtype", "autocast"])
+@each("around", ["default dtype", "autocast"])
 def test_what_surrounds_a_call_changes_no_bit(isa, around):
     hidden, weight, target = make(9, 40, 100)
     lora = HeadLora(torch.randn(4, 40, requires_grad=True), torch.randn(100, 4, requires_grad=True), 0.5)
@@ -465,7 +387,7 @@ def test_what_surrounds_a_call_changes_no_bit(isa, around):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_without_depth_every_word_is_equally_likely(isa, dtype):
     for _ in range(3):
         torch.full((4, 32), 7.0)  # memory that is not zero

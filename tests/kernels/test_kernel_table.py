@@ -17,8 +17,9 @@ from rlhf_kernels import Segments, linear_logprob, lora_linear
 from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry, KernelTable, KernelTableError
 
+from .checks import each, needs_native
+
 ISA = native.isa() or "portable"
-needs_native = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
 QUICK_CPU, QUICK_REFERENCE = {"cpu": 1.0, "reference": 4.0}, {"cpu": 3.0, "reference": 1.0}
 X = torch.zeros(2)
 
@@ -116,7 +117,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
+@each("name", DAMAGED)
 def test_a_damaged_or_foreign_table_is_ignored_in_one_line(name, tmp_path):
     content, message = DAMAGED[name]
     path = tmp_path / "table.json"
@@ -228,7 +229,7 @@ def test_auto_follows_the_set_in_use(op, tmp_path):
 
 
 @needs_native
-@pytest.mark.parametrize("chosen", ["cpu", "reference"])
+@each("chosen", ["cpu", "reference"])
 def test_rows_never_decide_and_the_backward_is_of_the_forward_s_backend(chosen, tmp_path):
     ms = {"a": QUICK_CPU if chosen == "cpu" else QUICK_REFERENCE}
     torch.manual_seed(0)
@@ -250,7 +251,7 @@ def test_rows_never_decide_and_the_backward_is_of_the_forward_s_backend(chosen, 
         assert registry.choices() == [registry.Choice("linear_logprob", "float32", (300, 40), chosen)]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@each("dynamic", [None, True])
 def test_auto_is_decided_while_a_graph_is_compiled(dynamic):
     x, weight, A, B = torch.randn(6, 8), torch.randn(4, 8), [torch.randn(2, 8)], [torch.randn(4, 2)]
 
@@ -272,10 +273,7 @@ def test_a_run_keeps_its_choices_whatever_the_table_or_the_set_says_later(op, tm
         registry.resolve(op, "auto", X, (64, 8))
         registry.resolve(op, "auto", X)
         kept = registry.choices()
-    assert kept == [
-        registry.Choice(op, "float32", None, "cpu"),
-        registry.Choice(op, "float32", (64, 8), "reference"),
-    ]
+    assert kept == [registry.Choice(op, "float32", None, "cpu"), registry.Choice(op, "float32", (64, 8), "reference")]
     registry.begin_run(kept)
     assert registry.resolve(op, "auto", X, (64, 8)) == "reference"
     assert registry.resolve(op, "auto", X, (65, 8)) == "cpu", "what the run did not choose is chosen now"

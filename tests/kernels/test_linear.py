@@ -15,7 +15,8 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.kernel_table import Entry, KernelTable
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
-ISAS = native.isas() if native.missing() is None else []
+from .checks import ISAS, each, needs_native, same_bits, threads_change_no_bit
+
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # N, K, M: a few rows and many, whole tiles and ragged ones, a single column, several blocks of rows and of columns
 SHAPES = [
@@ -29,12 +30,6 @@ SHAPES = [
     (40, 800, 1000),
     (3, 1, 1),
 ]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        yield request.param
 
 
 def make(n, k, m, dtype, seed=0, scale=1.0):
@@ -51,8 +46,8 @@ def products(implementation, x, weight, bias, dy):
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "scale"), [(FP32, 1.0), (FP32, 1e-3), (BF16, 1.0), (FP16, 0.1)], ids=str)
+@each("shape", SHAPES)
+@each(("dtype", "scale"), [(FP32, 1.0), (FP32, 1e-3), (BF16, 1.0), (FP16, 0.1)])
 def test_tiers(isa, dtype, scale, shape):
     from rlhf_kernels.linear import reference
 
@@ -68,8 +63,8 @@ def test_tiers(isa, dtype, scale, shape):
         assert_ok(tier(ours, truth, plain.to(dtype)), name)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("k", [31, 300], ids=str)  # one piece of the depth, and several
+@each("dtype", [FP32, BF16, FP16])
+@each("k", [31, 300])  # one piece of the depth, and several
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype, k):
     """Few rows take another way through W than many, with the same bits."""
     x, weight, bias, dy = make(130, k, 70, dtype)
@@ -83,19 +78,10 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype, k):
 
 def test_bits_do_not_depend_on_threads(isa):
     x, weight, bias, dy = make(900, 160, 500, FP32)  # work enough for threads, of twenty rows too
-    before = torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append((*products(cpu, x, weight, bias, dy), cpu.forward(x[:20], weight, bias)))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    threads_change_no_bit(lambda: (*products(cpu, x, weight, bias, dy), cpu.forward(x[:20], weight, bias)))
 
 
-@pytest.mark.parametrize(("dtype", "n"), itertools.product([FP32, BF16, FP16], [9, 40]), ids=str)
+@each(("dtype", "n"), itertools.product([FP32, BF16, FP16], [9, 40]))
 def test_strided_and_surrounded_by_nan(isa, dtype, n):
     """Rows of every matrix with NaN before, between and behind them; a turned x and a turned weight."""
     x, weight, bias, dy = make(n, 45, 37, dtype)
@@ -110,8 +96,7 @@ def test_strided_and_surrounded_by_nan(isa, dtype, n):
 
     expected = products(cpu, x, weight, bias, dy)
     for change in (spread, turned):
-        for ours, want in zip(products(cpu, change(x), change(weight), bias, change(dy)), expected, strict=True):
-            assert torch.equal(ours, want)
+        same_bits(products(cpu, change(x), change(weight), bias, change(dy)), expected)
 
 
 def test_a_nan_or_infinity_stays_in_its_row(isa):
@@ -126,7 +111,7 @@ def test_a_nan_or_infinity_stays_in_its_row(isa):
         assert not y[2].isfinite().any()
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (40, 0, 7), (5, 7, 0)], ids=str)
+@each("shape", [(0, 5, 7), (5, 0, 7), (40, 0, 7), (5, 7, 0)])
 def test_empty(isa, shape):
     x, weight, bias, dy = make(*shape, FP32)
     for ours, want in zip(
@@ -136,7 +121,7 @@ def test_empty(isa, shape):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("trained", [False, True])
+@each("trained", [False, True])
 def test_gradients_are_those_of_f_linear(backend, trained):
     if backend == "cpu" and not ISAS:
         pytest.skip(str(native.missing()))
@@ -165,14 +150,6 @@ def test_a_frozen_weight_keeps_no_input_for_its_gradient():
 
 
 @pytest.mark.skipif(not ISAS, reason=str(native.missing()))
-def test_opcheck():
-    x, weight, bias, _ = make(6, 8, 4, FP32)
-    for frozen in (True, False):
-        given = (x.clone().requires_grad_(), weight.clone().requires_grad_(not frozen), bias, "cpu")
-        torch.library.opcheck(torch.ops.rlhf_kernels.linear.default, given)
-
-
-@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
 def test_auto_takes_the_own_product_only_where_it_was_measured(monkeypatch):
     x, weight, bias, _ = make(6, 8, 4, BF16)
     assert registry.resolve("linear", "auto", x, weight.shape) == "reference"
@@ -197,7 +174,7 @@ def test_autocast_is_that_of_f_linear():
             assert linear(x, weight, bias, backend="cpu").dtype == BF16
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         (lambda x, w, b: (x.int(), w, b), TypeError, "x: expected a floating tensor, got torch.int32"),
@@ -214,13 +191,6 @@ def test_bad_input(change, error, message):
         linear(*change(x, weight, bias))
 
 
-@pytest.mark.skipif(not ISAS, reason=str(native.missing()))
-def test_float64_is_the_references():
-    x, weight, bias, _ = make(6, 8, 4, FP64)
-    with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
-        linear(x, weight, bias, backend="cpu")
-
-
 # ---- packed copies of frozen weights ---------------------------------------------------------------------------------
 
 
@@ -232,11 +202,8 @@ def keep():
     packed.set_budget(None)
 
 
-needs_native = pytest.mark.skipif(not ISAS, reason=str(native.missing()))
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("shape", [(5, 33, 70), (40, 96, 300), (200, 257, 129), (40, 800, 1000)], ids=str)
+@each("dtype", [FP32, BF16, FP16])
+@each("shape", [(5, 33, 70), (40, 96, 300), (200, 257, 129), (40, 800, 1000)])
 def test_a_kept_copy_changes_no_bit(isa, keep, dtype, shape):
     _, weight, _, dy = make(*shape, dtype)
     per_call = cpu.input_gradient(dy, weight)
@@ -262,7 +229,7 @@ def test_copies_stay_within_their_budget(keep):
 
 
 @needs_native
-@pytest.mark.parametrize("change", ["in place", "through data", "one element through data", "another tensor"])
+@each("change", ["in place", "through data", "one element through data", "another tensor"])
 def test_a_changed_weight_is_packed_anew(keep, change):
     _, weight, _, dy = make(8, 60, 100, FP32)
     for _ in range(3):
@@ -298,10 +265,8 @@ def test_a_copy_goes_with_its_weight_and_trained_ones_have_none(keep):
 
 
 @needs_native
-@pytest.mark.parametrize(
-    "part", [(slice(1, None, 2), slice(None)), (slice(None), slice(5, 6)), (slice(None), slice(48, 64))]
-)
-@pytest.mark.parametrize("k", [80, 1024])  # one turn compares every fifth piece of rows of five, every 64th of 64
+@each("part", [(slice(1, None, 2), slice(None)), (slice(None), slice(5, 6)), (slice(None), slice(48, 64))])
+@each("k", [80, 1024])  # one turn compares every fifth piece of rows of five, every 64th of 64
 def test_changes_of_some_columns_are_seen_at_once(keep, part, k):
     _, weight, _, dy = make(2, k, 4096, FP32)
     for _ in range(2):
@@ -312,7 +277,7 @@ def test_changes_of_some_columns_are_seen_at_once(keep, part, k):
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("dtype", [FP32, BF16])
 def test_a_single_element_is_seen_within_as_many_uses_as_promised(keep, dtype):
     _, weight, _, dy = make(2, 640, 1024, dtype)
     for _ in range(3):
@@ -324,7 +289,7 @@ def test_a_single_element_is_seen_within_as_many_uses_as_promised(keep, dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("dtype", [FP32, BF16])
 def test_merging_an_adapter_as_peft_does_packs_anew(keep, isa, dtype):
     """A small delta moves a few of the elements in bf16, and `Tensor.data` counts no change."""
     _, weight, _, dy = make(8, 256, 256, dtype)
@@ -363,7 +328,7 @@ def test_the_budget_of_the_environment_is_read_at_import(text, expected):
     assert (run.returncode == 0) == expected.startswith("budget")
 
 
-@pytest.mark.parametrize("power", [-128, -133])
+@each("power", [-128, -133])
 def test_results_below_the_smallest_normal_number_stay(isa, power):
     """But a CPU's own products of bf16 take them for 0."""
     x = torch.full((3, 32), 2.0**-65, dtype=BF16)
@@ -376,7 +341,7 @@ def test_results_below_the_smallest_normal_number_stay(isa, power):
 # ---- how it is called ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", ["every other", "expanded"])
+@each("bias", ["every other", "expanded"])
 def test_a_bias_of_any_stride(isa, bias):
     x, weight, _, _ = make(6, 33, 96, FP32)
     b = torch.randn(192)[::2] if bias == "every other" else torch.randn(1).expand(96)
@@ -384,7 +349,7 @@ def test_a_bias_of_any_stride(isa, bias):
     assert torch.allclose(linear(x, weight, b, backend="cpu"), F.linear(x, weight, b), atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["meta tensors", "a default that has no linear", "torch.func"])
+@each("how", ["meta tensors", "a default that has no linear", "torch.func"])
 def test_torch_s_linear_serves_where_the_own_one_cannot(how):
     x, weight, bias, _ = make(6, 33, 96, FP32)
     if how == "meta tensors":
@@ -397,9 +362,7 @@ def test_torch_s_linear_serves_where_the_own_one_cannot(how):
             assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "named"), [([1.0, 2.0], torch.ones(3, 2), "x"), (torch.ones(2), None, "weight")]
-)
+@each(("x", "weight", "named"), [([1.0, 2.0], torch.ones(3, 2), "x"), (torch.ones(2), None, "weight")])
 def test_what_is_no_tensor_is_refused_by_name(x, weight, named):
     with pytest.raises(TypeError, match=f"^{named}: expected a tensor, got"):
         linear(x, weight)

@@ -4,76 +4,23 @@ import pytest
 import torch
 from rlhf_kernels.linear import packed
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS, row_chunks
 
-OPS = torch.ops.rlhf_kernels
+from .checks import REFERENCE, each, largest_allocation, same_bits
+from .dense import DIFFERENTIABLE, dense, double, make
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
-ISAS = [] if native.missing() else native.isas()
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
+pytestmark = pytest.mark.usefixtures("backend")
+
+
 ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """The reference, and the native code with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
-
-
-def dense(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=None, lora=None):
-    """All outputs from materialised logits with torch's own ops, in the dtype of the inputs."""
-    z = hidden @ weight.T
-    if lora is not None:
-        z = z + lora.scale * (hidden @ lora.A.T) @ lora.B.T
-    if bias is not None:
-        z = z + bias
-    if logit_scale is not None:
-        z = logit_scale * z
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
-    log_p = torch.log_softmax(z, -1)
-    keep, index = target != -100, target.clamp_min(0)
-    outputs = {
-        "logprob": log_p.gather(1, index[:, None])[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": torch.logsumexp(z, -1),
-        "is_top1": (z.argmax(-1) == index).to(z.dtype),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": torch.logsumexp(2 * log_p, -1),
-    }
-    return {name: torch.where(keep, x, 0.0) for name, x in outputs.items()}
-
-
-def make(n, h, v, *, scale=1.0, dtype=torch.float32, seed=0, requires_grad=False):
-    g = torch.Generator().manual_seed(seed)
-    hidden = (scale * torch.randn(n, h, generator=g)).to(dtype).requires_grad_(requires_grad)
-    weight = torch.randn(v, h, generator=g).to(dtype).requires_grad_(requires_grad)
-    target = torch.randint(0, v, (n,), generator=g)
-    return hidden, weight, target
-
-
-def double(*tensors):
-    return tuple(x.detach().double().requires_grad_(x.requires_grad) for x in tensors)
-
-
 @REFERENCE
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@each("name", DIFFERENTIABLE)
 def test_gradcheck_every_output_and_input(name):
-    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
+    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, grad=True)
     bias, A, B = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7,), (2, 3), (7, 2)))
     target = torch.tensor([0, 6, -100, 3, 1])
     temperature = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.8])
@@ -88,7 +35,7 @@ def test_gradcheck_every_output_and_input(name):
 
 @REFERENCE
 def test_gradcheck_with_the_gradient_ahead():
-    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, requires_grad=True)
+    hidden, weight, _ = make(5, 3, 7, dtype=torch.float64, grad=True)
     target = torch.tensor([0, 6, -100, 3, 1])
     bias, A, B = (torch.randn(s, dtype=torch.float64) for s in ((7,), (2, 3), (7, 2)))
     temperature = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.8])
@@ -104,7 +51,7 @@ def test_gradcheck_with_the_gradient_ahead():
     assert torch.autograd.gradcheck(f, (hidden,))
 
 
-@pytest.mark.parametrize("with_options", [False, True])
+@each("with_options", [False, True])
 def test_the_gradient_ahead_is_that_of_the_backward(with_options):
     hidden, weight, target = make(40, 16, 300)
     target[3] = -100
@@ -122,37 +69,15 @@ def test_the_gradient_ahead_is_that_of_the_backward(with_options):
     assert (made[0][3] == 0).all()
 
 
-@pytest.mark.parametrize(("detach", "error"), [(("lse",), ValueError), (("rank",), ValueError), ("logprob", TypeError)])
+@each(("detach", "error"), [(("lse",), ValueError), (("rank",), ValueError), ("logprob", TypeError)])
 def test_detach_refuses(detach, error):
     with pytest.raises(error, match="detach: expected"):
         linear_logprob(*make(2, 3, 5), outputs=("logprob", "entropy"), detach=detach)
 
 
-@REFERENCE
-def test_opcheck():
-    hidden, weight, target = make(4, 3, 5, requires_grad=True)
-    A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
-    bias, row_temperature = torch.randn(5, requires_grad=True), torch.rand(4) + 0.5
-    numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    names = ",".join(OUTPUTS)
-    tensors = (hidden, weight, target, bias, A, B, row_temperature)
-    torch.library.opcheck(OPS.linear_logprob.default, (*tensors, *numbers, names, False, "reference"))
-    torch.library.opcheck(
-        OPS.linear_logprob.default,
-        (hidden, weight, target, None, None, None, None, *numbers, "logprob", True, "reference"),
-    )
-    detached = tuple(x.detach() for x in tensors)
-    rows = [*(torch.randn(4) for _ in range(4)), torch.randn(4, 3), *(torch.randn(4) for _ in range(5))]
-    torch.library.opcheck(
-        OPS.linear_logprob_backward.default,
-        (*detached, *numbers, *rows, "hidden,weight,bias,lora_A,lora_B", "reference"),
-    )
-    torch.library.opcheck(OPS.linear_logprob_backward.default, (*detached, *numbers, *rows, "hidden", "reference"))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("scale", [1.0, 1e-3])
 def test_tier1_fp32_values_and_gradients(scale):
-    hidden, weight, target = make(33, 70, 517, scale=scale, requires_grad=True)
+    hidden, weight, target = make(33, 70, 517, scale=scale, grad=True)
     target[5] = -100
     A, B = torch.randn(4, 70), 0.1 * torch.randn(517, 4)
     bias = torch.randn(517)
@@ -179,8 +104,8 @@ def test_tier1_fp32_values_and_gradients(scale):
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("vocab", [1, 17, 32001])
-@pytest.mark.parametrize("n", [0, 1, 2, 15, 127, 129])
+@each("vocab", [1, 17, 32001])
+@each("n", [0, 1, 2, 15, 127, 129])
 def test_ragged_sizes(n, vocab):
     hidden, weight, target = make(n, 9, vocab)
     if n:
@@ -196,7 +121,7 @@ def test_ragged_sizes(n, vocab):
 def test_several_row_chunks_with_gradients():
     n, vocab = 75, 129920
     assert len(list(row_chunks(n, vocab))) == 3
-    hidden, weight, target = make(n, 4, vocab, requires_grad=True)
+    hidden, weight, target = make(n, 4, vocab, grad=True)
     temperature = torch.rand(n) + 0.5  # must be cut at the same borders as the rows
     cotangent = torch.randn(n)
 
@@ -212,7 +137,7 @@ def test_several_row_chunks_with_gradients():
         assert_ok(tier1(g, g64, g32), name)
 
 
-@pytest.mark.parametrize("rows", ["peaked", "uniform", "all_minus_200", "all_below_zero", "all_equal_plus"])
+@each("rows", ["peaked", "uniform", "all_minus_200", "all_below_zero", "all_equal_plus"])
 def test_hostile_rows(rows):
     hidden, weight, target = make(15, 8, 257)
     if rows == "peaked":
@@ -231,7 +156,7 @@ def test_hostile_rows(rows):
 
 
 def test_masked_vocabulary_columns_have_no_nan():
-    hidden, weight, target = make(6, 4, 9, requires_grad=True)
+    hidden, weight, target = make(6, 4, 9, grad=True)
     bias = torch.zeros(9)
     bias[7:] = -torch.inf  # padding columns of the head
     target.clamp_max_(6)
@@ -253,7 +178,7 @@ def test_strided_and_transposed_inputs():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("shift", [0.0, 200.0])  # exp(200) overflows: 0 · inf must not appear in ignored rows
+@each("shift", [0.0, 200.0])  # exp(200) overflows: 0 · inf must not appear in ignored rows
 def test_ignored_rows_may_hold_nan(shift):
     hidden, weight, target = make(6, 5, 11)
     target[torch.tensor([1, 4])] = -100
@@ -277,7 +202,7 @@ def test_ignored_rows_may_hold_nan(shift):
 
 
 def test_all_rows_ignored():
-    hidden, weight, _ = make(3, 4, 5, requires_grad=True)
+    hidden, weight, _ = make(3, 4, 5, grad=True)
     out = linear_logprob(hidden, weight, torch.full((3,), -1), ignore_index=-1, outputs=OUTPUTS)
     assert all((x == 0).all() for x in out)
     grads = torch.autograd.grad(out.logprob.sum(), (hidden, weight))
@@ -293,7 +218,7 @@ def test_top1_first_maximum_wins():
 
 
 def test_bf16_logits_are_never_rounded():
-    hidden, weight, target = make(64, 128, 1000, dtype=torch.bfloat16, requires_grad=True)
+    hidden, weight, target = make(64, 128, 1000, dtype=torch.bfloat16, grad=True)
     out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"))
     exact = dense(*double(hidden, weight), target)
     upcast = dense(hidden.float(), weight.float(), target)
@@ -313,7 +238,7 @@ def test_bf16_logits_are_never_rounded():
 
 
 def test_autocast_does_not_change_a_bit():
-    hidden, weight, target = make(8, 32, 100, requires_grad=True)
+    hidden, weight, target = make(8, 32, 100, grad=True)
     plain = linear_logprob(hidden, weight, target).logprob
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = linear_logprob(hidden, weight, target).logprob
@@ -330,17 +255,11 @@ def no_packed_copies():
     packed.set_budget(None)
 
 
-def _largest_allocation(function) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
-        function()
-    return max(event.self_cpu_memory_usage for event in p.events())
-
-
 def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
-    hidden, weight, target = make(4, 512, 1024, requires_grad=True)  # dW: 2 MiB, one tile: 16 KiB
+    hidden, weight, target = make(4, 512, 1024, grad=True)  # dW: 2 MiB, one tile: 16 KiB
     frozen = weight.detach()
     size = weight.numel() * 4
-    trained = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
+    trained = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert trained >= size
     for outputs in (("logprob",), ("logprob", "entropy")):  # the gradient ahead, and the one by recomputing
 
@@ -348,10 +267,10 @@ def test_frozen_weight_has_no_dw_and_logits_never_exist(no_packed_copies):
             out = linear_logprob(hidden, frozen, target, outputs=outputs)
             sum(getattr(out, name).sum() for name in outputs).backward()
 
-        assert _largest_allocation(train) < size, outputs
+        assert largest_allocation(train) < size, outputs
     # [N, V] would be 64 MiB; a tile is 16 MiB
-    hidden, weight, target = make(4096, 2, 4096, requires_grad=True)
-    largest = _largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
+    hidden, weight, target = make(4096, 2, 4096, grad=True)
+    largest = largest_allocation(lambda: linear_logprob(hidden, weight, target).logprob.sum().backward())
     assert largest <= 2**22 * 4
 
 
@@ -367,10 +286,10 @@ def test_same_inputs_same_bits():
     hidden, weight, target = make(129, 17, 32001)
     first = linear_logprob(hidden, weight, target, outputs=OUTPUTS)
     second = linear_logprob(hidden.clone(), weight.clone(), target, outputs=OUTPUTS)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    same_bits(first, second)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"target": torch.tensor([0, 5])}, ValueError, "target: expected values in"),
@@ -392,17 +311,13 @@ def test_same_inputs_same_bits():
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
-    arguments = {
-        "hidden": torch.randn(2, 3),
-        "weight": torch.randn(5, 3),
-        "target": torch.tensor([0, 1]),
-    } | change
+    arguments = {"hidden": torch.randn(2, 3), "weight": torch.randn(5, 3), "target": torch.tensor([0, 1])} | change
     with pytest.raises(error, match=message):
         linear_logprob(**arguments)
 
 
 def test_entropy_gradient_at_minus_infinity_is_zero():
-    hidden, weight, target = make(3, 4, 6, requires_grad=True)
+    hidden, weight, target = make(3, 4, 6, grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0, -torch.inf])
     target = torch.tensor([0, 1, 3])
     out = linear_logprob(hidden, weight, target, bias=bias, outputs=("logprob", "entropy"))

@@ -4,44 +4,19 @@ import pytest
 import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
-from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
-OPS = torch.ops.rlhf_kernels
+from .checks import REFERENCE, each
+from .dense import heated, logits
 
-ISAS = [] if native.missing() else native.isas()
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """The reference, and the native code with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
-
-
-def dense(hidden_a, hidden_r, weight, target, *, bias=None, temperature=1.0, softcap=None, lora=None):
-    def log_p(hidden, lora):
-        z = hidden @ weight.T
-        if lora is not None:
-            z = z + lora.scale * (hidden @ lora.A.T) @ lora.B.T
-        if bias is not None:
-            z = z + bias
-        if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
-        t = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
-        return torch.log_softmax(z / t, -1)
-
-    a, r = log_p(hidden_a, lora), log_p(hidden_r, None)
+def dense(hidden_a, hidden_r, weight, target, *, temperature=1.0, lora=None, **head):
+    a, r = (
+        torch.log_softmax(heated(logits(hidden, weight, lora=own, **head), temperature), -1)
+        for hidden, own in ((hidden_a, lora), (hidden_r, None))
+    )
     index = target.clamp_min(0)[:, None]
     rows = (a.gather(1, index)[:, 0], r.gather(1, index)[:, 0], (a.exp() * (a - r)).sum(-1))
     return PairOutputs(*(torch.where(target != -100, x, 0.0) for x in (*rows, -(a.exp() * a).sum(-1))))
@@ -51,12 +26,7 @@ def make(n, h, v, *, scale=1.0, dtype=torch.float32):
     g = torch.Generator().manual_seed(0)
     hidden_a = (scale * torch.randn(n, h, generator=g)).to(dtype).requires_grad_()
     hidden_r = (hidden_a.detach() + 0.3 * scale * torch.randn(n, h, generator=g).to(dtype)).detach()
-    return (
-        hidden_a,
-        hidden_r,
-        torch.randn(v, h, generator=g).to(dtype),
-        torch.randint(0, v, (n,), generator=g),
-    )
+    return (hidden_a, hidden_r, torch.randn(v, h, generator=g).to(dtype), torch.randint(0, v, (n,), generator=g))
 
 
 @REFERENCE
@@ -72,13 +42,12 @@ def test_gradcheck_every_output():
     }
     for name in ("logprob_a", "kl", "entropy"):
         assert torch.autograd.gradcheck(
-            lambda x, name=name: getattr(linear_logprob_pair(x, hidden_r, weight, target, **options), name),
-            (hidden_a,),
+            lambda x, name=name: getattr(linear_logprob_pair(x, hidden_r, weight, target, **options), name), (hidden_a,)
         ), name
 
 
 @REFERENCE
-@pytest.mark.parametrize("detach", [("entropy",), ("kl", "entropy")])
+@each("detach", [("entropy",), ("kl", "entropy")])
 def test_gradcheck_with_the_gradient_ahead(detach):
     hidden_a, hidden_r, weight, target = (x.double() if x.is_floating_point() else x for x in make(5, 3, 7))
     target[2] = -100
@@ -107,22 +76,8 @@ def test_the_gradient_ahead_is_that_of_the_backward():
     torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
 
 
-@REFERENCE
-def test_opcheck():
-    hidden_a, hidden_r, weight, target = make(4, 3, 5)
-    tensors = (torch.randn(5), torch.randn(2, 3), torch.randn(5, 2), torch.rand(4) + 0.5)
-    numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    for ahead in ("", "logprob", "logprob,kl"):
-        inputs = (hidden_a, hidden_r, weight, target, *tensors, *numbers, ahead, "reference")
-        torch.library.opcheck(OPS.linear_logprob_pair.default, inputs)
-    rows = [*(torch.randn(4) for _ in range(6)), torch.randn(4, 3), torch.randn(4, 3)]
-    rows += [torch.randn(4) for _ in range(3)]
-    arguments = (hidden_a.detach(), hidden_r, weight, target, *tensors, *numbers, *rows, "reference")
-    torch.library.opcheck(OPS.linear_logprob_pair_backward.default, arguments)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize(("n", "vocab"), [(1, 1), (2, 17), (127, 517), (15, 32001)])
+@each("scale", [1.0, 1e-3])
+@each(("n", "vocab"), [(1, 1), (2, 17), (127, 517), (15, 32001)])
 def test_tier1_values_and_gradient(n, vocab, scale):
     inputs = make(n, 20, vocab, scale=scale)
     target = inputs[3]
@@ -214,7 +169,7 @@ def test_empty_batch():
     assert all(x.shape == (0,) for x in out)
 
 
-@pytest.mark.parametrize("name", ["hidden_r", "weight", "bias", "lora.A", "lora.B"])
+@each("name", ["hidden_r", "weight", "bias", "lora.A", "lora.B"])
 def test_only_hidden_a_may_require_grad(name):
     hidden_a, hidden_r, weight, target = make(3, 4, 5)
     tensors = {

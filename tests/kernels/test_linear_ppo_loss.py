@@ -5,42 +5,23 @@ import torch
 from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
-OPS = torch.ops.rlhf_kernels
+from .checks import REFERENCE, each, same_bits
+from .dense import dense as dense_logprob
 
-ISAS = [] if native.missing() else native.isas()
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
+pytestmark = pytest.mark.usefixtures("backend")
+
+
 LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """The reference, and the native code with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
 
 
 def dense(hidden, weight, target, old_logprob, advantage, mask, *, temperature=1.0, softcap=None, **loss_options):
     """The same from materialised logits; only the clipped-loss maths is shared with the op under test."""
-    z = hidden @ weight.T
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    log_p = torch.log_softmax(z / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature), -1)
-    logprob = log_p.gather(1, target.clamp_min(0)[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    rows = dense_logprob(hidden, weight, target, temperature=temperature, softcap=softcap)
     live = mask * (target != -100)
-    return ppo_loss(logprob, old_logprob, advantage, live, entropy=entropy, **loss_options)
+    return ppo_loss(rows["logprob"], old_logprob, advantage, live, entropy=rows["entropy"], **loss_options)
 
 
 def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
@@ -60,7 +41,7 @@ def make(n, h, v, *, dtype=torch.float32, scale=1.0, seed=0):
 
 
 @REFERENCE
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@each("kl", ["k1", "k2", "k3"])
 def test_gradcheck_every_input(kl):
     batch, ref = make(6, 3, 7, dtype=torch.float64)
     hidden, weight, *tokens = batch
@@ -68,37 +49,20 @@ def test_gradcheck_every_input(kl):
     temperature = torch.rand(6) + 0.5
 
     def f(hidden, weight, bias, A, B):
-        return linear_ppo_loss(
-            hidden,
-            weight,
-            *tokens,
-            denom=3.0,
-            ref_logprob=ref,
-            kl=kl,
-            bias=bias,
-            lora=HeadLora(A, B, 0.3),
-            temperature=temperature,
-            softcap=4.0,
-            logit_scale=1.2,
-            **LOSS,
-        ).loss
+        head = {
+            "bias": bias,
+            "lora": HeadLora(A, B, 0.3),
+            "temperature": temperature,
+            "softcap": 4.0,
+            "logit_scale": 1.2,
+        }
+        return linear_ppo_loss(hidden, weight, *tokens, denom=3.0, ref_logprob=ref, kl=kl, **head, **LOSS).loss
 
     assert torch.autograd.gradcheck(f, (hidden, weight, bias, A, B))
 
 
-@REFERENCE
-def test_opcheck():
-    batch, ref = make(4, 3, 5)
-    A, B = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
-    tensors = (*batch, torch.tensor(2.0), ref, torch.randn(5), A, B, torch.rand(4) + 0.5)
-    numbers = (0.5, 1.0, 3.0, 1.2, -100, 0.2, 0.2, None, "k3", 0.1, 0.1)
-    torch.library.opcheck(OPS.linear_ppo_loss.default, (*tensors, *numbers, "hidden,weight,lora_A,lora_B", "reference"))
-    plain = tuple(None if i >= 7 else x.detach() for i, x in enumerate(tensors))
-    torch.library.opcheck(OPS.linear_ppo_loss.default, (*plain, *numbers[:-2], 0.0, 0.0, "", "reference"))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize(("n", "vocab"), [(1, 17), (2, 1), (15, 32001), (127, 517), (129, 33)])
+@each("scale", [1.0, 1e-3])
+@each(("n", "vocab"), [(1, 17), (2, 1), (15, 32001), (127, 517), (129, 33)])
 def test_tier1_against_dense_logits(n, vocab, scale):
     batch, ref = make(n, 20, vocab, scale=scale)
     options = {"denom": 7.0, "temperature": torch.rand(n) + 0.5, "softcap": 6.0, **LOSS}
@@ -183,10 +147,9 @@ def test_masked_rows_may_hold_anything():
         hidden[2] = torch.nan
     old[2], advantage[3], ref[3], target[3] = torch.nan, torch.inf, torch.nan, 999
     out = linear_ppo_loss(hidden, weight, target, old, advantage, mask, denom=4.0, ref_logprob=ref, **LOSS)
-    for a, b in zip(out, clean, strict=True):
-        assert torch.equal(a, b)
+    same_bits(out, clean)
     grads = torch.autograd.grad(out.loss, (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(grads, clean_grads, strict=True))
+    same_bits(grads, clean_grads)
 
 
 def test_micro_batches_add_up():
@@ -261,7 +224,7 @@ def test_bf16_and_empty_batches():
     assert isinstance(out, LinearPpoLossOutputs)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"advantage": torch.ones(3, 1)}, ValueError, "advantage: expected shape"),
@@ -277,10 +240,8 @@ def test_bf16_and_empty_batches():
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
-    arguments = {
-        "hidden": torch.randn(3, 2),
-        "weight": torch.randn(5, 2),
-        "target": torch.tensor([0, 1, 2]),
+    arguments = {"hidden": torch.randn(3, 2), "weight": torch.randn(5, 2), "target": torch.tensor([0, 1, 2])}
+    arguments |= {
         "old_logprob": torch.zeros(3),
         "advantage": torch.ones(3),
         "mask": torch.ones(3),

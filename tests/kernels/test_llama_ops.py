@@ -8,47 +8,25 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.llama_ops import (
-    _activation,
-    _activation_gradient,
-    _rms_norm,
-    _rms_norm_gradient,
-    _rotary,
-    _rotary_gradient,
-    _swiglu,
-    _swiglu_gradient,
-    activation,
-    reference,
-    rms_norm,
-    rotary,
-    swiglu,
-)
+from rlhf_kernels.llama_ops import _rms_norm, activation, reference, rms_norm, rotary, swiglu
 from rlhf_kernels.llama_ops.native import KINDS
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-ISAS = [] if native.missing() else native.isas()
+from .checks import each, same_bits, threads_change_no_bit
+
+pytestmark = pytest.mark.usefixtures("isa")
+
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 2, 15, 16, 17, 64, 257, 512)
 # (B, heads, kv_heads, T, D): halves below, at and above a vector; decoding, one head, several sequences
 HEADS = ((1, 1, 1, 1, 2), (1, 4, 2, 7, 8), (2, 3, 3, 5, 30), (1, 8, 2, 33, 64), (3, 2, 1, 4, 70), (16, 8, 8, 1, 64))
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(autouse=True, params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+each_dtype = each("dtype", DTYPES)
+each_kind = each("kind", KINDS)
 
 
 def heads(batch, n_heads, kv_heads, tokens, dim, dtype=torch.float32):
@@ -89,7 +67,7 @@ def test_a_norm_by_one_plus_its_weight_rounds_once_as_gemma_s(dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("shape", HEADS, ids=str)
+@each("shape", HEADS)
 def test_turned_heads_have_the_bits_of_llama_s(dtype, shape):
     q, k, cos, sin = heads(*shape, dtype)
     expected = apply_rotary_pos_emb(q, k, cos, sin)
@@ -99,11 +77,11 @@ def test_turned_heads_have_the_bits_of_llama_s(dtype, shape):
     one = cos[:1], sin[:1]
     for backend in ("cpu", "reference"):
         found = rotary(q, k, *one, backend=backend)
-        assert all(torch.equal(a, b) for a, b in zip(found, apply_rotary_pos_emb(q, k, *one), strict=True))
+        same_bits(found, apply_rotary_pos_emb(q, k, *one))
 
 
 @each_dtype
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 4097, 70000])
+@each("count", [1, 15, 16, 17, 4097, 70000])
 def test_a_gated_product_rounds_where_torch_does(dtype, count):
     gate, up = 4 * torch.randn(count, dtype=dtype), torch.randn(count, dtype=dtype)
     ours, torchs, exact = swiglu(gate, up, backend="cpu"), F.silu(gate) * up, F.silu(gate.double()) * up.double()
@@ -137,12 +115,9 @@ def test_no_digit_cancels_in_the_tail_of_gelu():
     assert ((ours - exact) / exact).abs().max() < 8 * 2.0**-23  # ulp
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("quick_gelu", "quick_gelu")],
-)
-def test_the_reference_is_the_module_of_transformers(name, kind):
-    for dtype in DTYPES:
+def test_the_reference_is_the_module_of_transformers():
+    names = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu")
+    for dtype, (name, kind) in itertools.product(DTYPES, zip(names, KINDS, strict=True)):
         x = torch.randn(7, 60, dtype=dtype)
         assert torch.equal(activation(x, kind, backend="reference"), ACT2FN[name](x))
 
@@ -189,8 +164,7 @@ def test_layouts_change_no_bit():
     wide[..., 3:19] = q
     spread = torch.full((2, 2, 9, 32), torch.nan)
     spread[..., ::2] = k
-    for got, want in zip(rotary(wide[..., 3:19], spread[..., ::2], cos, sin, backend="cpu"), expected, strict=True):
-        assert torch.equal(got, want)
+    same_bits(rotary(wide[..., 3:19], spread[..., ::2], cos, sin, backend="cpu"), expected)
     x, weight = torch.randn(40, 6), torch.randn(40)
     dense = rms_norm(x.T.contiguous(), weight, eps=0.0, backend="cpu")
     assert torch.equal(rms_norm(x.T, weight, eps=0.0, backend="cpu"), dense)
@@ -207,16 +181,7 @@ def test_threads_change_no_bit(dtype):
         outputs += [activation(leaves[3], kind, backend="cpu") for kind in KINDS]
         return [*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)]
 
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run())
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    threads_change_no_bit(run)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -240,8 +205,8 @@ def hold(function, leaves, seeds):
             assert_ok((tier1 if dtype == torch.float32 else tier3)(mine, truth, plain), "gradient")
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize("width", WIDTHS[2:])
+@each("plus_one", [False, True])
+@each("width", WIDTHS[2:])
 def test_gradients_of_a_norm(width, plus_one):
     def function(leaves, backend):
         return [rms_norm(*leaves, eps=1e-3, plus_one=plus_one, backend=backend)]
@@ -249,7 +214,7 @@ def test_gradients_of_a_norm(width, plus_one):
     hold(function, [torch.randn(40, width), torch.randn(width)], [torch.randn(40, width)])
 
 
-@pytest.mark.parametrize("shape", HEADS[1:], ids=str)
+@each("shape", HEADS[1:])
 def test_gradients_of_turned_heads(shape):
     q, k, cos, sin = heads(*shape)
     cos, sin = cos.bfloat16(), sin.bfloat16()
@@ -295,23 +260,6 @@ def test_what_needs_no_gradient_gets_none():
     turned.sum().backward()  # nothing flows back through k
     assert q.grad is not None
     assert k.grad is None
-
-
-def test_opcheck():
-    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8)
-    for plus_one in (False, True):
-        torch.library.opcheck(_rms_norm._registered, (x, weight, 1e-6, plus_one, "cpu"))
-        given = torch.randn(3, 5, 8), x.detach(), weight, torch.rand(3, 5, 1)
-        torch.library.opcheck(_rms_norm_gradient._registered, (*given, plus_one, "cpu"))
-    q, k, cos, sin = heads(2, 4, 2, 3, 6)
-    torch.library.opcheck(_rotary._registered, (q.requires_grad_(), k, cos, sin, "cpu"))
-    torch.library.opcheck(_rotary_gradient._registered, (q.detach(), k, cos, sin, "cpu"))
-    gate, up = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
-    torch.library.opcheck(_swiglu._registered, (gate, up, "cpu"))
-    torch.library.opcheck(_swiglu_gradient._registered, (torch.randn(3, 7), gate.detach(), up, "cpu"))
-    for kind in KINDS:
-        torch.library.opcheck(_activation._registered, (gate, kind, "cpu"))
-        torch.library.opcheck(_activation_gradient._registered, (up, gate.detach(), kind, "cpu"))
 
 
 def test_the_reference_is_no_registered_op():
@@ -372,7 +320,7 @@ def test_subnormal_numbers_stay(dtype):
     angles = torch.full((1, 1, 32), 0.75, dtype=dtype)
     expected = reference.rotary(q, q, angles, angles)
     assert expected[0].count_nonzero() > 0
-    assert all(torch.equal(a, b) for a, b in zip(rotary(q, q, angles, angles, backend="cpu"), expected, strict=True))
+    same_bits(rotary(q, q, angles, angles, backend="cpu"), expected)
 
 
 def test_nothing_at_all():
@@ -428,7 +376,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("error", "message", "call"), REFUSED.values(), ids=list(REFUSED))
+@each(("error", "message", "call"), REFUSED.values())
 def test_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()

@@ -9,8 +9,10 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
 from rlhf_kernels.runtime import native, philox, registry, testing
 
-ISAS = [] if native.missing() else native.isas()
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
+from .checks import REFERENCE, each, same_bits
+
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 N, K, M = 17, 12, 10
 RANKS = (2, 3, 1)
@@ -19,17 +21,6 @@ SCALES = (0.5, 2.0, 1.5)
 SEGMENTS = Segments(starts=(0, 3, 7, 9, 9), ends=(3, 7, 9, 9, 13), slots=(2, 0, -1, 1, 0))
 ON = torch.tensor([n in range(0, 7) or n in range(9, 13) for n in range(N)])
 SLOT_OF_ROW = [2] * 3 + [0] * 4 + [-1] * 2 + [0] * 4 + [-1] * 4
-
-
-@pytest.fixture(autouse=True, params=["reference", *ISAS])
-def backend(request):
-    """The reference, and the native code with each instruction set."""
-    if request.param == "reference":
-        with registry.use_backend("reference"):
-            yield "reference"
-    else:
-        with registry.use_backend("cpu"), native.use_isa(request.param):
-            yield "cpu"
 
 
 def work_dtype():
@@ -68,7 +59,7 @@ def formula_delta(x, A, B, drop=None):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("drop", [None, dropout()], ids=["plain", "dropout"])
+@each("drop", [None, dropout()])
 def test_linear_equals_the_formula_and_its_gradients(drop):
     x, weight, bias, A, B = tensors()
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=drop)
@@ -81,7 +72,7 @@ def test_linear_equals_the_formula_and_its_gradients(drop):
 
 
 @REFERENCE
-@pytest.mark.parametrize("drop", [None, dropout()], ids=["plain", "dropout"])
+@each("drop", [None, dropout()])
 def test_gradcheck(drop):
     x, weight, bias, A, B = tensors()
     y = torch.randn(N, M, dtype=torch.float64).requires_grad_()
@@ -96,7 +87,7 @@ def test_gradcheck(drop):
     assert torch.autograd.gradcheck(delta, (y, x, *A, *B), fast_mode=True)
 
 
-@pytest.mark.parametrize("shape", [(N,), (1, N), (N, 1)])
+@each("shape", [(N,), (1, N), (N, 1)])
 def test_delta_equals_linear_and_leading_dims_are_rows(shape):
     x, weight, bias, A, B = tensors()
     x_in = x.view(*shape, K)
@@ -110,9 +101,9 @@ def test_delta_equals_linear_and_leading_dims_are_rows(shape):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("shape", [(N,), (1, N)])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("autocast", [False, True])
+@each("shape", [(N,), (1, N)])
 def test_off_rows_keep_the_bits_of_the_base(dtype, autocast, shape, backend):
     if dtype == torch.float64 and backend != "reference":
         pytest.skip("float64 is the reference's")
@@ -164,8 +155,7 @@ def test_garbage_in_off_rows_stays_there():
         lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())[ON].sum(), [A[0], B[0], A[2], B[2]]
     )
     assert y[~ON].isnan().all()
-    for got, want in zip((A[0].grad, B[0].grad, A[2].grad, B[2].grad), clean, strict=True):
-        assert torch.equal(got, want)
+    same_bits((A[0].grad, B[0].grad, A[2].grad, B[2].grad), clean)
 
 
 def test_absent_slot_has_no_gradient():
@@ -273,9 +263,7 @@ def test_dropout_mask_does_not_depend_on_the_rest_of_the_batch():
         assert torch.equal(changed[~ON], whole[~ON])
 
 
-@pytest.mark.parametrize(
-    ("base", "adapter"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float64")]
-)
+@each(("base", "adapter"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float64")])
 def test_mixed_dtypes(base, adapter, backend):
     base, adapter = getattr(torch, base), getattr(torch, adapter)
     x, weight, bias, A, B = tensors(base, adapter)
@@ -290,7 +278,7 @@ def test_mixed_dtypes(base, adapter, backend):
         assert t.grad.dtype == t.dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_delta_is_rounded_once(dtype, backend):
     """T2: y plus the exact delta, rounded once to y's dtype."""
     if dtype == torch.float16 and backend != "reference":
@@ -304,7 +292,7 @@ def test_delta_is_rounded_once(dtype, backend):
     testing.assert_ok(testing.tier2(y[exact_kept], exact[exact_kept]), "lora_delta_")
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("scale", [1.0, 1e-3])
 def test_tier1(scale):
     inputs = tensors(torch.float32, scale=scale)
     exact_inputs = [
@@ -351,7 +339,7 @@ def test_strided_inputs_and_results_are_bitwise_repeatable():
     for _ in range(2):
         out = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
         runs.append([out, *torch.autograd.grad(out.square().sum(), [x, A[0], B[0]])])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    same_bits(*runs)
 
 
 def test_backward_under_autocast_keeps_adapter_precision():
@@ -373,30 +361,8 @@ def test_empty_batch():
         assert lora_delta_(torch.zeros(0, M), x, A, B, SCALES, segments).shape == (0, M)
 
 
-@pytest.mark.parametrize("backend", ["reference", *ISAS[-1:]], indirect=True)
-def test_opcheck(backend):
-    ops = torch.ops.rlhf_kernels
-    x, weight, bias, A, B = tensors(torch.float32)
-    A, B = [A[0], A[2]], [B[0], B[2]]
-    runs = ([0.5, 1.5], [0, 3, 9], [3, 7, 13], [1, 0, 0])
-    drop = ([0.5, 0.0], 11, torch.arange(N), 4)
-    plain = ([0.0, 0.0], 0, None, 0)
-    for tail in (drop, plain):
-        torch.library.opcheck(ops.lora_delta.default, (x, A, B, *runs, *tail, backend))
-        torch.library.opcheck(ops.lora_linear.default, (x, weight, bias, A, B, *runs, *tail, backend))
-    torch.library.opcheck(ops.lora_linear.default, (x.view(1, N, K), weight, None, A, B, *runs, *plain, backend))
-    x, weight, *_ = (t.detach() for t in (x, weight, bias))
-    A, B = [a.detach() for a in A], [b.detach() for b in B]
-    need = ([True, False], [True, True], backend)
-    torch.library.opcheck(ops.lora_delta_backward.default, (torch.randn(11, M), x, A, B, *runs, *drop, True, *need))
-    torch.library.opcheck(
-        ops.lora_linear_backward.default,
-        (torch.randn(N, M), x, weight, A, B, *runs, *drop, True, False, True, *need),
-    )
-
-
 @REFERENCE
-@pytest.mark.parametrize(
+@each(
     ("runs", "message"),
     [
         (((0, 4), (5, 6), (0, 1)), r"run 1 = \[4, 6\) where the rows before 5 are taken"),
@@ -413,7 +379,7 @@ def test_bad_segments(runs, message):
 
 
 @REFERENCE
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"p": (1.0,)}, r"0 <= p < 1, got p\[0\] = 1.0"),
@@ -429,7 +395,7 @@ def test_bad_dropout(change, message):
 
 
 @REFERENCE
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"segments": Segments.single(N + 1, 0)}, ValueError, "within the 17 rows of x, got end 18"),

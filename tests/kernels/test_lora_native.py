@@ -10,20 +10,15 @@ from rlhf_kernels.lora import DecodeLinear, Dropout, LoraCall, Segments, lora_de
 from rlhf_kernels.lora.segments import make_call
 from rlhf_kernels.runtime import native, philox, registry, testing
 
+from .checks import each, same_bits, threads_change_no_bit
+
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 if native.missing() is None:
     from rlhf_kernels.linear import native as linear_native
     from rlhf_kernels.lora import native as cpu
 
-ISAS = native.isas() if native.missing() is None else []
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NEEDS_ALL = (True, False, False, [True, True], [True, True])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        yield request.param
 
 
 def case(n, k, m, ranks, dtype=BF16, adapter=BF16, *, scale=1.0, p=0.0, seed=0):
@@ -62,7 +57,7 @@ SHAPES = [  # rows, K, M, ranks
 ]
 
 
-@pytest.mark.parametrize(("dtype", "adapter"), itertools.product([FP32, BF16], repeat=2), ids=str)
+@each(("dtype", "adapter"), itertools.product([FP32, BF16], repeat=2))
 def test_tiers(isa, dtype, adapter):
     """The yardstick is the reference in the same dtypes, whose products are fp32 throughout."""
     for shape, p in itertools.product(SHAPES, (0.0, 0.4)):
@@ -76,14 +71,14 @@ def test_tiers(isa, dtype, adapter):
             testing.assert_ok((testing.tier1 if got.dtype == FP32 else testing.tier3)(got, exact, eager), name)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("scale", [1.0, 1e-3])
 def test_small_inputs_keep_tier1(isa, scale):
     inputs = case(150, 200, 120, (16, 5), FP32, FP32, scale=scale, p=0.3)
     for got, exact, eager in zip(results(cpu, *inputs), exactly(*inputs), results(reference, *inputs), strict=True):
         testing.assert_ok(testing.tier1(got, exact, eager))
 
 
-@pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (BF16, FP16)], ids=str)
+@each(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (BF16, FP16)])
 def test_delta_and_its_gradients(isa, dtype, adapter):
     """The primitive's delta and ddelta are fp32 whatever x is."""
     x, _, _, lanes = case(90, 70, 45, (16, 3), dtype, adapter, p=0.3)
@@ -107,9 +102,9 @@ def inside(t, fill=float("nan")):
     return buffer, view
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@each("p", [0.0, 0.5])
+@each("dtype", [FP32, BF16])
+@each("shape", SHAPES[:4])
 def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     x, weight, dy, lanes = case(*shape, dtype, BF16, p=p)
     base, dbase = F.linear(x, weight), dy @ weight
@@ -123,8 +118,7 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     before = y_around.clone(), dx_around.clone()
     cpu._forward(x_in, y, True, lanes, runs)
     got = [y, dx, *cpu._backward(dy_in, x_in, dx, lanes, runs, [True] * 2, [True] * 2)]
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)  # and so without NaN
+    same_bits(got, want)
     for t, n in ((y, before[0]), (dx, before[1])):
         n[2:-2, 3 : 3 + t.shape[1]] = t
     bits = torch.int16 if dtype == BF16 else torch.int32
@@ -132,7 +126,7 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     assert torch.equal(dx_around.view(bits), before[1].view(bits))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("dtype", [FP32, BF16])
 def test_off_rows_are_not_read(isa, dtype):
     """Off rows hold NaN, between runs that end in the middle of every tile."""
     n, k, m = 100, 64, 96  # for 70, say, oneDNN's bf16 product reads on into the next row
@@ -148,12 +142,11 @@ def test_off_rows_are_not_read(isa, dtype):
         y = lora_linear(leaves[0], weight, None, leaves[1:3], leaves[3:], (1.0, 2.0), segments, backend="cpu")
         gradient = torch.where(on[:, None], dy, fill)
         grads.append([y[on], *(g[on] if g.shape == x.shape else g for g in torch.autograd.grad(y, leaves, gradient))])
-    for clean, dirty in zip(*grads, strict=True):
-        assert torch.equal(clean, dirty)
+    same_bits(*grads)
 
 
-@pytest.mark.parametrize("k", [1, 63, 64, 65, 200])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("k", [1, 63, 64, 65, 200])
+@each("dtype", [FP32, BF16])
 def test_dropout_draws_the_words_of_philox(isa, dtype, k):
     n, p = 40, 0.37
     row_ids = torch.tensor([0, -1, 2**40 + 3, -(2**62), 5] * 8) + torch.arange(n) * 2**31
@@ -180,23 +173,16 @@ def test_gradient_through_dropout_stops_at_dropped_places(isa):
     assert (dx[keep] != base[keep]).double().mean() > 0.9
 
 
-@pytest.mark.parametrize(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@each(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
 def test_threads_change_no_bit(isa, dtype, adapter):
-    inputs = case(2000, 200, 150, (16, 24), dtype, adapter, p=0.1)  # enough work for the parallel loops
-    x, _, dy, lanes = inputs
-    runs, found = cpu._in_place(lanes), []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            y, dx = torch.zeros(2000, 150, dtype=dtype), torch.zeros(2000, 200, dtype=dtype)
-            cpu._forward(x, y, True, lanes, runs)
-            grads = cpu._backward(dy, x, dx, lanes, runs, [True] * 2, [True] * 2)
-            found.append([y, dx, *grads])
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    x, _, dy, lanes = case(2000, 200, 150, (16, 24), dtype, adapter, p=0.1)  # enough work for the parallel loops
+
+    def run():
+        y, dx = torch.zeros(2000, 150, dtype=dtype), torch.zeros(2000, 200, dtype=dtype)
+        cpu._forward(x, y, True, lanes, cpu._in_place(lanes))
+        return [y, dx, *cpu._backward(dy, x, dx, lanes, cpu._in_place(lanes), [True] * 2, [True] * 2)]
+
+    threads_change_no_bit(run)
 
 
 def test_other_slots_change_no_bit(isa):
@@ -218,7 +204,7 @@ def test_other_slots_change_no_bit(isa):
         assert torch.equal(dx[start:end], together[0][start:end])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("dtype", [FP32, BF16])
 def test_infinities_and_nan_stay_where_they_are(isa, dtype):
     x, weight, dy, lanes = case(60, 64, 96, (16, 3), dtype, dtype)
     x[3, 5], x[20, 0], dy[50, 7] = float("inf"), float("nan"), float("-inf")
@@ -273,7 +259,7 @@ def test_nothing_is_computed_for_what_is_frozen(monkeypatch):
         assert [(a != 0, b != 0) for a, b in gradients] == list(zip(need_A, need_B, strict=True))
 
 
-@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)), ids=str)
+@each("needed", list(itertools.product([False, True], repeat=3)))
 def test_gradients_do_not_depend_on_what_else_is_needed(isa, needed):
     x, weight, dy, lanes = case(80, 70, 45, (16, 3), p=0.2)
     full = cpu.linear_backward(dy, x, weight, lanes, *NEEDS_ALL)
@@ -281,11 +267,11 @@ def test_gradients_do_not_depend_on_what_else_is_needed(isa, needed):
     part = cpu.linear_backward(dy, x, weight, lanes, need_x, False, False, [need_A] * 2, [need_B] * 2)
     want = full[: int(need_x)] + full[1 : 1 + 2 * need_A] + full[3 : 3 + 2 * need_B]
     assert len(part) == len(want)
-    assert all(torch.equal(a, b) for a, b in zip(part, want, strict=True))
+    same_bits(part, want)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("function", ["linear", "delta"])
+@each("p", [0.0, 0.25])
+@each("function", ["linear", "delta"])
 def test_eager_and_compiled_calls_have_the_same_bits(function, p):
     x, weight, dy, lanes = case(30, 20, 12, (4, 3), p=p)
     A, B = lanes.A, lanes.B
@@ -304,7 +290,7 @@ def test_eager_and_compiled_calls_have_the_same_bits(function, p):
             leaves = [t.clone().requires_grad_() for t in (x, *A, *B)]
             y = run(*leaves)
             found.append([y, *torch.autograd.grad(y, leaves, dy)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    same_bits(*found)
 
 
 def test_cpp_refuses_what_makes_no_sense():
@@ -339,12 +325,6 @@ def test_cpp_refuses_what_makes_no_sense():
             native.extension().lora_forward(*(good | change).values())
 
 
-def test_auto_takes_it():
-    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=BF16)) == "cpu"
-    assert registry.resolve("lora", "auto", torch.zeros(1, dtype=torch.float64)) == "reference"
-    assert "not in torch.float16" in registry.unsupported("lora", "cpu", "cpu", FP16)
-
-
 # ---- the next tokens of a few sequences ------------------------------------------------------------------------------
 
 
@@ -377,10 +357,11 @@ def decode_calls(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", [(4, 32, 1), (16, 64, 33), (17, 96, 130), (33, 352, 64), (64, 512, 300)], ids=str)
-@pytest.mark.parametrize(("dtype", "adapter"), itertools.product([FP32, BF16], [FP32, BF16, FP16]), ids=str)
+@each("with_bias", [True, False])
+@each("shape", [(4, 32, 1), (16, 64, 33), (17, 96, 130), (33, 352, 64), (64, 512, 300)])
+@each(("dtype", "adapter"), itertools.product([FP32, BF16], [FP32, BF16, FP16]))
 def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
+    decode_calls.clear()
     x, weight, bias, *rest = few_rows(*shape, dtype, adapter)
     arguments = x, weight, bias if with_bias else None, *rest
     y = decoded(*arguments)
@@ -392,25 +373,16 @@ def test_tiers_of_decoding(isa, dtype, adapter, shape, with_bias, decode_calls):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_rows", [9, 40])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each("n_rows", [9, 40])
+@each("dtype", [FP32, BF16])
 def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype, n_rows):
     """Up to more threads than there are ranks; first with several, so that nothing lies where one has put it."""
     x, weight, bias, A, B, scales, segments = few_rows(n_rows, 512, 1024, dtype)  # work enough for threads
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (3, 30, 2, 1):
-            torch.set_num_threads(threads)
-            found.append(decoded(x, weight, bias, A, B, scales, segments))
-            decoded(-x, weight, bias, A, B, scales, segments)
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert torch.equal(found[0], other)
+    given = weight, bias, A, B, scales, segments
+    threads_change_no_bit(lambda: (decoded(x, *given), decoded(-x, *given)), 3, 30, 2, 1)
     at = n_rows // 3
     some = decoded(x[at : at + 5], weight, bias, A, B, scales, Segments(starts=(0,), ends=(5,), slots=(0,)))
-    assert torch.equal(some, found[0][at : at + 5])
+    assert torch.equal(some, decoded(x, *given)[at : at + 5])
 
 
 @torch.no_grad()
@@ -445,12 +417,11 @@ def test_decoding_with_strides_and_nan_beside(isa, decode_calls):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(
-    ("n_rows", "K", "M", "with_bias"), [(4, 32, 33, True), (9, 544, 70, False), (40, 256, 96, True)]
-)
+@each("dtype", [FP32, BF16])
+@each(("n_rows", "K", "M", "with_bias"), [(4, 32, 33, True), (9, 544, 70, False), (40, 256, 96, True)])
 def test_off_rows_of_decoding_keep_the_bits_of_linear(isa, dtype, n_rows, K, M, with_bias, decode_calls, monkeypatch):
     """One call for on and off rows where `linear` multiplies in C++, too; on rows as they are among on rows alone."""
+    decode_calls.clear()
     monkeypatch.setattr(cpu, "product_for", lambda x, weight: linear_native)  # whatever the kernel table says
     x, weight, bias, A, B, scales, _ = few_rows(n_rows, K, M, dtype)
     bias = bias if with_bias else None
@@ -482,7 +453,7 @@ def test_where_decoding_runs_as_everything_else(decode_calls):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("adapter", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("adapter", [FP32, FP16])
 def test_decoding_follows_its_tensors(adapter, decode_calls, monkeypatch):
     """Weights that change between two tokens, in place or by moving, and an x that is not what it was."""
     made = []

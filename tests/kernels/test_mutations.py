@@ -2,9 +2,11 @@
 
 A surviving bug means that the tests have a hole. The copy has the kernels, csrc and tests/kernels; its extension is
 compiled once, and for a bug in C++ only the units that it touches are compiled again. A control run of every selection
-on the untouched copy must pass, so that a failure is the bug's. `pytest -s` prints which test caught what.
+on the untouched copy must pass, so that a failure is the bug's. `pytest -s` prints which test caught what, and its
+lane: one of every push, of the interpreter, or long.
 """
 
+import collections
 import json
 import os
 import re
@@ -18,24 +20,22 @@ import pytest
 import torch
 from rlhf_kernels.runtime import native
 
-from . import mutations, mutations_gpu_blocks, mutations_gpu_decoding, mutations_sets
+from . import mutations, mutations_gpu, mutations_sets
 from .mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTATIONS = [
-    *mutations.MUTATIONS,
-    *mutations_gpu_blocks.MUTATIONS,
-    *mutations_gpu_decoding.MUTATIONS,
-    *mutations_sets.MUTATIONS,
-]
+MUTATIONS = [*mutations.MUTATIONS, *mutations_gpu.MUTATIONS, *mutations_sets.MUTATIONS]
 # What a numeric test fails with. Anything else (NameError, CompilationError, ...) would be a bug of the mutation.
 FAILED_NUMERICALLY = re.compile(r"AssertionError|assert |Failed: DID NOT RAISE|\S*GradcheckError")
 WITH_COMPILER = shutil.which("g++") is not None
 # The copy has no tests/conftest.py, whose helpers are for tests of the engine.
 CONFTEST = """
-import json, os, pathlib
+import json, os, pathlib, re
 import rlhf_kernels
-from rlhf_kernels.runtime import kernel_table, registry
+from rlhf_kernels.runtime import kernel_table, native, registry
+
+# sets between the first and the last are for the long lane, as tests/conftest.py has it
+BETWEEN = set(native.isas()[1:-1]) if native.missing() is None else set()
 
 def pytest_sessionstart():
     assert pathlib.Path(rlhf_kernels.__file__).is_relative_to(pathlib.Path(__file__).parent.parent)
@@ -44,8 +44,10 @@ def pytest_sessionstart():
 def pytest_runtest_logreport(report):
     crash = getattr(report.longrepr, "reprcrash", None)
     message = "" if report.passed else crash.message if crash else str(report.longrepr)
+    is_long = "long" in report.keywords or BETWEEN & set(re.split(r"[-\\[\\]]", report.nodeid))
+    lane = "long" if is_long else "interpreter" if "/triton/" in report.nodeid else "push"
     with open(os.environ["MUTATION_REPORT"], "a") as file:
-        print(json.dumps([report.nodeid, report.when, report.outcome, message]), file=file)
+        print(json.dumps([report.nodeid, report.when, report.outcome, message, lane]), file=file)
 """
 
 
@@ -93,7 +95,7 @@ class Tree:
         return Applied(self, mutation)
 
     def run(self, tests: list[str], report: Path, *options: str) -> tuple[int, list[list[str]], str]:
-        """Exit status, reports (test, phase, outcome, message) and output of pytest on these tests of the copy."""
+        """Exit status, reports (test, phase, outcome, message, lane) and output of pytest on tests of the copy."""
         interpret = {test.startswith("triton/") for test in tests}
         assert len(interpret) == 1, f"a process interprets Triton kernels or does not: {tests}"
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -186,17 +188,18 @@ def passing(tree, request):
             continue
         status, reports, output = tree.run(sorted(tests), tree.folder / f"control_{interpreted}.jsonl")
         assert status == 0, output[-6000:]
-        names |= {name for name, phase, outcome, _ in reports if (phase, outcome) == ("call", "passed")}
+        names |= {name for name, phase, outcome, *_ in reports if (phase, outcome) == ("call", "passed")}
     return names
 
 
 @pytest.fixture(scope="module")
 def table():
     """Rows of the printed table."""
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, str, str, str]] = []
     yield rows
-    widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else []
-    print("\n" + "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c}" for a, b, c in rows))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print("", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), sep="\n")
+    print("caught by lane:", dict(collections.Counter(lane for _, _, lane, _ in rows)))
 
 
 @pytest.mark.long
@@ -212,11 +215,12 @@ def test_the_suite_catches(mutation, tree, passing, table, tmp_path):
         pytest.skip(f"this CPU has no {' or '.join(sorted(sets))}")
     with tree.apply(mutation):
         status, reports, output = tree.run(list(mutation.tests), tmp_path / "report.jsonl", "-x")
-    caught = [(name, phase, message) for name, phase, outcome, message in reports if outcome == "failed"]
+    caught = [(name, phase, message, lane) for name, phase, outcome, message, lane in reports if outcome == "failed"]
     assert status in (0, 1), f"pytest ended with {status}:\n{output[-4000:]}"
     assert caught, f"{mutation} survives: {', '.join(mutation.tests)} pass with it"
-    for name, phase, message in caught:
+    for name, phase, message, _ in caught:
         assert phase == "call", f"{name} did not get to its assertions: {message}\n{output[-4000:]}"
         assert FAILED_NUMERICALLY.match(message), f"{name} failed for another reason: {message}\n{output[-4000:]}"
         assert name in passing, f"{name} does not pass without the bug either"
-    table.append((f"{mutation.op}: {mutation.name}", mutation.backend, caught[0][0].removeprefix("tests/kernels/")))
+    name, *_, lane = caught[0]
+    table.append((f"{mutation.op}: {mutation.name}", mutation.backend, lane, name.removeprefix("tests/kernels/")))

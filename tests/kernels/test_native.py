@@ -15,9 +15,8 @@ import torch
 from rlhf_kernels.runtime import native
 
 from . import native_build
+from .checks import each, needs_native
 from .native_build import ROOT
-
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 @pytest.mark.skipif(
@@ -36,7 +35,7 @@ def test_addresses():
     assert native.dense("x", x[:0], torch.float32) >= 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "message"),
     [
         (
@@ -44,22 +43,10 @@ def test_addresses():
             TypeError,
             "x: expected dtype torch.float64, got torch.float32",
         ),
-        (
-            lambda x: native.address("x", x.to("meta"), x.dtype),
-            ValueError,
-            "x: expected a CPU tensor, got one on meta",
-        ),
+        (lambda x: native.address("x", x.to("meta"), x.dtype), ValueError, "x: expected a CPU tensor, got one on meta"),
         (lambda x: native.dense("x", x.t(), x.dtype), ValueError, "x: expected a contiguous tensor"),
-        (
-            lambda x: native.rows("x", x.t(), x.dtype),
-            ValueError,
-            r"x: expected inner stride 1, got strides \(1, 4\)",
-        ),
-        (
-            lambda x: native.rows("x", x[0], x.dtype),
-            ValueError,
-            r"x: expected 2 dimensions, got shape \(4,\)",
-        ),
+        (lambda x: native.rows("x", x.t(), x.dtype), ValueError, r"x: expected inner stride 1, got strides \(1, 4\)"),
+        (lambda x: native.rows("x", x[0], x.dtype), ValueError, r"x: expected 2 dimensions, got shape \(4,\)"),
     ],
 )
 def test_addresses_refused(call, error, message):
@@ -189,7 +176,7 @@ def test_an_extension_that_does_not_load_says_why(tmp_path):
 
 # No run is in the default lane: a file of variants/ holds every op, so the cheapest driver compiles all of csrc/cpu.
 @pytest.mark.long
-@pytest.mark.parametrize("name", native_build.DRIVERS)
+@each("name", native_build.DRIVERS)
 def test_cpp_under_sanitizers(sanitized, name):
     assert native_build.run([sanitized.driver(name)]).strip() == native_build.CLEAN
 
@@ -225,11 +212,7 @@ def _build(checkout, command, **environment):
     code = f"from setuptools import build_meta; print(build_meta.{command}('out'))"
     (checkout / "out").mkdir(exist_ok=True)
     run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=checkout,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], cwd=checkout, env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return checkout / "out" / run.stdout.strip().splitlines()[-1], run.stdout + run.stderr
@@ -299,7 +282,7 @@ def test_wheel_from_sdist_has_the_extension(checkout):
 
 @pytest.mark.long  # compiles the extension
 @pytest.mark.skipif(sys.platform != "linux", reason="names clang's own OpenMP library")
-@pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "without_openmp"])
+@pytest.mark.parametrize("openmp", [True, False])
 def test_clang_builds_the_extension(checkout, tmp_path, openmp):
     """The wheel's extension agrees with the reference in every op, on every set of this machine."""
     pytest.importorskip("pybind11", reason="the build needs pybind11, which pip would fetch")
@@ -370,7 +353,7 @@ def test_a_block_ends_with_the_set_that_it_found():
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["avx1024", "AVX2", "", " portable", "avx2" if "neon" in ORDER else "neon"])
+@each("name", ["avx1024", "AVX2", "", " portable", "avx2" if "neon" in ORDER else "neon"])
 def test_an_unknown_set_is_refused_with_those_that_are_there(name):
     """A set of another architecture is unknown, too; what was in use stays in use."""
     before = native.isa()

@@ -2,9 +2,10 @@
 
 import math
 
-import pytest
 import torch
 from rlhf_kernels.runtime.philox import gumbel, gumbel_at, keep_mask, philox4x32, random_words
+
+from .checks import each
 
 # Known-answer vectors of the Random123 distribution (philox4x32, 10 rounds): counter, key, result
 KNOWN = [
@@ -18,7 +19,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+@each(("counter", "key", "expected"), KNOWN)
 def test_known_answers(counter, key, expected):
     counter, key = (tuple(torch.tensor([x]) for x in words) for words in (counter, key))
     assert tuple(int(w) for w in philox4x32(counter, key)) == expected

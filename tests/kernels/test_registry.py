@@ -7,6 +7,8 @@ import torch
 from rlhf_kernels.runtime import native, registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .checks import each, needs_native
+
 X = torch.zeros(2)
 
 
@@ -81,7 +83,29 @@ def test_auto_never_takes_what_is_served_by_name(op):
         registry._BY_NAME.remove((op, "cuda"))
 
 
-@pytest.mark.parametrize("name", ["linear", "attention", "activation"])
+SERVED = {
+    **dict.fromkeys(("linear_logprob", "linear_logprob_pair", "linear_ppo_loss", "sample"), "float32 bfloat16 float16"),
+    **dict.fromkeys(("attention", "decode_attention", "lora"), "float32 bfloat16"),
+    **dict.fromkeys(("gae", "whiten", "ppo_loss"), "float32 bfloat16 float16 float64"),
+    "gather_logprob": "float32 bfloat16 float64",
+}
+"""Dtypes that the native code of an op reads."""
+
+
+@needs_native
+@each("name, served", SERVED.items())
+def test_auto_takes_the_native_code_where_it_serves(name, served):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.zeros(1, dtype=dtype)
+        if str(dtype).removeprefix("torch.") in served.split():
+            assert registry.resolve(name, "auto", x) == registry.report("cpu", dtype)[name]["auto"] == "cpu"
+            continue
+        assert registry.resolve(name, "auto", x) == "reference"
+        with pytest.raises(registry.BackendUnavailableError, match=str(dtype)):
+            registry.resolve(name, "cpu", x)
+
+
+@each("name", ["linear", "attention", "activation"])
 def test_torch_keeps_its_own_ops_on_a_gpu_outside_exact_mode(name):
     if registry.unsupported(name, "triton", "cuda", torch.bfloat16) is not None:
         pytest.skip("triton is not installed")
@@ -130,10 +154,7 @@ def test_default_backend_is_what_auto_means(op):
 
 
 def test_default_backend_never_falls_back_either(op):
-    with (
-        registry.use_backend("triton"),
-        pytest.raises(registry.BackendUnavailableError, match="backend='triton'"),
-    ):
+    with registry.use_backend("triton"), pytest.raises(registry.BackendUnavailableError, match="backend='triton'"):
         registry.resolve(op, "auto", X)
 
 
@@ -156,7 +177,7 @@ def test_report_gives_every_backend_a_reason(op):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda op: registry.register(op, "auto", SimpleNamespace()),

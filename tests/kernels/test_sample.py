@@ -7,7 +7,7 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.sample import SampleOutputs, reference, sample
 
-ISAS = [] if native.missing() else native.isas()
+from .checks import ISAS, each
 
 
 @pytest.fixture(autouse=True, params=["reference", *ISAS])
@@ -20,11 +20,6 @@ def backend(request):
         with native.use_isa(request.param):
             assert registry.resolve("sample", "auto", torch.zeros(1)) == "cpu"
             yield "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def make(n, h, v, *, dtype=torch.float32, scale=1.0):
@@ -52,7 +47,7 @@ def check_frequencies(token, p):
     assert torch.special.gammaincc(freedom, statistic / 2) > 1e-3  # p-value of the chi-square test
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@each("temperature", [1.0, 0.5, 2.0])
 def test_frequencies_follow_the_softmax(temperature):
     out, logits = many_draws(20000, temperature=temperature)
     p = (logits.double() / temperature).softmax(-1)
@@ -88,7 +83,7 @@ def test_top_k_and_top_p():
         assert torch.equal(many_draws(50, **options)[0].token, everything.token)
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@each("scale", [0.1, 1.0, 5.0])
 def test_top_p_by_the_likeliest_words_and_by_all(scale, monkeypatch):
     """With ties, which bf16 logits have many of; a row keeps the same words alone."""
     torch.manual_seed(0)
@@ -158,7 +153,7 @@ def test_token_is_the_argmax_of_logits_plus_gumbel():
     assert torch.equal(out.token, (hidden @ weight.T / 0.7 + noise).argmax(-1))
 
 
-@pytest.mark.parametrize("with_options", [False, True])
+@each("with_options", [False, True])
 def test_logprob_and_entropy_are_those_of_linear_logprob(with_options, backend):
     hidden, weight, seed, position = make(140, 8, 32001)
     options = {}
@@ -181,11 +176,9 @@ def test_logprob_and_entropy_are_those_of_linear_logprob(with_options, backend):
     assert out.logprob.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 7.0, "logit_scale": 0.3}, {"bias": True}], ids=["plain", "cap", "bias"]
-)
-@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("options", [{}, {"softcap": 7.0, "logit_scale": 0.3}, {"bias": True}])
+@each("scale", [0.1, 1.0, 30.0])
 def test_a_logprob_has_the_bits_of_linear_logprob(dtype, options, scale, backend):
     """Rows with temperatures and greedy rows, several blocks of the vocabulary, scores of many logits and of one."""
     if backend == "reference":
@@ -221,7 +214,7 @@ def test_greedy_rows_in_a_mixed_batch():
     assert torch.equal(all_greedy.token, best)
 
 
-@pytest.mark.parametrize("lanes", [5, 40])
+@each("lanes", [5, 40])
 def test_some_rows_never_draw_what_is_forbidden(lanes):
     hidden, weight, seed, position = make(lanes, 8, 600)
     forbids, greedy = torch.arange(lanes) % 3 != 0, torch.arange(lanes) % 2 == 0
@@ -288,8 +281,8 @@ def test_greedy_takes_the_first_maximum_before_the_temperature():
     assert out.token == 1
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 127])
-@pytest.mark.parametrize("vocab", [1, 17, 517])
+@each("n", [0, 1, 2, 127])
+@each("vocab", [1, 17, 517])
 def test_sizes_and_hostile_rows(n, vocab):
     hidden, weight, seed, position = make(n, 6, vocab, scale=30.0)
     out = sample(hidden, weight, seed=seed, position=position, outputs=SampleOutputs._fields)
@@ -316,20 +309,6 @@ def test_bf16_and_float64():
     torch.testing.assert_close(low.logprob.double(), high.logprob, rtol=1e-5, atol=1e-5)
 
 
-def test_opcheck(backend):
-    hidden, weight, seed, position = make(4, 3, 7)
-    greedy = torch.tensor([True, False, False, True])
-    tensors = (torch.randn(7), torch.randn(2, 3), torch.randn(7, 2), torch.rand(4) + 0.5)
-    op = torch.ops.rlhf_kernels.sample.default
-    filters = (3, 0.9, 0.1) if backend == "reference" else (0, 1.0, 0.0)
-    numbers = (0.5, 1.0, 2.0, 1.5, *filters, True)
-    torch.library.opcheck(
-        op, (hidden, weight, seed, position, greedy, torch.tensor([1, 5]), ~greedy, *tensors, *numbers, backend)
-    )
-    plain = (None, None, None, None, None, None, None, 0.0, 0.7, 0.0, 1.0, 0, 1.0, 0.0, False, backend)
-    torch.library.opcheck(op, (hidden, weight, seed, position, *plain))
-
-
 def test_asking_for_gradients_raises():
     hidden, weight, seed, position = make(4, 3, 7)
     weight.requires_grad_()
@@ -339,7 +318,7 @@ def test_asking_for_gradients_raises():
         assert sample(hidden, weight, seed=seed, position=position).token.shape == (4,)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"seed": torch.zeros(2)}, TypeError, "seed: expected int64"),

@@ -9,20 +9,11 @@ from rlhf_kernels.sample import SampleOutputs, sample
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab.logits import HeadLora
 
+from . import dense as vocabulary
+from .checks import each, largest_allocation, same_bits, threads_change_no_bit
+
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-ISAS = native.isas() if native.missing() is None else []
 ALL = SampleOutputs._fields
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.use_isa(request.param):
-        yield request.param
 
 
 def make(n, h, v, *, dtype=torch.float32, scale=1.0):
@@ -32,18 +23,10 @@ def make(n, h, v, *, dtype=torch.float32, scale=1.0):
     return hidden, weight, torch.randint(-(2**63), 2**63 - 1, (n,)), torch.randint(0, 2**40, (n,))
 
 
-def logits(hidden, weight, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, lora=None):
+def logits(hidden, weight, dtype, *, temperature=1.0, **head):
     """Logits [N, V] before and after the temperature."""
-    h, w = hidden.to(dtype), weight.to(dtype)
-    c = h @ w.T
-    if lora is not None:
-        c = c + lora.scale * (h @ lora.A.to(dtype).T) @ lora.B.to(dtype).T
-    if bias is not None:
-        c = c + bias.to(dtype)
-    c = c * logit_scale
-    if softcap is not None:
-        c = softcap * torch.tanh(c / softcap)
-    return c, c / (temperature[:, None].to(dtype) if isinstance(temperature, torch.Tensor) else temperature)
+    z = vocabulary.logits(hidden.to(dtype), weight.to(dtype), **head)
+    return z, vocabulary.heated(z, temperature)
 
 
 def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, backend="cpu", **options):
@@ -59,14 +42,10 @@ def check(hidden, weight, seed, position, *, tolerance=1e-4, greedy=None, backen
     assert clear.sum() >= 0.95 * n - 1
     assert torch.equal(out.token[clear], score.argmax(-1)[clear])
 
-    def statistics(z):
-        log_p = torch.log_softmax(z, -1)
-        finite = log_p.clamp_min(torch.finfo(z.dtype).min)
-        return log_p.gather(1, out.token[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
-
-    exact, plain = statistics(z), statistics(logits(hidden, weight, torch.float32, **options)[1])
-    for name, got, want, eager in zip(ALL[1:], out[1:], exact, plain, strict=True):
-        assert_ok(tier1(got, want, eager), name)
+    plain = logits(hidden, weight, torch.float32, **options)[1]
+    exact, plain = (vocabulary.statistics(rows, out.token) for rows in (z, plain))
+    for name in ALL[1:]:
+        assert_ok(tier1(getattr(out, name), exact[name], plain[name]), name)
     return out
 
 
@@ -82,13 +61,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape", SHAPES)
 def test_tokens_are_the_references(isa, shape, dtype):
     check(*make(*shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("shape", SHAPES)
 def test_every_option(isa, shape):
     n, h, v = shape
     options = {"temperature": torch.rand(n) + 0.5, "softcap": 30.0, "logit_scale": 1.3, "bias": torch.randn(v)}
@@ -107,7 +86,7 @@ def test_tokens_of_several_row_chunks():
     assert torch.equal(native_tokens, tokens)
 
 
-@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+@each("adapter", [torch.float32, torch.bfloat16])
 def test_lora_on_a_bf16_head_is_not_rounded_to_bf16(isa, adapter):
     hidden, weight, seed, position = make(20, 64, 700, dtype=torch.bfloat16)
     lora = HeadLora(torch.randn(4, 64).to(adapter), torch.randn(700, 4).to(adapter), 0.5)
@@ -117,7 +96,7 @@ def test_lora_on_a_bf16_head_is_not_rounded_to_bf16(isa, adapter):
     torch.testing.assert_close(out.logprob.double(), want, rtol=1e-4, atol=3e-4)
 
 
-@pytest.mark.parametrize("order", ["rising", "falling"])
+@each("order", ["rising", "falling"])
 def test_every_column_a_new_best(isa, order):
     """Logits that rise with the column, so that the best one changes all the time; and its mirror image."""
     hidden, weight, seed, position = make(5, 8, 3000)
@@ -125,7 +104,7 @@ def test_every_column_a_new_best(isa, order):
     check(hidden, weight, seed, position, bias=bias if order == "rising" else bias.flip(0))
 
 
-@pytest.mark.parametrize("seed_of_numbers", range(3))
+@each("seed_of_numbers", range(3))
 def test_tokens_of_a_flat_head(isa, seed_of_numbers):
     """Equal logits: the noise alone decides, and among 50 000 words its largest values are those of u near 0."""
     torch.manual_seed(seed_of_numbers)
@@ -199,7 +178,7 @@ def test_values_that_are_not_finite(isa):
     assert sample(**rows, backend="cpu").token[3] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_threads_batch_and_repetition_do_not_change_the_bits(isa, dtype):
     hidden, weight, seed, position = make(37, 96, 5003, dtype=dtype)
     greedy = torch.arange(37) % 4 == 0
@@ -211,17 +190,10 @@ def test_threads_batch_and_repetition_do_not_change_the_bits(isa, dtype):
             temperature=temperature[rows], outputs=ALL, backend="cpu",
         )  # fmt: skip
 
-    previous, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 2):
-            torch.set_num_threads(threads)
-            results.append(run(slice(None)))
-    finally:
-        torch.set_num_threads(previous)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    threads_change_no_bit(lambda: run(slice(None)), 1, 2, 3, 2)
+    whole = run(slice(None))
     for rows in ([5], [36, 1, 8], list(range(20, 37))):
-        assert all(torch.equal(a, b[rows]) for a, b in zip(run(rows), results[0], strict=True))
+        same_bits(run(rows), [x[rows] for x in whole])
 
 
 def test_any_strides_and_mixed_dtypes(isa):
@@ -259,9 +231,7 @@ def test_empty_batch(isa):
 
 def test_the_head_is_neither_copied_nor_multiplied_out():
     hidden, weight, seed, position = make(16, 64, 30_000, dtype=torch.bfloat16)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        sample(hidden, weight, seed=seed, position=position, backend="cpu")
-    assert max(event.self_cpu_memory_usage for event in profile.events()) < 10_000
+    assert largest_allocation(lambda: sample(hidden, weight, seed=seed, position=position, backend="cpu")) < 10_000
 
 
 def test_filters_are_the_references():

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from rlhf_kernels.gae import _masked_moments, _whiten, _whiten_backward, masked_moments, whiten
+from rlhf_kernels.gae import masked_moments, whiten
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier2
 
+from .checks import BACKENDS, ISAS, each, needs_native, same_bits, threads_change_no_bit, traced_alike
+
 NAN = float("nan")
-ISAS = [] if native.missing() else native.isas()
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
 DEVICE_BACKENDS = [
     ("cpu", "reference"),
     pytest.param("cpu", "cpu", marks=needs_native),
@@ -45,9 +44,9 @@ def test_hand_computed(backend):
 
 
 @pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
-@pytest.mark.parametrize("shift_mean", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-@pytest.mark.parametrize("shape", [(2,), (15, 127), (3, 5, 7), (129, 1000)])
+@each("shift_mean", [True, False])
+@each("scale", [1.0, 1e-3])
+@each("shape", [(2,), (15, 127), (3, 5, 7), (129, 1000)])
 def test_one_final_rounding(device, backend, shift_mean, scale, shape):
     x, mask = random_case(*shape, scale=scale)
     mask.view(-1)[:2] = True
@@ -81,8 +80,8 @@ def test_fp32_moments_are_accepted(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shift_mean", [True, False])
-@pytest.mark.parametrize("given", [True, False])
+@each("shift_mean", [True, False])
+@each("given", [True, False])
 def test_gradcheck(backend, shift_mean, given):
     x, mask = random_case(3, 4, dtype=torch.float64)
     moments = masked_moments(*random_case(5, 5, dtype=torch.float64, seed=1)) if given else None
@@ -94,17 +93,7 @@ def test_gradcheck(backend, shift_mean, given):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend):
-    x, mask = random_case(3, 4)
-    moments = masked_moments(x, mask)
-    torch.library.opcheck(_masked_moments._registered, (x, mask, backend))
-    for given in (None, moments):
-        torch.library.opcheck(_whiten._registered, (x.clone().requires_grad_(), mask, given, False, 1e-8, backend))
-    torch.library.opcheck(_whiten_backward._registered, (x, x, mask, moments, True, False, backend))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("garbage", [NAN, float("inf")])
+@each("garbage", [NAN, float("inf")])
 def test_masked_inputs_reach_nothing(backend, garbage):
     x, mask = random_case(5, 9)
     results = []
@@ -113,15 +102,14 @@ def test_masked_inputs_reach_nothing(backend, garbage):
         y = whiten(filled, mask, shift_mean=False, backend=backend)
         y.backward(x.square().masked_fill(~mask, fill))
         results.append([y.detach(), filled.grad, masked_moments(filled, mask, backend=backend)])
-    for clean, dirty in zip(*results, strict=True):
-        assert torch.equal(clean, dirty)
+    same_bits(*results)
     assert (results[1][0][~mask] == 0).all()
     assert (results[1][1][~mask] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("n_kept", [0, 1])
-@pytest.mark.parametrize("given", [True, False])
+@each("n_kept", [0, 1])
+@each("given", [True, False])
 def test_too_few_elements_for_a_variance(backend, n_kept, given):
     x, mask = torch.tensor([[3.0, NAN]], requires_grad=True), torch.tensor([[n_kept, 0]])
     moments = masked_moments(x, mask, backend=backend) if given else None
@@ -170,19 +158,13 @@ def test_strided_and_narrow_inputs(backend):
 @needs_native
 def test_threads_do_not_change_the_bits():
     x, mask = random_case(600, 512)
-    previous = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            leaf = x.clone().requires_grad_()
-            y = whiten(leaf, mask, backend="cpu")
-            y.backward(x.square())
-            results.append([y.detach(), leaf.grad, masked_moments(x, mask, backend="cpu")])
-    finally:
-        torch.set_num_threads(previous)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        y = whiten(leaf, mask, backend="cpu")
+        return [y, *torch.autograd.grad(y, leaf, x.square()), masked_moments(x, mask, backend="cpu")]
+
+    threads_change_no_bit(run)
 
 
 def test_named_backend_never_falls_back():
@@ -194,14 +176,10 @@ def test_named_backend_never_falls_back():
         masked_moments(torch.zeros(2), torch.ones(2), backend="triton")
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
-        (
-            {"x": torch.zeros(2, 3, dtype=torch.int32)},
-            TypeError,
-            "x: expected a floating point dtype, got torch.int32",
-        ),
+        ({"x": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "x: expected a floating point dtype, got torch.int32"),
         ({"mask": torch.ones(3, 2)}, ValueError, r"mask: expected shape \(2, 3\), got \(3, 2\)"),
         ({"moments": torch.zeros(2)}, ValueError, r"moments: expected shape \(3,\), got \(2,\)"),
         ({"moments": (1.0, 2.0, 3.0)}, TypeError, "moments: expected a tensor, got tuple"),
@@ -215,8 +193,8 @@ def test_bad_input(change, error, message):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shift_mean", [True, False])
-@pytest.mark.parametrize("n", [2, 3, 7, 8, 9, 15, 16, 17, 31, 4095, 4096, 4097, 8200])
+@each("shift_mean", [True, False])
+@each("n", [2, 3, 7, 8, 9, 15, 16, 17, 31, 4095, 4096, 4097, 8200])
 def test_ragged_sizes_on_every_instruction_set(isa, shift_mean, n):
     """Each size ends in another part of a vector; NaN stand before, behind and between the elements."""
     x, mask = random_case(n, seed=n)
@@ -241,16 +219,10 @@ def test_ragged_sizes_on_every_instruction_set(isa, shift_mean, n):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_eager_calls_and_the_registered_op_agree_bit_for_bit(backend):
-    x, mask = random_case(5, 9)
-    grad = random_case(5, 9, seed=1)[0]
+    (x, mask), (grad, _) = random_case(5, 9), random_case(5, 9, seed=1)
 
     def both(x):
         y = whiten(x, mask, backend=backend)
         return y, torch.autograd.grad(y, x, grad)[0]
 
-    x.requires_grad_()
-    traced = torch.fx.experimental.proxy_tensor.make_fx(both)(x)
-    names = {node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")}
-    assert {"whiten", "whiten_backward"} <= names
-    for a, b in zip(both(x), traced(x), strict=True):
-        assert torch.equal(a, b)
+    traced_alike(both, [x.requires_grad_()], {"whiten", "whiten_backward"})

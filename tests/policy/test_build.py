@@ -123,8 +123,7 @@ def test_a_classifier_on_the_base_s_weights_costs_a_head(model, same_decoder, tm
 
 
 @pytest.mark.parametrize(
-    "method",
-    [m if m in ("hydra_ppo", "full_ppo") else pytest.param(m, marks=pytest.mark.long) for m in METHODS],
+    "method", [m if m in ("hydra_ppo", "full_ppo") else pytest.param(m, marks=pytest.mark.long) for m in METHODS]
 )
 def test_a_classifier_on_other_weights_brings_its_backbone(model, other_decoder, tmp_path, method):
     ours = build(model, tmp_path, reward_model_path=str(other_decoder), method=method)

@@ -42,7 +42,7 @@ def tokens(rollout) -> list[list[int]]:
     return [rollout.batch.completion_tokens(i) for i in range(rollout.batch.n_sequences)]
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("max_rows", [1, 5])
 def test_answers_do_not_depend_on_how_many_rows_are_alive(step, max_rows):
     model, asked = build(), prompts(16)
     whole = generate(model, asked, sampling(), options=EngineOptions(decode_step=step))
@@ -82,8 +82,9 @@ def test_requests_wait_for_the_cache(step):
 LONG = [3 + i % 50 for i in range(40)]
 
 
-@pytest.mark.parametrize("max_rows", [None, 3, 1])
-@pytest.mark.parametrize("prompt", [LONG[:BLOCK], LONG, LONG[:5]], ids=["whole blocks", "and a part", "a part"])
+@pytest.mark.parametrize(  # whole blocks, blocks and a part, a part
+    ("prompt", "max_rows"), [(LONG[:BLOCK], 3), (LONG, None), (LONG[:5], 1)]
+)
 def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeypatch):
     prefilled = []
     kind = NativeStep if step == "native" else TransformersStep
@@ -366,31 +367,18 @@ def test_the_native_step_is_not_taken_where_the_table_prefers_the_reference(tmp_
             assert generate(model, [[5]], sampling()).stats.step == "native"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_rows": 0}, "max_rows: expected None or at least 1, got 0"),
-        ({"cache_bytes": -4}, "cache_bytes: expected None or at least 1, got -4"),
-    ],
-)
-def test_bad_engine_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        EngineOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_completion_length": 21}, r"min_completion_length: expected 0 to max_completion_length \(20\), got 21"),
-        ({"top_k": 0}, "top_k: expected None or at least 1, got 0"),
-        ({"top_p": 1.5}, r"top_p: expected None or a number in \(0, 1\], got 1.5"),
-        ({"min_p": 0.0}, r"min_p: expected None or a number in \(0, 1\], got 0.0"),
-        ({"stop": ("a", "")}, "stop: expected texts that are not empty"),
-    ],
-)
-def test_bad_sampling_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        sampling(**options)
+def test_bad_options():
+    for make, options, message in (
+        (EngineOptions, {"max_rows": 0}, "max_rows: expected None or at least 1, got 0"),
+        (EngineOptions, {"cache_bytes": -4}, "cache_bytes: expected None or at least 1, got -4"),
+        (sampling, {"min_completion_length": 21}, r"expected 0 to max_completion_length \(20\), got 21"),
+        (sampling, {"top_k": 0}, "top_k: expected None or at least 1, got 0"),
+        (sampling, {"top_p": 1.5}, r"top_p: expected None or a number in \(0, 1\], got 1.5"),
+        (sampling, {"min_p": 0.0}, r"min_p: expected None or a number in \(0, 1\], got 0.0"),
+        (sampling, {"stop": ("a", "")}, "stop: expected texts that are not empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**options)
 
 
 def test_a_request_that_contradicts_the_run_is_refused():
@@ -491,8 +479,9 @@ class EndsBadly:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-@pytest.mark.parametrize("left", [False, True, None], ids=["torch 2.11", "the allocator has left", "without the calls"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["its end fails", "its step fails"])
+@pytest.mark.parametrize(  # torch 2.11; the allocator has left; without the calls. Its end fails, or its step
+    ("left", "breaks"), [(False, True), (True, False), (None, True)]
+)
 def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monkeypatch):
     """Else no memory would be given back from then on. The next rollout tries a capture again."""
     calls: list[tuple[object, ...]] = []

@@ -130,8 +130,14 @@ def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
         assert len(set(rollout.batch.completion_lens)) > 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, kind in enumerate(OTHERS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_other_models_have_them_too(kind, dtype):
     """Ranks and widths that are no multiple of a vector, several rows at once and one alone."""
     model = make(OTHERS[kind], dtype, actor=SlotConfig(r=5))
@@ -188,18 +194,16 @@ def test_a_module_that_is_not_by_rows_is_named():
     assert "float64" in str(exactness.unsupported(doubled.backbone()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["cos", "sin", "tanh", "relu", "square"])
-def test_torch_s_functions_that_modules_may_call_are_by_element(name, dtype):
+def test_torch_s_functions_that_modules_may_call_are_by_element():
     """Rotary angles and some activations: an element has its bits at any place and in any company."""
-    function, x = getattr(torch, name), (30 * torch.randn(5003)).to(dtype)
-    whole = function(x)
-    for start, n in itertools.product((0, 1, 7, 100, 4001), (1, 3, 8, 29, 1000)):
-        assert torch.equal(function(x[start : start + n].clone()), whole[start : start + n])
+    for name, dtype in itertools.product(("cos", "sin", "tanh", "relu", "square"), DTYPES):
+        function, x = getattr(torch, name), (30 * torch.randn(5003)).to(dtype)
+        whole = function(x)
+        for start, n in itertools.product((0, 1, 7, 100, 4001), (1, 3, 8, 29, 1000)):
+            assert torch.equal(function(x[start : start + n].clone()), whole[start : start + n]), (name, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("step", ["native", "transformers"])
+@pytest.mark.parametrize(("step", "dtype"), [("native", torch.bfloat16), ("transformers", torch.float32)])
 def test_nothing_beside_an_answer_changes_its_bits(step, dtype):
     """Rows at once, order, neighbours and their slots, how prompts were batched, threads."""
     model = make(MODELS["llama grouped"], dtype, actor=SlotConfig(r=5))

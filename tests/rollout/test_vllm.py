@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from rlhf_kernels.runtime import registry
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
-from rlhf_engine.rollout.vllm.backend import VllmRollouts, find_base, require_servable
-from rlhf_engine.rollout.vllm.canary import Canary
+from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base, require_servable
 from rlhf_engine.rollout.vllm.client import RUNTIME_LORA, VLLM, VllmClient
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.rollout.stand_in import Refusal, StandIn, sample_id_of
@@ -72,8 +72,7 @@ def test_seeds_of_the_stand_in():
         assert row_seed(0, sample_id_of(row_seed(seed, sample))) == row_seed(seed, sample)
 
 
-@pytest.mark.parametrize("ids", ["both", "token_ids", "names"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("ids", "temperature"), [("both", 0.7), ("token_ids", 1.0), ("names", 0.7)])
 def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, temperature):
     server.ids = ids
     rollouts = connect(model, server, tmp_path, temperature=temperature)
@@ -92,9 +91,10 @@ def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, tem
     assert theirs.stats.tokens == theirs.batch.n_completion_tokens
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_every_sampling_option_means_the_same(model, server, tmp_path):
+    rollouts = connect(model, server, tmp_path)
+    rollouts.sync(0)
+    for changes in (
         {"top_k": 3},
         {"top_p": 0.8, "temperature": 1.3},
         {"min_p": 0.2},
@@ -103,25 +103,19 @@ def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, tem
         {"eos_token_ids": (5, 9, 40, 41)},
         {"eos_token_ids": ()},
         {"stop": ("><1",)},
-    ],
-    ids=["top_k", "top_p", "min_p", "min5", "min1", "ends", "no_ends", "stop"],
-)
-def test_every_sampling_option_means_the_same(model, server, tmp_path, changes):
-    rollouts = connect(model, server, tmp_path)
-    rollouts.sync(0)
-    prompts, options = PROMPTS * 3, sampling(**changes)
-    ours = generate(model, prompts, options, decode=lambda ids: "".join(f"<{i}>" for i in ids))
-    theirs = rollouts.generate(prompts, options)
-    assert theirs.batch.tokens_T.tolist() == ours.batch.tokens_T.tolist()
-    assert theirs.finish_reasons == ours.finish_reasons
-    if "stop" in changes:
-        assert "stop" in theirs.finish_reasons
-    if changes.get("min_completion_length") == 5:  # the fifth token is the first that may end an answer
-        assert min(theirs.batch.completion_lens) == 5
-    assert theirs.filtered == options.filters
-    assert not ours.filtered
-    assert (ours.batch.supports is not None) == options.filters
-    torch.testing.assert_close(theirs.logprobs_M, ours.logprobs_M, rtol=0, atol=1e-4)
+    ):
+        prompts, options = PROMPTS * 3, sampling(**changes)
+        ours = generate(model, prompts, options, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+        theirs = rollouts.generate(prompts, options)
+        assert theirs.batch.tokens_T.tolist() == ours.batch.tokens_T.tolist(), changes
+        assert theirs.finish_reasons == ours.finish_reasons, changes
+        if "stop" in changes:
+            assert "stop" in theirs.finish_reasons
+        if changes.get("min_completion_length") == 5:  # the fifth token is the first that may end an answer
+            assert min(theirs.batch.completion_lens) == 5
+        assert theirs.filtered == options.filters == (ours.batch.supports is not None), changes
+        assert not ours.filtered
+        torch.testing.assert_close(theirs.logprobs_M, ours.logprobs_M, rtol=0, atol=1e-4)
 
 
 def test_the_base_and_greedy_rows(model, server, tmp_path):
@@ -191,10 +185,7 @@ def test_versions_come_and_go(model, server, tmp_path):
     rollouts.sync(0)
     (first,) = server.adapters
     assert first.startswith("run-v0-")
-    assert sorted(p.name for p in (folder / first).iterdir()) == [
-        peft_io.CONFIG_FILE,
-        peft_io.WEIGHTS_FILE,
-    ]
+    assert sorted(p.name for p in (folder / first).iterdir()) == [peft_io.CONFIG_FILE, peft_io.WEIGHTS_FILE]
     before = len(server.log)
     rollouts.sync(0)
     assert len(server.log) == before  # the same version goes nowhere
@@ -322,38 +313,17 @@ def test_before_the_first_sync_there_is_no_actor(model, server, tmp_path):
         rollouts.generate(PROMPTS, sampling())
 
 
-@pytest.mark.parametrize(
-    ("slots", "roles", "message"),
-    [
-        (
-            {"actor": SlotConfig(r=4, target_modules=("q_proj", "lm_head"))},
-            hydra_roles(),
-            r"lora_target_modules: expected no LM head for a vLLM server, .*got \['lm_head'\]",
-        ),
-        (
-            {"actor": SlotConfig(r=600)},
-            hydra_roles(),
-            "lora_r: expected at most 512 for a vLLM server, got 600",
-        ),
-        ({}, {"actor": RoleSpec()}, "method: expected an actor on an adapter for a vLLM server"),
-    ],
-    ids=["head", "rank", "whole"],
-)
-def test_what_vllm_cannot_serve_is_refused_up_front(slots, roles, message):
-    model = HydraModel.from_pretrained(tiny_llama(), roles=roles, slots=slots)
-    with pytest.raises(ConfigError, match=message):
-        require_servable(model)
-
-
-def test_conv1d_is_refused():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    plain = GPT2LMHeadModel(GPT2Config(n_embd=24, n_layer=1, n_head=2, vocab_size=61, n_positions=32))
-    model = HydraModel.from_pretrained(plain.eval(), roles={"actor": RoleSpec(slot="actor")})
-    with pytest.raises(
-        ConfigError, match=r"expected a model with plain linears .* got a GPT2LMHeadModel, whose Conv1D"
+def test_what_vllm_cannot_serve_is_refused_up_front():
+    head = {"actor": SlotConfig(r=4, target_modules=("q_proj", "lm_head"))}
+    plain = GPT2LMHeadModel(GPT2Config(n_embd=24, n_layer=1, n_head=2, vocab_size=61, n_positions=32)).eval()
+    for source, roles, slots, message in (
+        (tiny_llama(), hydra_roles(), head, r"lora_target_modules: expected no LM head .*got \['lm_head'\]"),
+        (tiny_llama(), hydra_roles(), {"actor": SlotConfig(r=600)}, "lora_r: expected at most 512 .*, got 600"),
+        (tiny_llama(), {"actor": RoleSpec()}, {}, "method: expected an actor on an adapter for a vLLM server"),
+        (plain, {"actor": RoleSpec(slot="actor")}, {}, r"plain linears .* got a GPT2LMHeadModel, whose Conv1D"),
     ):
-        require_servable(model)
+        with pytest.raises(ConfigError, match=message):
+            require_servable(HydraModel.from_pretrained(source, roles=roles, slots=slots))
 
 
 # ---- the canary ------------------------------------------------------------------------------------------------------
@@ -426,7 +396,7 @@ def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
         list(model.backbone().slot("actor").parameters())[-1].fill_(float("nan"))
     with pytest.raises(MismatchError, match="differ by nan;"):
         # of the server, which still has the numbers of before
-        rollouts.canary.check(rollouts.canary.ask(rollouts.name, rollouts._complete))
+        rollouts.canary.check(rollouts.name, rollouts.canary.ask(rollouts.name, rollouts._complete))
 
 
 # ---- a server that fails ---------------------------------------------------------------------------------------------
@@ -442,15 +412,10 @@ def test_nobody_answers(model):
         VllmClient(url, timeout=5).health()
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?a=1"]
-)
-def test_addresses(url):
-    with pytest.raises(ConfigError, match="vllm_server_base_url: expected"):
-        VllmClient(url, timeout=5)
-
-
-def test_an_address_with_v1_is_the_same(server):
+def test_addresses(server):
+    for url in ("localhost:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?a=1"):
+        with pytest.raises(ConfigError, match="vllm_server_base_url: expected"):
+            VllmClient(url, timeout=5)
     VllmClient(server.url + "/v1/", timeout=5).health()
 
 
@@ -517,55 +482,53 @@ def changed(**fields: Any):
     return alter
 
 
-@pytest.mark.parametrize(
-    ("alter", "message"),
-    [
-        (lambda p, r: json.dumps(p).encode(), "RemoteProtocolError: peer closed"),
-        (lambda p, r: {"choices": []}, "expected one choice, got"),
-        (lambda p, r: {**p, "choices": p["choices"] * 2}, "expected one choice, got"),
-        (lambda p, r: {**p, "model": "base"}, "expected an answer of that model, got one of 'base'"),
-        (changed(index=1), "expected the choice of index 0, got 1"),
-        (changed(prompt_token_ids=[1, 2]), r"expected an answer to the prompt .*, got one to \[1, 2\]"),
-        (changed(logprobs=None), r"expected log-probs of the drawn tokens \(logprobs.token_logprobs\), got None"),
-        (changed(logprobs={"tokens": [], "token_logprobs": []}, token_ids=[]), "at least one token, got none"),
-        (changed(token_ids=[5]), "the same tokens in token_ids and logprobs.tokens, got"),
-        (changed(token_ids=["5"]), "a list of integers as token_ids"),
-        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[True]), "a list of integers as token_ids, got"),
-        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[-1]), "expected token ids of 0 to 60, got -1"),
-        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[61]), "expected token ids of 0 to 60, got 61"),
-        (
-            changed(logprobs={"tokens": ["token_id:61"], "token_logprobs": [-1.0]}, token_ids=None),
-            "expected token ids of 0 to 60, got 61",
-        ),
-        (
-            changed(logprobs={"tokens": ["a"], "token_logprobs": [-1.0]}, token_ids=None),
-            r"expected token ids, in token_ids \(vLLM 0\.10\.2 and later\) or as names .*got \['a'\]",
-        ),
-        (changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[5, 6]), "as many log-probs as tokens, got 1 for 2"),
-        (changed(logprobs={"token_logprobs": [float("nan")]}, token_ids=[5]), "expected finite log-probs, got nan"),
-        (changed(logprobs={"token_logprobs": [None]}, token_ids=[5]), "expected finite log-probs, got None"),
-        (changed(logprobs={"token_logprobs": [-9999.0]}, token_ids=[5]), "expected finite log-probs, got -9999.0"),
-        (changed(finish_reason="abort"), "expected finish_reason 'stop' or 'length', got 'abort'"),
-        (
-            changed(logprobs={"token_logprobs": [-1.0]}, token_ids=[5], finish_reason="length"),
-            r"expected an answer that ends with one of the tokens \(2, 30.* got one of 1 tokens .*max-model-len",
-        ),
-        (
-            changed(logprobs={"token_logprobs": [-1.0] * 2}, token_ids=[2, 5], finish_reason="stop", stop_reason=5),
-            r"stop_reason 5 and ending tokens at \[0\]",
-        ),
-        (
-            changed(logprobs={"token_logprobs": [-1.0] * 13}, token_ids=[5] * 13, finish_reason="length"),
-            "got one of 13 tokens with finish_reason 'length'",
-        ),
-    ],
-)
-def test_answers_that_rollouts_cannot_be_made_of(model, server, tmp_path, alter, message):
+def tokens(ids: list[Any], logprobs: list[Any] | None = None, **more: Any):
+    """The first choice with these tokens and their log-probs."""
+    values = [-1.0] * len(ids) if logprobs is None else logprobs
+    return changed(logprobs={"token_logprobs": values}, token_ids=ids, **more)
+
+
+def named(name: str):
+    return changed(logprobs={"tokens": [name], "token_logprobs": [-1.0]}, token_ids=None)
+
+
+BAD_ANSWERS = [
+    (lambda p, r: json.dumps(p).encode(), "RemoteProtocolError: peer closed"),
+    (lambda p, r: {"choices": []}, "expected one choice, got"),
+    (lambda p, r: {**p, "choices": p["choices"] * 2}, "expected one choice, got"),
+    (lambda p, r: {**p, "model": "base"}, "expected an answer of that model, got one of 'base'"),
+    (changed(index=1), "expected the choice of index 0, got 1"),
+    (changed(prompt_token_ids=[1, 2]), r"expected an answer to the prompt .*, got one to \[1, 2\]"),
+    (changed(logprobs=None), r"expected log-probs of the drawn tokens \(logprobs.token_logprobs\), got None"),
+    (changed(logprobs={"tokens": [], "token_logprobs": []}, token_ids=[]), "at least one token, got none"),
+    (changed(token_ids=[5]), "the same tokens in token_ids and logprobs.tokens, got"),
+    (changed(token_ids=["5"]), "a list of integers as token_ids"),
+    (tokens([True]), "a list of integers as token_ids, got"),
+    (tokens([-1]), "expected token ids of 0 to 60, got -1"),
+    (tokens([61]), "expected token ids of 0 to 60, got 61"),
+    (named("token_id:61"), "expected token ids of 0 to 60, got 61"),
+    (named("a"), r"expected token ids, in token_ids \(vLLM 0\.10\.2 and later\) or as names .*got \['a'\]"),
+    (tokens([5, 6], [-1.0]), "as many log-probs as tokens, got 1 for 2"),
+    (tokens([5], [float("nan")]), "expected finite log-probs, got nan"),
+    (tokens([5], [None]), "expected finite log-probs, got None"),
+    (tokens([5], [-9999.0]), "expected finite log-probs, got -9999.0"),
+    (changed(finish_reason="abort"), "expected finish_reason 'stop' or 'length', got 'abort'"),
+    (tokens([5], finish_reason="length"), r"ends with one of the tokens \(2, 30.* got one of 1 tokens .*max-model-len"),
+    (tokens([2, 5], finish_reason="stop", stop_reason=5), r"stop_reason 5 and ending tokens at \[0\]"),
+    (tokens([5] * 13, finish_reason="length"), "got one of 13 tokens with finish_reason 'length'"),
+]
+
+
+def test_answers_that_rollouts_cannot_be_made_of(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
-    server.alter = alter
-    with pytest.raises(RolloutServerError, match=message):
-        rollouts.generate([[5, 9, 11]], sampling())
+    for alter, message in BAD_ANSWERS:
+        server.alter = alter
+        with pytest.raises(RolloutServerError, match=message):
+            rollouts.generate([[5, 9, 11]], sampling())
+    # an end that is also the last token that fits: what servers call it differs
+    server.alter = tokens([5] * 11 + [2], finish_reason="length")
+    assert rollouts.generate([[5, 9, 11]], sampling()).finish_reasons == ("eos",)
 
 
 def test_a_server_that_dies_during_a_rollout(model, server, tmp_path):
@@ -576,15 +539,6 @@ def test_a_server_that_dies_during_a_rollout(model, server, tmp_path):
         rollouts.generate(PROMPTS, sampling())
     server.answers_left = None
     assert rollouts.generate(PROMPTS, sampling()).batch.n_sequences == 4
-
-
-def test_an_eos_that_is_also_the_last_token_that_fits(model, server, tmp_path):
-    rollouts = connect(model, server, tmp_path)
-    rollouts.sync(0)
-    server.alter = changed(
-        logprobs={"token_logprobs": [-1.0] * 12}, token_ids=[5] * 11 + [2], finish_reason="length"
-    )  # what servers call the end of such an answer differs
-    assert rollouts.generate([[5, 9, 11]], sampling()).finish_reasons == ("eos",)
 
 
 def test_the_stand_in_and_the_model_start_apart():

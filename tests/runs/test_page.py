@@ -16,9 +16,8 @@ import pytest
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs.metrics import MetricsWriter
+from rlhf_engine.runs.metrics import MetricsWriter, SampleLog, Samples
 from rlhf_engine.runs.page import MOST_LOOKS, MOST_POINTS, MOST_TEXT, shareable, write_page
-from rlhf_engine.runs.samples import SampleLog, Samples
 from rlhf_engine.runs.text import show_controls
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_damaged_folders import damage
@@ -185,9 +184,8 @@ def test_long_answers_leave_room_for_the_first_and_the_last(run, tmp_path):
     assert [look["step"] for look in looks] == [0, 5]
 
 
-@pytest.mark.parametrize(
-    ("value", "left"),
-    [
+def test_places_of_a_machine_are_left_out():
+    for value, left in (
         ("/home/alice/models/llama", "…/llama"),
         ("~/x/y", "…/y"),
         ("~alice/x/y", "…/y"),
@@ -205,10 +203,8 @@ def test_long_answers_leave_room_for_the_first_and_the_last(run, tmp_path):
         ("org/model@main", "org/model@main"),
         ("reward.py:reward", "reward.py:reward"),
         ("1/2", "1/2"),
-    ],
-)
-def test_places_of_a_machine_are_left_out(value, left):
-    assert shareable(value) == left
+    ):
+        assert shareable(value) == left, value
 
 
 def test_no_place_of_the_machine_is_on_a_page(run, tmp_path):
@@ -252,34 +248,19 @@ def test_any_text_may_be_an_answer_and_a_run_may_still_write(run, tmp_path, end)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-@pytest.mark.parametrize("value", [100, 0, 1e-5, 0.1, 102.0, 1e300, -7])
-def test_the_axis_of_a_constant_has_an_end(value):
+def test_axes_end_beyond_their_values_and_have_ticks_within():
     script = resources.files("rlhf_engine.runs").joinpath("page_chart.js").read_text(encoding="utf-8")
     functions = script[script.index("function smooth") : script.index("// ---- a chart")]
-    asked = "const [a, b] = range(smooth(Array(30).fill(V))); console.log(JSON.stringify([a, b, ticks(a, b, 5)]))"
-    program = f"const DECAY = 0.8;\n{functions}\n{asked.replace('V', repr(value))}"
+    constants, spans = [100, 0, 1e-5, 0.1, 102.0, 1e300, -7], [(0, 1), (-3.2, 7.1), (1e15, 1e15 + 4), (0.96, 40.5)]
+    asked = f"{constants}.map((x) => range(smooth(Array(30).fill(x)))).concat({[list(span) for span in spans]})"
+    asked = f"console.log(JSON.stringify({asked}.map(([a, b]) => [a, b, ticks(a, b, 5)])))"
+    program = f"const DECAY = 0.8;\n{functions}\n{asked}"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
-    low, high, ticks = json.loads(done.stdout)
-    assert low < value < high
-    assert 2 <= len(ticks) <= 20
-    assert all(low <= tick <= high for tick in ticks)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e15, 1e15 + 4), (0.96, 40.5)])
-def test_ticks_are_within_the_axis(low, high):
-    script = resources.files("rlhf_engine.runs").joinpath("page_chart.js").read_text(encoding="utf-8")
-    functions = script[script.index("function ticks") : script.index("function range")]
-    program = f"{functions}\nconsole.log(JSON.stringify(ticks({low!r}, {high!r}, 5)))"
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=20, check=True)
-    ticks = json.loads(done.stdout)
-    assert 2 <= len(ticks) <= 12
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
-
-
-def test_a_page_is_a_file(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"out: expected a file, such as .*report\.html', got the folder"):
-        write_page([run], tmp_path)
+    axes = json.loads(done.stdout)
+    assert all(low < value < high for value, (low, high, _) in zip(constants, axes, strict=False))
+    for low, high, ticks in axes:
+        assert 2 <= len(ticks) <= 20
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +343,8 @@ def test_a_page_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"out: expected a file that can be written, got .*page\.html"):
         write_page([run], tmp_path / "file" / "page.html")
+    with pytest.raises(ConfigError, match=r"out: expected a file, such as .*report\.html', got the folder"):
+        write_page([run], tmp_path)
 
 
 def test_a_run_without_a_step(run, tmp_path):

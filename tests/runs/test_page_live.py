@@ -9,11 +9,10 @@ import time
 import pytest
 
 from rlhf_engine.errors import RunStopped
-from rlhf_engine.runs import live
+from rlhf_engine.runs import page as pages
 from rlhf_engine.runs.folder import locked
-from rlhf_engine.runs.live import PAGE_FILE, LivePage
 from rlhf_engine.runs.metrics import MetricsWriter
-from rlhf_engine.runs.page import write_page
+from rlhf_engine.runs.page import PAGE_FILE, LivePage, write_page
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model, write_prompts
 
@@ -68,14 +67,14 @@ def test_a_page_costs_a_bounded_share_of_the_time(tmp_path, monkeypatch):
         now[0] += 2.0
         written.append(now[0])
 
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(live, "write_page", slow)
+    monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pages, "write_page", slow)
     page = LivePage(start(tmp_path / "run"))
     for _ in range(2000):
         now[0] += 1.0
         page.refresh()
-    assert 2.0 * (len(written) - 1) <= live.SHARE * now[0]
-    assert len(written) >= 0.9 * live.SHARE * now[0] / 2.0
+    assert 2.0 * (len(written) - 1) <= pages.SHARE * now[0]
+    assert len(written) >= 0.9 * pages.SHARE * now[0] / 2.0
 
 
 def test_pages_follow_each_other_no_faster_than_is_read(tmp_path):

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from rlhf_engine.runs import page_parts
-from rlhf_engine.runs.curves import PANELS, Panel
+from rlhf_engine.runs.curves import PANELS
 from rlhf_engine.runs.headline import headlines, kind_of_run
-from rlhf_engine.runs.page_parts import TEMPLATES, differing_options, picture
+from rlhf_engine.runs.page import TEMPLATES, comparison, differing_options
 
 PARTS = TEMPLATES.get_template("runs/parts.html.jinja").module
 
@@ -111,7 +110,7 @@ def test_lost_numbers_are_no_numbers():
 
 def table_of(configs, all_rows):
     found = [headlines(rows, {}, "done") for rows in all_rows]
-    return PARTS.comparison(page_parts.comparison([f"run{i}" for i in range(len(configs))], configs, found))
+    return PARTS.comparison(comparison([f"run{i}" for i in range(len(configs))], configs, found))
 
 
 def test_options_that_differ_are_columns_and_the_best_is_marked():
@@ -152,19 +151,6 @@ def test_held_out_and_training_numbers_are_never_in_one_column():
     assert '>9.000 <b title="best of the runs">★' in table
     alike = table_of([{}, {}], [held_out, held_out])
     assert "Reward, training" not in alike
-
-
-def test_a_picture_without_a_script_stays_within_its_frame():
-    curves = {"reward": [[1, 2, 3], [0.5, -1.0, 2.0]], "eval/reward": [[3], [2.0]]}
-    drawn = PARTS.picture(picture(PANELS[0], [{"name": "a", "curves": curves}]))
-    points = [tuple(map(float, p.split(","))) for p in drawn.split('points="')[1].split('"')[0].split()]
-    assert points[0][0] == 56.0
-    assert points[-1] == (440.0, 0.0)
-    assert max(y for _, y in points) == 180.0
-    assert "dashed: held out" in drawn
-    constant = PARTS.picture(picture(Panel("t", "u", (("m", "l"),)), [{"name": "a", "curves": {"m": [[4], [0.0]]}}]))
-    assert "nan" not in constant
-    assert picture(Panel("t", "u", (("m", "l"),)), [{"name": "a", "curves": {}}]) is None
 
 
 def test_what_a_run_is_for_is_the_first_curve_of_each_kind():

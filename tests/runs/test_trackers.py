@@ -6,8 +6,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs import trackers
-from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.metrics import Trackers, read_metrics, require_trackers
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config, write_model
@@ -46,14 +45,14 @@ def test_tensorboard_has_every_number_of_every_step(model, tmp_path, kind):
 def test_what_is_not_installed_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     with pytest.raises(ConfigError, match=r"report_to: expected trackers that are installed .* got \['wandb'\]"):
-        trackers.require(["wandb"])
+        require_trackers(["wandb"])
     with pytest.raises(ConfigError, match="report_to"):
         RlTrainer(train_config(tmp_path / "no model", tmp_path / "run", report_to=["tensorboard"]))
 
 
 def test_only_finite_numbers_go_to_trackers(tmp_path):
     seen = []
-    found = trackers.Trackers([], tmp_path, {})
+    found = Trackers([], tmp_path, {})
 
     class Keep:
         def log(self, values, step):

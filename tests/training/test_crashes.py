@@ -33,7 +33,7 @@ def faults(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[(67, "next"), *(pytest.param((1, name), marks=pytest.mark.long) for name in ("next", "same"))],
+    params=[(201, "next"), *(pytest.param((1, name), marks=pytest.mark.long) for name in ("next", "same"))],
     ids=lambda param: f"{param[1]}-{param[0]}",
 )
 def outcomes(request, tmp_path_factory, faults):

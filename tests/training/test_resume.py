@@ -27,14 +27,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.commands.main import main, run_and_exit
-from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, NonFiniteError, RewardError, notes
+from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.manifest import check_manifest, write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint
 from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.runs.progress import TrainingProgress
-from rlhf_engine.runs.stop import StopSignals
+from rlhf_engine.runs.progress import StopSignals, TrainingProgress
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
@@ -73,8 +72,9 @@ def go_on(config) -> RlTrainer:
 
 
 # with past policies it goes on from one step per push, below
-@pytest.mark.parametrize("mode", ["off", pytest.param("replay", marks=pytest.mark.long)])
-@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("off", 4), *(pytest.param(mode, 20, marks=pytest.mark.long) for mode in ("off", "replay"))]
+)
 def test_stopped_at_every_step(model, tmp_path, mode, steps):
     options = {**CROSSING, "async_mode": mode, "max_steps": steps, "save_total_limit": None}
     whole = all_steps(train_config(model, tmp_path / "whole", **options))
@@ -120,83 +120,54 @@ LOSSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def replay(model, tmp_path_factory):
-    """A run whose checkpoint in the middle has every kind of entry, and its options."""
+def test_every_entry_of_the_state_matters(model, tmp_path):
+    """From a checkpoint in the middle that has every kind of entry; with nothing lost, a run goes on as it was."""
     options = {**CROSSING, "async_mode": "replay", "max_steps": 5, "save_total_limit": None}
-    root = tmp_path_factory.mktemp("replay")
-    return all_steps(train_config(model, root / "whole", **options)), options
-
-
-@pytest.mark.parametrize("lost", LOSSES)
-def test_every_entry_of_the_state_matters(model, tmp_path, replay, lost):
-    whole, options = replay
-    folder = tmp_path / "checkpoint-3"
-    shutil.copytree(whole.output / "checkpoint-3", folder)
-    LOSSES[lost](folder)
-    with pytest.raises(CorruptCheckpointError):  # whoever changes a file is found out, so the list is changed as well
-        check_manifest(folder)
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
-    options = {**options, "resume_from_checkpoint": str(folder)}
+    whole = all_steps(train_config(model, tmp_path / "whole", **options))
     threads = torch.get_num_threads()
-    try:
-        resumed = go_on(train_config(model, tmp_path / "parts", **options))
-    except (EngineError, ValueError, KeyError):
-        return
-    finally:
-        torch.set_num_threads(threads)  # of a replay that was not closed
-    assert not (same(trained(whole), trained(resumed)) and resumed.state == whole.state)
-
-
-def test_nothing_lost_changes_nothing(model, tmp_path, replay):
-    # so that the test above is not one of runs that differ anyway
-    whole, options = replay
-    resume = str(whole.output / "checkpoint-3")
-    resumed = go_on(train_config(model, tmp_path / "parts", **options, resume_from_checkpoint=resume))
-    assert same(trained(whole), trained(resumed))
-    assert resumed.state == whole.state
+    for lost, lose in ((None, None), *LOSSES.items()):
+        folder = tmp_path / "lost" / "checkpoint-3"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole.output / "checkpoint-3", folder)
+        if lose is not None:
+            lose(folder)
+            with pytest.raises(CorruptCheckpointError):  # whoever changes a file is found out: its list is changed, too
+                check_manifest(folder)
+            (folder / "manifest.json").unlink()
+            write_manifest(folder)
+        made = train_config(model, tmp_path / str(lost), **options, resume_from_checkpoint=str(folder))
+        try:
+            resumed = go_on(made)
+        except (EngineError, ValueError, KeyError):
+            assert lost is not None
+            continue
+        finally:
+            torch.set_num_threads(threads)  # of a replay that was not closed
+        is_same = same(trained(whole), trained(resumed)) and resumed.state == whole.state
+        assert is_same == (lost is None), lost
 
 
 # ---- damage (more of it in test_damaged_folders.py) ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["cut", "longer", "lost", "added", "renamed", "emptied"])
-@pytest.mark.parametrize("file", ["optimizer.safetensors", "manifest.json", "slots/critic/adapter_config.json"])
-def test_other_damage_is_refused_and_older_checkpoints_are_named(model, tmp_path, change, file):
+def test_other_damage_is_refused_and_older_checkpoints_are_named(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run"))
     older, folder = trainer.save(), tmp_path / "run" / "checkpoint-7"
-    shutil.copytree(older, folder)
-    path = folder / file
-    content = path.read_bytes()
-    if change == "cut":
-        path.write_bytes(content[:-1])
-    elif change == "longer":
-        path.write_bytes(content + b"\n")
-    elif change == "lost":
-        path.unlink()
-    elif change == "added":
-        path.with_name("stray.json").write_text("{}")
-    elif change == "renamed":
-        path.rename(path.with_name(f"x{path.name}"))
-    else:
-        path.write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match=r"resume_from_checkpoint: .*; beside it is checkpoint-0"):
-        load_checkpoint(folder, trainer.model, trainer.optimizer)
-
-
-def test_a_checkpoint_with_a_changed_byte_is_no_model_either(model, tmp_path):
-    trainer = RlTrainer(train_config(model, tmp_path / "run"))
-    folder = trainer.save()
-    load_pretrained(folder)
-    path = folder / "adapter_model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match="expected the file as it was written"):
-        load_pretrained(folder)
-    with pytest.raises(ConfigError, match="expected the file as it was written"):
-        RlTrainer(train_config(model, tmp_path / "other", actor_adapter=str(folder)))
+    changes = {
+        "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+        "lost": lambda path: path.unlink(),
+        "added": lambda path: path.with_name("stray.json").write_text("{}"),
+        "renamed": lambda path: path.rename(path.with_name(f"x{path.name}")),
+        "emptied": lambda path: path.write_bytes(b""),
+    }
+    for file in ("optimizer.safetensors", "manifest.json", "slots/critic/adapter_config.json"):
+        for change in changes.values():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(older, folder)
+            change(folder / file)
+            with pytest.raises(CorruptCheckpointError, match=r"resume_from_checkpoint: .*; beside it is checkpoint-0"):
+                load_checkpoint(folder, trainer.model, trainer.optimizer)
 
 
 # ---- going on with something else ------------------------------------------------------------------------------------
@@ -318,14 +289,6 @@ def test_a_final_model_without_checkpoints_is_not_a_run_to_begin_again(model, tm
     assert (tmp_path / "run" / "final").is_dir()
 
 
-def test_a_role_that_has_moved_before_need_not_move_again(model, tmp_path):
-    trainer = RlTrainer(train_config(model, tmp_path / "run"))
-    assert trainer.policy._unmoved == {"actor", "critic"}
-    trainer.step()
-    resume = str(trainer.save())
-    assert RlTrainer(train_config(model, tmp_path / "b", resume_from_checkpoint=resume)).policy._unmoved == set()
-
-
 def test_what_others_put_into_an_older_checkpoint_does_not_stop_a_run(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run", save_total_limit=2))
     for _ in range(4):
@@ -369,14 +332,14 @@ def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with StopSignals() as signals:
-        monkeypatch.setattr("rlhf_engine.runs.stop.os.write", write)
+        monkeypatch.setattr("rlhf_engine.runs.progress.os.write", write)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.asked()
 
 
 def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr("rlhf_engine.runs.stop.os._exit", ended.append)
+    monkeypatch.setattr("rlhf_engine.runs.progress.os._exit", ended.append)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
     try:
         for number, other in itertools.permutations((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), 2):
@@ -503,23 +466,6 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
     assert [row["step"] for row in metrics(resumed)] == [1, 2, 3, 4, 5]
 
 
-def test_a_step_that_fails_half_way_writes_nothing(model, tmp_path, monkeypatch):
-    """Weights that some minibatches of a step have moved are no state to go on from."""
-    trainer = RlTrainer(train_config(model, tmp_path / "run", max_steps=3, save_steps=0, num_mini_batches=2))
-    steps, apply = [], trainer.optimizer.step
-
-    def fail() -> dict[str, float]:
-        steps.append(trainer.state.step)
-        if len(steps) == 6:
-            raise NonFiniteError("the second minibatch of step 2")
-        return apply()
-
-    monkeypatch.setattr(trainer.optimizer, "step", fail)
-    with pytest.raises(NonFiniteError, match="of step 2"):
-        trainer.run()
-    assert list_checkpoints(trainer.output) == []
-
-
 def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_engine.training.rl_inputs.REWARD_SECONDS", 0.5)
     reward = write_reward(tmp_path, "import time\nif len(calls) == 3:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
@@ -565,8 +511,7 @@ def test_a_thread_of_a_reward_does_not_keep_the_process(model, tmp_path, package
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=["term", "ctrl_c"])
-def test_a_second_signal_ends_it_at_once(model, tmp_path, how):
+def test_a_second_signal_ends_it_at_once(model, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import pathlib, time\n\n\ndef reward(prompts, completions, completion_ids, **columns):\n"
@@ -577,11 +522,11 @@ def test_a_second_signal_ends_it_at_once(model, tmp_path, how):
     config = train_config(model, tmp_path / "run", reward_funcs=[f"{slow}:reward"])
     with start(config, tmp_path / "run.yaml") as process:
         wait_for((tmp_path / "scoring").exists, process)
-        process.send_signal(how)
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert process.poll() is None  # it ends its step
-        process.send_signal(how)
-        assert process.wait(10) == 128 + how
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
     assert list_checkpoints(tmp_path / "run") == []
 
 

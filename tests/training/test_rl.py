@@ -15,7 +15,7 @@ from rlhf_kernels.runtime import native, registry
 from safetensors.torch import save_file
 
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
-from rlhf_engine.hydra import HydraModel, load_pretrained
+from rlhf_engine.hydra import HydraModel
 from rlhf_engine.runs.headline import headlines
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
@@ -70,56 +70,6 @@ def metrics(trainer: RlTrainer) -> list[dict[str, Any]]:
 # ---- 1 save, load, go on ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        # hydra_ppo is resumed per push by test_contract and j_hydra_ppo by test_async_runs
-        pytest.param(
-            {"method": "hydra_ppo", "lora_dropout": 0.2, "kl_estimator": "exact", "critic_init": "actor"},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {
-                "method": "j_hydra_ppo",
-                "lr_scheduler_type": "cosine",
-                "warmup_steps": 3,
-                "critic_warmup_steps": 1,
-                "num_ppo_epochs": 2,
-            },
-            marks=pytest.mark.long,
-        ),
-        pytest.param({"method": "dynamic_lora_ppo", "critic_init": "reward"}, marks=pytest.mark.long),
-        pytest.param(
-            {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
-            marks=pytest.mark.long,
-        ),
-        {"method": "full_ppo", "critic_init": "reward", "learning_rate": 1e-3, "kl_estimator": "exact"},
-    ],
-    ids=["hydra", "j_hydra", "dynamic_lora", "lora", "full"],
-)
-def test_a_resumed_run_makes_the_same_floats(model, tmp_path, options):
-    whole = RlTrainer(train_config(model, tmp_path / "whole", **options))
-    rows = [{"step": step, **whole.step()} for step in (1, 2, 3, 4)]
-    # killed after step 3 was logged but before it was saved, with half of a checkpoint left behind
-    config = train_config(model, tmp_path / "parts", save_steps=2, resume_from_checkpoint="auto", **options)
-    stopped = RlTrainer(config)
-    assert stopped.state.step == 0  # auto with nothing to go on from starts
-    with pytest.raises(Stop):
-        stopped.run(stop_after(3))
-    assert [row["step"] for row in metrics(stopped)] == [1, 2, 3]
-    (tmp_path / "parts" / "checkpoint-3").rename(tmp_path / "parts" / ".checkpoint-3.tmp")
-    (tmp_path / "parts" / ".checkpoint-3.tmp" / "optimizer.safetensors").write_bytes(b"half")
-    resumed = RlTrainer(config)
-    assert resumed.state.step == 2
-    resumed.run()
-    assert same(trained(whole), trained(resumed))
-    assert whole.state == resumed.state
-    assert metrics(resumed) == [without_timings(row) for row in rows]
-    assert json.loads((resumed.output / "run.json").read_text())["resumed_at_step"] == 2
-    final = load_pretrained(resumed.output / "final")
-    assert all(torch.equal(p, q) for p, q in zip(final.parameters(), resumed.model.parameters(), strict=True))
-
-
 def saved_run(config, steps: int) -> RlTrainer:
     """A run of some steps with a checkpoint after each, without the curves that take most of a short run's time."""
     trainer = RlTrainer(config)
@@ -144,17 +94,11 @@ def test_going_back_drops_the_steps_after(model, tmp_path):
     assert RlTrainer(train_config(model, output, resume_from_checkpoint="auto")).state.step == 3
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_run(model, tmp_path):
-    output = tmp_path / "run"
-    saved_run(train_config(model, output), 2)
-    (output / "final").mkdir()
-    (output / "checkpoint-1" / "old").touch()
-    with pytest.raises(Stop):
-        RlTrainer(train_config(model, output, resume_from_checkpoint="restart")).run(stop_after(1))
-    assert [p.name for p in output.glob("checkpoint-*")] == ["checkpoint-1"]
-    assert not (output / "checkpoint-1" / "old").exists()
-    assert not (output / "final").exists()
-    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1]
+def test_checkpoints_may_come_before_the_first_line_of_metrics(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run", max_steps=2, save_steps=1, logging_steps=2))
+    trainer.run()
+    assert [row["step"] for row in metrics(trainer)] == [2]
+    assert (trainer.output / "curves.png").is_file()
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
@@ -244,20 +188,6 @@ def test_a_function_called_lane_does_not_replace_the_lane(model, tmp_path):
     assert both["rewards/reward_model_function"] == 1.0
 
 
-def test_functions_get_the_other_columns_of_their_rows(model, tmp_path):
-    spec = write_reward(
-        tmp_path,
-        """
-        from tests.training.test_data import PROMPTS
-        assert set(columns) == {"place", "trainer_state", "log_metric", "log_extra"}
-        assert all(PROMPTS[i] == p for i, p in zip(columns["place"], prompts, strict=True))
-        return [float(i) for i in columns["place"]]
-        """,
-    )
-    found = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec])).step()
-    assert found["reward"] > 0
-
-
 def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     spec = write_reward(tmp_path, "return [None if i % 4 == 1 else 1.0 for i in range(len(prompts))]")
     trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[spec]))
@@ -275,15 +205,6 @@ def test_none_leaves_rows_out_of_the_update(model, tmp_path):
     assert 2 * 6 * (min(lengths) + 1) <= sum(seen) <= 2 * 6 * (max(lengths) + 8)
     whole = RlTrainer(train_config(model, tmp_path / "whole"))
     assert whole.step()["completions/skipped"] == 0
-
-
-def test_none_of_one_function_leaves_its_row_to_the_others(model, tmp_path):
-    half = write_reward(tmp_path, "return [None if i % 2 else 2.0 for i in range(len(prompts))]")
-    ones = write_reward(tmp_path, "return [1.0] * len(prompts)", "ones")
-    trainer = RlTrainer(train_config(model, tmp_path / "run", reward_funcs=[half, ones]))
-    found = trainer.step()
-    assert found["completions/skipped"] == 0
-    assert (found["reward"], found["rewards/reward"]) == (2.0, 2.0)
 
 
 def test_a_run_from_python_shows_its_steps(model, tmp_path, capsys):
@@ -313,22 +234,18 @@ def test_tokens_that_the_tokenizer_lacks_are_said(tmp_path):
         trainer.step()
 
 
-def test_answers_that_never_end_pay_the_penalty(model, tmp_path):
-    spec = write_reward(tmp_path, "return [1.0] * len(prompts)")
-    options = {"reward_funcs": [spec], "max_completion_length": 2, "max_steps": 1}
-    found = RlTrainer(train_config(model, tmp_path / "run", missing_eos_penalty=3.0, **options)).step()
-    assert 0 < found["completions/unfinished_ratio"] <= 1
-    assert found["reward"] == pytest.approx(1 - 3 * found["completions/unfinished_ratio"])
-    assert RlTrainer(train_config(model, tmp_path / "free", **options)).step()["reward"] == 1.0
+def test_answers_that_never_end_pay_the_penalty_or_have_a_score_of_their_own(model, tmp_path):
+    options = {"reward_funcs": [write_reward(tmp_path, "return [5.0] * len(prompts)")], "max_completion_length": 2}
 
+    def first(name: str, **changes: Any) -> tuple[float, float]:
+        found = RlTrainer(train_config(model, tmp_path / name, **options, **changes)).step()
+        return found["reward"], found["completions/unfinished_ratio"]
 
-def test_answers_that_never_end_have_a_score_of_their_own(model, tmp_path):
-    spec = write_reward(tmp_path, "return [5.0] * len(prompts)")
-    options = {"reward_funcs": [spec], "max_completion_length": 2, "max_steps": 1}
-    found = RlTrainer(train_config(model, tmp_path / "run", missing_eos_score=-1.0, **options)).step()
-    unfinished = found["completions/unfinished_ratio"]
+    reward, unfinished = first("free")
     assert 0 < unfinished <= 1
-    assert found["reward"] == pytest.approx(5 * (1 - unfinished) - unfinished)
+    assert reward == 5
+    assert first("penalty", missing_eos_penalty=3.0) == (pytest.approx(5 - 3 * unfinished), unfinished)
+    assert first("score", missing_eos_score=-1.0) == (pytest.approx(5 - 6 * unfinished), unfinished)
     with pytest.raises(ConfigError, match=r"missing_eos_score: expected it unset with missing_eos_penalty, got -1\.0"):
         train_config(model, tmp_path / "both", missing_eos_score=-1.0, missing_eos_penalty=1.0)
 
@@ -361,13 +278,6 @@ def broken_model(folder: Path) -> Path:
     return folder
 
 
-def with_another_end(folder: Path, end: Any) -> Path:
-    write_model(folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
-    return folder
-
-
 def rewards(body: str):
     return lambda path: {"reward_funcs": [write_reward(path, body)]}
 
@@ -376,49 +286,34 @@ def data(*rows: Any):
     return lambda path: {"dataset_name": str(write_rows(path / "rows.jsonl", list(rows)))}
 
 
+MODEL = "model_name_or_path"
+
+
+def other_model(make, *args, **options):
+    return lambda path: {MODEL: str(make(path / "m", *args, **options))}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (data({"prompt": ""}), r"rows\.jsonl:1: expected text in column 'prompt', got an empty prompt"),
         (data({"text": "red"}), r"dataset_name: expected the columns \(prompt\), or messages, .*, got \['text'\]"),
-        (
-            data({"prompt": "red"}, {"prompt": "cat " * 60}),
-            r"rows\.jsonl:2: expected at most 56 tokens \(context 64 − .*length 8\), got 61",
-        ),
-        (
-            lambda p: {"max_prompt_length": 2},
-            r"prompts\.jsonl:1: expected at most 2 tokens \(max_prompt_length\), got 3",
-        ),
+        (data({"prompt": "red"}, {"prompt": "cat " * 60}), r"rows\.jsonl:2: expected at most 56 tokens .* got 61"),
+        (lambda p: {"max_prompt_length": 2}, r"jsonl:1: expected at most 2 tokens \(max_prompt_length\), got 3"),
         (lambda p: {"max_completion_length": 64}, r"prompts\.jsonl:1: expected at most 0 tokens"),
         (lambda p: {"dataset_name": str(p / "none.jsonl")}, "^dataset_name: expected .* which is not a file"),
         (lambda p: {"eval_dataset_name": str(p / "no.jsonl")}, "^eval_dataset_name: expected .* which is not a file"),
         (rewards("return [1.0]"), "reward function 'reward': expected 2 rewards, got 1"),
-        (rewards("return None"), "reward function 'reward': expected a list, tuple or tensor, got NoneType"),
-        (rewards("return [float('nan')] * len(prompts)"), "expected finite numbers, got nan at row 0"),
-        (rewards("return ['good'] * len(prompts)"), "expected numbers or None, got 'good' at row 0"),
-        (rewards("raise KeyError('mood')"), "reward function 'reward' raised KeyError: 'mood'"),
-        (
-            lambda p: {"reward_funcs": ["reward_model", "reward_model"]},
-            "reward_funcs: expected 'reward_model' at most once, got",
-        ),
+        (lambda p: {"reward_funcs": ["reward_model"] * 2}, "reward_funcs: expected 'reward_model' at most once, got"),
         (lambda p: {"reward_funcs": [f"{p}/none.py:f"]}, "reward_funcs: there is no file"),
         (lambda p: {"resume_from_checkpoint": str(p / "none")}, "resume_from_checkpoint: expected 'auto' or a check"),
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
         (lambda p: {"actor_adapter": str(p / "none")}, r"adapter: expected a folder with adapter_config\.json"),
-        (lambda p: {"model_name_or_path": str(p / "no")}, "model_name_or_path: expected a model folder or owner/name"),
-        (lambda p: {"model_name_or_path": str(p)}, "model_name_or_path: expected a folder with config.json, got"),
-        (
-            lambda p: {"model_name_or_path": str(without_tokenizer(p / "m"))},
-            "model_name_or_path: expected a tokenizer in",
-        ),
-        (
-            lambda p: {"model_name_or_path": str(without_eos(p / "m"))},
-            "model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without",
-        ),
-        (
-            lambda p: {"model_name_or_path": str(write_model(p / "m", reward_head=False))},
-            r"reward_funcs: 'reward_model': expected a trained reward head in heads\.safetensors of .*got none",
-        ),
+        (lambda p: {MODEL: str(p / "no")}, "model_name_or_path: expected a model folder or owner/name"),
+        (lambda p: {MODEL: str(p)}, "model_name_or_path: expected a folder with config.json, got"),
+        (other_model(without_tokenizer), "model_name_or_path: expected a tokenizer in"),
+        (other_model(without_eos), "expected a tokenizer with an end-of-sequence token, got one without"),
+        (other_model(write_model, reward_head=False), r"reward_funcs: 'reward_model': expected a trained reward head"),
     ],
 )
 def test_found_before_the_model_is_loaded(tmp_path, options, message):
@@ -437,22 +332,6 @@ def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path, a
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
         RlTrainer(train_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
     RlTrainer(train_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
-
-
-def test_a_tokenizer_larger_than_its_model(tmp_path):
-    base = write_model(tmp_path / "base", reward_head=False, vocab_size=12)
-    for trainer, config in ((RlTrainer, train_config), (SftTrainer, sft_config)):
-        with pytest.raises(ConfigError, match=r"expected tokens that the model has, with ids of 0 to 11, got id \d\d"):
-            trainer(config(base, tmp_path / "run"))
-
-
-@pytest.mark.parametrize("end", [999, -1, [2, 999], "x"])
-def test_ends_that_the_model_does_not_have(tmp_path, end):
-    base = with_another_end(tmp_path / "base", end)
-    with pytest.raises(ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*, got"):
-        RlTrainer(train_config(base, tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*, got"):
-        SftTrainer(sft_config(base, tmp_path / "sft"))
 
 
 def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
@@ -477,20 +356,15 @@ def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_output_folder_with_a_run_is_left_alone(model, tmp_path):
-    output = tmp_path / "run"
-    first = saved_run(train_config(model, output), 1)
+def test_a_checkpoint_of_elsewhere_is_not_gone_on_with_in_a_folder_with_a_run(model, tmp_path):
+    first = saved_run(train_config(model, tmp_path / "run"), 1)
     saved_run(train_config(model, tmp_path / "other"), 1)
-    for options in ({}, {"resume_from_checkpoint": str(tmp_path / "other" / "checkpoint-1")}):
-        with pytest.raises(
-            ConfigError, match=r"output_dir: expected one without a run, got .* \['checkpoint-1'\]; use"
-        ):
-            RlTrainer(train_config(model, output, **options))
-    again = RlTrainer(train_config(model, output, resume_from_checkpoint="auto"))
-    assert same(trained(first), trained(again))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
-        RlTrainer(train_config(model, tmp_path / "file"))
+    other = {"resume_from_checkpoint": str(tmp_path / "other" / "checkpoint-1")}
+    with pytest.raises(ConfigError, match=r"output_dir: expected one without a run, got .* \['checkpoint-1'\]; use"):
+        RlTrainer(train_config(model, tmp_path / "run", **other))
+    assert same(
+        trained(first), trained(RlTrainer(train_config(model, tmp_path / "run", resume_from_checkpoint="auto")))
+    )
 
 
 def test_a_tokenizer_without_a_padding_token_is_fine(tmp_path):
@@ -526,7 +400,7 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
 # ---- stops during a run ----------------------------------------------------------------------------------------------
 
 
-def assert_stops(config, error, message, poison=None) -> None:
+def assert_stops(config, error, message) -> None:
     """The run stops after two steps with the error, and goes on from its checkpoint of step 2."""
     trainer = RlTrainer(config)
     at_two: dict[str, torch.Tensor] = {}
@@ -535,9 +409,6 @@ def assert_stops(config, error, message, poison=None) -> None:
         if step == 2:
             trainer.save()
             at_two.update(trained(trainer))
-            if poison is not None:
-                with torch.no_grad():
-                    poison(trainer.model)
 
     with pytest.raises(error, match=message):
         trainer.run(on_step)
@@ -555,9 +426,6 @@ def assert_stops(config, error, message, poison=None) -> None:
     [
         ("[1e38] * len(prompts)", NonFiniteError, r"(policy/loss|value/loss) is (nan|inf) at epoch 0, minibatch 0"),
         ("[1e300] * len(prompts)", RewardError, "reward function 'reward': expected numbers of float32, got 1e"),
-        ("[float('nan')] * len(prompts)", RewardError, "reward function 'reward': expected finite numbers, got nan"),
-        ("[1.0]", RewardError, "reward function 'reward': expected 8 rewards, got 1"),
-        ("1 / 0", RewardError, "reward function 'reward' raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):
@@ -567,25 +435,31 @@ def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, messag
     assert_stops(config, error, message)
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
-        (lambda m: list(m.backbone().slot("actor").parameters())[-1], "log-probs of the rollout are not finite"),
-        # in attention scores, torch's kernels may turn NaN into a number again
-        (lambda m: next(m.backbone().slot("actor").parameters()), "log-probs of the (rollout|actor) are not finite"),
-        (lambda m: list(m.backbone().slot("critic").parameters())[-1], "values of the critic are not finite"),
-        (lambda m: next(m.backbone().slot("critic").parameters()), "values of the critic are|gradient of critic is"),
-        (lambda m: m.backbone().model.model.norm.weight, "log-probs of the rollout are not finite"),
-        (lambda m: m.heads["reward"].bias, "scores of the reward role are not finite"),
-        (lambda m: m.heads["value"].weight, "values of the critic are not finite"),
-    ],
-    ids=["actor", "actor-attention", "critic", "critic-attention", "base", "reward-head", "value-head"],
-)
-def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path, weight, message):
-    def poison(hydra) -> None:
-        weight(hydra).view(-1)[0] = float("nan")
+POISONED = [
+    (lambda m: list(m.backbone().slot("actor").parameters())[-1], "log-probs of the rollout are not finite"),
+    # in attention scores, torch's kernels may turn NaN into a number again
+    (lambda m: next(m.backbone().slot("actor").parameters()), "log-probs of the (rollout|actor) are not finite"),
+    (lambda m: list(m.backbone().slot("critic").parameters())[-1], "values of the critic are not finite"),
+    (lambda m: next(m.backbone().slot("critic").parameters()), "values of the critic are|gradient of critic is"),
+    (lambda m: m.backbone().model.model.norm.weight, "log-probs of the rollout are not finite"),
+    (lambda m: m.heads["reward"].bias, "scores of the reward role are not finite"),
+    (lambda m: m.heads["value"].weight, "values of the critic are not finite"),
+]
 
-    assert_stops(train_config(model, tmp_path / "run"), NonFiniteError, message, poison)
+
+def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path):
+    trainer = RlTrainer(train_config(model, tmp_path / "run"))
+    trainer.step()
+    before = trained(trainer)
+    for weight, message in POISONED:
+        poisoned = weight(trainer.model).data.view(-1)
+        kept = poisoned[0].clone()
+        poisoned[0] = float("nan")
+        with pytest.raises(NonFiniteError, match=message):
+            trainer.step()
+        poisoned[0] = kept
+        assert same(trained(trainer), before), message
+        assert all(p.grad is None for p in trainer.model.parameters())
 
 
 def test_an_optimizer_that_does_nothing_is_noticed(model, tmp_path, monkeypatch):
@@ -593,16 +467,6 @@ def test_an_optimizer_that_does_nothing_is_noticed(model, tmp_path, monkeypatch)
     monkeypatch.setattr(trainer.optimizer.adamw, "step", lambda: None)
     with pytest.raises(EngineError, match="actor: its gradient was not zero, yet the first update changed none of its"):
         trainer.step()
-
-
-def test_a_learning_rate_of_zero_is_allowed_to_do_nothing(model, tmp_path):
-    trainer = RlTrainer(train_config(model, tmp_path / "run", learning_rate=0.0, critic_learning_rate=1e-3))
-    before = trained(trainer)
-    trainer.step()
-    after = trained(trainer)
-    actor = [n for n in before if ".actor." in n]
-    assert actor
-    assert all(torch.equal(before[n], after[n]) for n in actor)
 
 
 def test_later_steps_draw_other_answers_to_the_same_prompt(model, tmp_path):
@@ -621,18 +485,11 @@ def test_rollout_and_training_must_agree(model, tmp_path):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("algorithm", "dtype"), [("ppo", "bfloat16"), ("grpo", "float32")])
 def test_in_exact_mode_rollout_and_update_have_the_same_log_probs(model, tmp_path, algorithm, dtype):
     """The ratio of the first update is 1, to the bit, also after weights have moved."""
-    options = {
-        "exact": True,
-        "dtype": dtype,
-        "algorithm": algorithm,
-        "temperature": 0.9,
-        "max_tokens_per_micro_batch": 40,
-    }
-    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
+    options = {"exact": True, "dtype": dtype, "algorithm": algorithm, "temperature": 0.9}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", max_tokens_per_micro_batch=40, **options))
     for _ in range(3):
         found = trainer.step()
         assert found["mismatch/rollout_max"] == found["mismatch/update_max"] == 0.0
@@ -640,7 +497,7 @@ def test_in_exact_mode_rollout_and_update_have_the_same_log_probs(model, tmp_pat
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.parametrize("options", [{"async_mode": "overlap"}, {"async_mode": "replay"}, {"batches_per_policy": 2}])
+@pytest.mark.parametrize("options", [{"async_mode": "overlap"}, {"batches_per_policy": 2}])
 def test_in_exact_mode_older_policies_have_the_log_probs_of_their_rollouts(model, tmp_path, options, monkeypatch):
     """The lane of the policy that drew runs for one answer in eight, and agrees to the bit."""
     scored: list[tuple[str, int]] = []
@@ -672,18 +529,6 @@ def test_exact_mode_names_what_it_cannot_serve(model, tmp_path):
 # ---- where the actor starts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
-def test_with_a_reference_adapter_the_actor_starts_as_its_copy(model, tmp_path, sft_adapter, method):
-    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, reference_adapter=str(sft_adapter)))
-    base = trainer.model.backbone()
-    actor, reference = dict(base.slot("actor").items()), dict(base.slot("sft").items())
-    assert all(torch.equal(actor[k].B, reference[k].B) and actor[k].B.any() for k in actor)
-    found = trainer.step()
-    assert abs(found["kl"]) < 1e-4  # the same weights, in two lanes of one call
-    assert trainer.step()["kl"] != 0
-    assert not all(torch.equal(actor[k].B, reference[k].B) for k in actor)
-
-
 def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp_path, sft_adapter):
     # said to start as the reference (no actor_adapter), but moved away from it before the first step
     trainer = RlTrainer(train_config(model, tmp_path / "run", reference_adapter=str(sft_adapter)))
@@ -697,13 +542,6 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
     # an actor that brings weights of its own may differ
     own = RlTrainer(train_config(model, tmp_path / "own", actor_adapter=str(sft_adapter)))
     assert own.step()["kl"] != 0
-
-
-def test_relative_adapter_folders_named_like_slots(model, tmp_path, sft_adapter, monkeypatch):
-    shutil.copytree(sft_adapter, tmp_path / "sft")
-    monkeypatch.chdir(tmp_path)
-    trainer = RlTrainer(train_config(model, tmp_path / "run", reference_adapter="sft"))
-    assert any(p.any() for n, p in trainer.model.backbone().slot("sft").named_parameters() if n.endswith("B"))
 
 
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])

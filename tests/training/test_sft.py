@@ -59,18 +59,6 @@ def gradients(model: HydraModel, examples, **options) -> dict[str, torch.Tensor]
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-def test_the_language_model_loss_is_transformers_cross_entropy_on_chosen_tokens():
-    model, plain = make(), tiny_llama()
-    for gamma in (0.0, 0.7):
-        _, stats = sft_loss(model, EXAMPLES, gamma=gamma, tokens=N_TOKENS, pairs=3.0, dropout_seed=0)
-        total = 0.0
-        for e in EXAMPLES:
-            labels = torch.tensor([[-100] * len(e.prompt) + e.chosen])
-            out = plain(torch.tensor([e.prompt + e.chosen]), labels=labels)
-            total += out.loss.item() * len(e.chosen)
-        assert stats["lm_loss"].item() == pytest.approx(total / N_TOKENS, rel=1e-5)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_loss_is_transformers_on_the_text(name, tmp_path):
     """Rows of strings from a file, whatever the tokenizer does at a border, beside transformers on the whole texts."""
@@ -90,32 +78,6 @@ def test_the_loss_is_transformers_on_the_text(name, tmp_path):
     assert trainer.step()["lm_loss"] == pytest.approx(sum(losses) / sum(sizes), rel=1e-5)
 
 
-def test_the_pretrained_model_s_loss_is_that_of_its_text(stories, tmp_path):
-    rows = [{"prompt": "Once upon a time", "completion": ", there was a little girl named Lily."}]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    trainer = SftTrainer(sft_config(stories, tmp_path / "out", dataset_name=str(data), learning_rate=0.0))
-    trainer.model.train()
-    plain, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    loss, n = loss_of_text(plain, tokenizer, rows[0])
-    assert trainer.step()["lm_loss"] == pytest.approx(loss / n, rel=1e-5)
-
-
-def test_the_pairwise_loss_is_minus_log_sigmoid_by_hand():
-    model = make()
-    loss, stats = sft_loss(model, EXAMPLES, gamma=0.7, tokens=N_TOKENS, pairs=3.0, dropout_seed=0)
-
-    def reward(e: Example, answer: list[int]) -> float:
-        (found,) = model(PackedBatch.from_lists([e.prompt], [answer]), (Rewards(),))
-        return found.item()
-
-    margins = [reward(e, e.chosen) - reward(e, e.rejected) for e in EXAMPLES]
-    by_hand = sum(math.log1p(math.exp(-m)) for m in margins) / 3
-    assert stats["reward_loss"].item() == pytest.approx(by_hand, rel=1e-4)
-    assert stats["reward_margin"].item() == pytest.approx(sum(margins) / 3, rel=1e-4)
-    assert stats["reward_accuracy"].item() == pytest.approx(sum(m > 0 for m in margins) / 3)
-    assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * by_hand, rel=1e-5)
-
-
 def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path):
     pairs = [
         {"prompt": p, "chosen": f"yes {i}", "rejected": "no", "margin": i - 1.5} for i, p in enumerate(PROMPTS[:4])
@@ -127,6 +89,7 @@ def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path
         return SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data, gamma=0.7, **options))
 
     found = trainer([same, *pairs])
+    torch.nn.init.normal_(found.model.heads["reward"].weight)
     assert found.notes == ["dataset_name: 1 pairs left out, whose two answers are the same"]
     assert [e.margin for e in found.rows] == [-1.5, -0.5, 0.5, 1.5]
     loss, stats = found.loss(found.rows, range(4), dropout_seed=0)
@@ -135,7 +98,10 @@ def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path
         (rewards,) = found.model(PackedBatch.from_lists([e.prompt], [answer]), (Rewards(),))
         return rewards.item()
 
-    by_hand = [math.log1p(math.exp(e.margin - reward(e, e.chosen) + reward(e, e.rejected))) for e in found.rows]
+    margins = [reward(e, e.chosen) - reward(e, e.rejected) for e in found.rows]
+    by_hand = [math.log1p(math.exp(e.margin - m)) for e, m in zip(found.rows, margins, strict=True)]
+    assert stats["reward_margin"].item() == pytest.approx(sum(margins) / 4, rel=1e-4)
+    assert stats["reward_accuracy"].item() == pytest.approx(sum(m > 0 for m in margins) / 4)
     assert stats["reward_loss"].item() == pytest.approx(sum(by_hand) / 4, rel=1e-4)
     assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * sum(by_hand) / 4, rel=1e-5)
     for value in (None, "much", math.inf, True):
@@ -172,8 +138,7 @@ def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_a
         torch.testing.assert_close(mine, p.grad, rtol=1e-3, atol=1e-5 * scale, msg=name)
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
+@pytest.mark.parametrize(("mode", "sizes"), [("full", (1, 1, 1)), ("lora", (2, 1))])
 def test_micro_batches_add_up_to_the_whole_batch(mode, sizes):
     whole = gradients(make(mode), EXAMPLES, gamma=0.7)
     model, start = make(mode), 0
@@ -193,7 +158,7 @@ def test_a_step_of_small_batches_is_a_step_of_a_large_one(base, tmp_path):
     found = {}
     for name, size, count, tokens in (("large", 8, 1, None), ("small", 2, 4, None), ("packed", 8, 1, 50)):
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "adam_epsilon": 1e-3}
-        options["max_tokens_per_micro_batch"] = tokens
+        options |= {"mode": "lora", "lora_dropout": 0.3, "max_tokens_per_micro_batch": tokens}
         trainer = SftTrainer(sft_config(base, tmp_path / name, **options))
         trainer.model.train()
         metrics = trainer.step()
@@ -203,11 +168,6 @@ def test_a_step_of_small_batches_is_a_step_of_a_large_one(base, tmp_path):
         assert found["large"][0]["reward_loss"] == pytest.approx(found[other][0]["reward_loss"], rel=1e-5)
         for name, p in found["large"][1].items():
             torch.testing.assert_close(found[other][1][name], p, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_micro_batches_that_cannot_hold_the_longest_row(base, tmp_path):
-    with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the long"):
-        SftTrainer(sft_config(base, tmp_path / "out", max_tokens_per_micro_batch=3))
 
 
 # ---- what it writes --------------------------------------------------------------------------------------------------
@@ -265,13 +225,6 @@ def _as_actor(model: HydraModel) -> HydraModel:
     return model.eval()
 
 
-def test_training_lowers_the_loss(base, tmp_path):
-    losses = []
-    SftTrainer(sft_config(base, tmp_path / "out", max_steps=12)).run(lambda step, m: losses.append(m["loss"]))
-    assert len(losses) == 12
-    assert losses[-1] < 0.5 * losses[0]
-
-
 # ---- data and refusals -----------------------------------------------------------------------------------------------
 
 
@@ -291,42 +244,27 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
     assert words == ["cat", "dog"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        (
-            [{"prompt": "red", "chosen": "a"}],
-            {},
-            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['chosen', 'prompt'\]",
-        ),
-        (
-            [{"prompt": "red", "chosen": "a", "rejected": "b"}, {"prompt": "red", "chosen": "a", "rejected": None}],
-            {},
-            r"rows\.jsonl:2: expected a string or .* in column 'rejected', got None",
-        ),
-        (
-            [{"prompt": "red", "chosen": "a", "rejected": "b " * 30}],
-            {"max_length": 20},
-            r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer, got 33",
-        ),
-        (
-            [{"prompt": "red " * 64, "completion": "a"}],
-            {},
-            r"rows\.jsonl:1: expected at most 64 tokens of prompt and answer",
-        ),
-        (
-            [{"completion": "a"}],
-            {},
-            r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got \['completion'\]",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_path, rows, options, message):
+COLUMNS = r"dataset_name: expected the columns \(prompt, chosen, rejected\) or .*, got "
+CHOSEN = {"prompt": "red", "chosen": "a"}
+BAD_ROWS = [
+    ([CHOSEN], COLUMNS + r"\['chosen', 'prompt'\]"),
+    ([{"completion": "a"}], COLUMNS + r"\['completion'\]"),
+    (
+        [{**CHOSEN, "rejected": x} for x in ("b", None)],
+        r"rows\.jsonl:2: expected a string or .* in column 'rejected', g",
+    ),
+    ([{**CHOSEN, "rejected": "b " * 30}], r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer, got 33"),
+    ([{"prompt": "red " * 64, "completion": "a"}], r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer"),
+]
+
+
+def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_path):
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"never read")
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ConfigError, match=message):
-        SftTrainer(sft_config(folder, tmp_path / "out", dataset_name=str(data), **options))
+    for rows, message in BAD_ROWS:
+        data = write_rows(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(ConfigError, match=message):
+            SftTrainer(sft_config(folder, tmp_path / "out", dataset_name=str(data), max_length=20))
     assert not (tmp_path / "out").exists()
 
 
@@ -336,9 +274,6 @@ def test_output_folders(base, tmp_path):
     with pytest.raises(ConfigError, match="output_dir: expected an empty or new folder, got"):
         SftTrainer(sft_config(base, tmp_path / "out"))
     SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="output_dir: expected a folder, got the file"):
-        SftTrainer(sft_config(base, tmp_path / "file"))
 
 
 @pytest.mark.parametrize(("head", "culprit"), [(True, "reward_loss"), (False, "lm_loss")])
@@ -383,27 +318,18 @@ def test_nothing_of_the_model_before_stays(base, tmp_path):
     assert not (tmp_path / ".out.tmp").exists()
 
 
-def test_dropout_masks_do_not_depend_on_micro_batches(base, tmp_path):
-    found = []
-    for tokens in (None, 50):
-        options = {"mode": "lora", "lora_dropout": 0.3, "max_tokens_per_micro_batch": tokens, "max_steps": 3}
-        trainer = SftTrainer(sft_config(base, tmp_path / str(tokens), per_device_train_batch_size=8, **options))
-        trainer.model.train()
-        found.append([trainer.step()["lm_loss"] for _ in range(3)])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_would_do_nothing(base, tmp_path):
+    for options, message in (
         ({"lora_r": 4}, "lora_r: expected it unset for --full, which has no adapter, got 4"),
         ({"warmup_steps": 3}, r"warmup_steps: expected at most max_steps \(2\), got 3"),
         ({"max_steps": None, "warmup_steps": 30}, "warmup_steps: expected at most the run's .* steps, got 30"),
-    ],
-)
-def test_options_that_would_do_nothing(base, tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        SftTrainer(sft_config(base, tmp_path / "out", **options))
+        (
+            {"max_tokens_per_micro_batch": 3},
+            r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the long",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SftTrainer(sft_config(base, tmp_path / "out", **options))
 
 
 def test_adapters_have_the_dtype_of_their_optimizer(base, tmp_path):
@@ -426,54 +352,27 @@ def test_a_model_that_cannot_be_written_leaves_a_checkpoint(base, tmp_path, monk
     assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
 
 
-def test_other_rows_or_another_seed_are_another_run(base, tmp_path):
-    trainer = SftTrainer(sft_config(base, tmp_path / "out", save_steps=1))
-    trainer.run()
-    options = {"resume_from_checkpoint": "auto"}
-    with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-2, got 1"):
-        SftTrainer(sft_config(base, tmp_path / "out", seed=1, **options))
+def test_other_rows_are_another_run(base, tmp_path):
+    config = sft_config(base, tmp_path / "out", max_steps=4, per_device_train_batch_size=2)
+    with pytest.raises(RunStopped):
+        SftTrainer(config).run(stop=lambda: True)
+    config = dataclasses.replace(config, resume_from_checkpoint="auto")
     other = write_rows(tmp_path / "other.jsonl", [{"prompt": "red", "chosen": "cat", "rejected": "sea"}] * 4)
     with pytest.raises(ConfigError, match="dataset_name: expected the rows of the run of"):
-        SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(other), **options))
-    afresh = SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart", save_steps=0))
-    assert afresh.state.step == 0
-    afresh.run()
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
+        SftTrainer(dataclasses.replace(config, dataset_name=str(other)))
+    with pytest.raises(ConfigError, match="per_device_train_batch_size: expected 2 rows per step"):
+        SftTrainer(dataclasses.replace(config, per_device_train_batch_size=3))
+    halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert SftTrainer(dataclasses.replace(config, **halves)).state.step == 1
 
 
-def test_a_finished_run_has_nothing_to_do_and_is_not_begun_again(base, tmp_path):
-    short = sft_config(base, tmp_path / "out", max_steps=2, save_steps=0)
-    SftTrainer(short).run()
-    held = {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")}
-    auto = dataclasses.replace(short, resume_from_checkpoint="auto")
-    for steps in (2, 1):  # as many, and fewer
-        again = SftTrainer(dataclasses.replace(auto, max_steps=steps))
-        assert again.finished()
-        assert again.steps_done() == 2
-        assert again.run()["lm_loss"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["lm_loss"]
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")} == held
+def test_a_finished_run_of_more_steps_has_nothing_to_do_and_is_not_begun_again(base, tmp_path):
+    config = sft_config(base, tmp_path / "out")
+    SftTrainer(config).run()
+    auto = dataclasses.replace(config, resume_from_checkpoint="auto")
+    again = SftTrainer(dataclasses.replace(auto, max_steps=1))
+    assert again.finished()
+    assert again.steps_done() == 2
+    assert again.run()["lm_loss"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["lm_loss"]
     with pytest.raises(ConfigError, match=r"expected a checkpoint in .* to go on from, got the finished"):
         SftTrainer(dataclasses.replace(auto, max_steps=3))
-
-
-def test_a_half_written_model_is_written_again(base, tmp_path):
-    config = sft_config(base, tmp_path / "out", max_steps=1, save_steps=0)
-    SftTrainer(config).run()
-    (tmp_path / "out" / "config.json").unlink()  # which comes last
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    del record["result"]  # which is written after it
-    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
-    SftTrainer(dataclasses.replace(config, resume_from_checkpoint="auto")).run()
-    assert (tmp_path / "out" / "config.json").is_file()
-
-
-def test_other_rows_of_a_step_are_another_run(base, tmp_path):
-    config = sft_config(base, tmp_path / "out", max_steps=4, save_steps=1, per_device_train_batch_size=2)
-    trainer = SftTrainer(config)
-    with pytest.raises(RunStopped):
-        trainer.run(stop=lambda: True)
-    options = {"resume_from_checkpoint": "auto", "per_device_train_batch_size": 3}
-    with pytest.raises(ConfigError, match="per_device_train_batch_size: expected 2 rows per step"):
-        SftTrainer(dataclasses.replace(config, **options))
-    halves = {"resume_from_checkpoint": "auto", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    assert SftTrainer(dataclasses.replace(config, **halves)).state.step == 1

@@ -74,42 +74,21 @@ def lengths(trainer: SupervisedRun) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", ["reward", "sft"])
 def test_a_micro_batch_holds_as_many_pairs_as_share_its_tokens(base, tmp_path, rows, kind):
-    data = pairs(8, 1)
-    once, twice = lengths(make(kind, base, tmp_path / "any", data, 0.0, 1000))
+    def rows_of_a_step(data: list[dict[str, str]], dropout: float, tokens: int, shares: bool = True) -> list[int]:
+        trainer = make(kind, base, tmp_path / "run", data, dropout, tokens)
+        trainer.model.shares_prompts = shares
+        trainer.model.train()
+        rows.clear()
+        trainer.step()
+        return list(rows)
+
+    once, twice = lengths(make(kind, base, tmp_path / "any", pairs(8, 1), 0.0, 1000))
     assert once < twice < 2 * once
-    trainer = make(kind, base, tmp_path / "run", data, 0.0, 2 * once)
-    trainer.model.train()
-    assert len(trainer.micro_batches(trainer.next_rows())) == 4
-    rows.clear()
-    trainer.step()
-    assert rows == [2 * once] * 4
-    trainer.model.shares_prompts = False
-    assert len(trainer.micro_batches(trainer.next_rows())) == 8
-    rows.clear()
-    trainer.step()
-    assert rows == [twice] * 8
-
-
-@pytest.mark.parametrize("kind", ["reward", "sft"])
-def test_with_dropout_every_answer_has_a_copy_of_its_prompt(base, tmp_path, rows, kind):
-    data = pairs(8, 1)
-    once, twice = lengths(make(kind, base, tmp_path / "any", data, 0.0, 1000))
-    trainer = make(kind, base, tmp_path / "run", data, 0.1, 2 * once)
-    rows.clear()
-    trainer.step()
-    assert rows == [twice] * 8
-
-
-@pytest.mark.parametrize("kind", ["reward", "sft"])
-def test_pairs_of_one_prompt_share_it_too(base, tmp_path, rows, kind):
-    data = pairs(3, 6)
-    trainer = make(kind, base, tmp_path / "any", data, 0.0, 1000)
-    once, twice = lengths(trainer)
+    assert rows_of_a_step(pairs(8, 1), 0.0, 2 * once) == [2 * once] * 4
+    assert rows_of_a_step(pairs(8, 1), 0.0, 2 * once, shares=False) == [twice] * 8
+    assert rows_of_a_step(pairs(8, 1), 0.1, 2 * once) == [twice] * 8  # with dropout every answer has a copy
     all_six = once + 5 * (2 * once - twice)  # a prompt, and two answers six times
-    trainer = make(kind, base, tmp_path / "run", data, 0.0, all_six)
-    rows.clear()
-    trainer.step()
-    assert rows == [all_six] * 3
+    assert rows_of_a_step(pairs(3, 6), 0.0, all_six) == [all_six] * 3
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -16,39 +16,30 @@ from tests.generators.test_async_runs import steps_of, without_timings
 from tests.training.test_data import train_config, write_model
 from tests.training.test_rl import same, trained
 
-ALGORITHMS = {
-    "ppo": {"beta": 0.1, "entropy_coef": 0.01},
-    "grpo": {},
-    "rloo": {},
-    "remax": {},
-    "reinforce": {},
-    "cispo": {},
-    "online_dpo": {},
-    "best_of_n": {},
-}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_learns_from_them(algorithm, model, tmp_path):
-    options = {"algorithm": algorithm, "top_p": 0.8, "top_k": 40, "min_p": 0.005, "max_steps": 2}
-    trainer, rows = steps_of(model, tmp_path / "run", **options, **ALGORITHMS[algorithm])
-    for row in rows:
-        assert 1 < row["support/mean"] < 40
-        assert 0 < row["support/bytes"] <= 8 * (1 + 8 * 8) + 8 * 8 * 4 * -(-trainer.model.backbone().n_words // 32)
-        assert row["mismatch/rollout_max"] < 1e-5
-        assert row["mismatch/update_max"] < 1e-5
-    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-5)
-    assert trainer.state.policy_version == 2
+def test_every_algorithm_learns_from_them(model, tmp_path):
+    for algorithm in ("ppo", "grpo", "rloo", "remax", "reinforce", "cispo", "online_dpo", "best_of_n"):
+        options = {"algorithm": algorithm, "top_p": 0.8, "top_k": 40, "min_p": 0.005, "max_steps": 2}
+        options |= {"beta": 0.1, "entropy_coef": 0.01} if algorithm == "ppo" else {}
+        trainer, rows = steps_of(model, tmp_path / algorithm, **options)
+        for row in rows:
+            assert 1 < row["support/mean"] < 40, algorithm
+            most = 8 * (1 + 8 * 8) + 8 * 8 * 4 * -(-trainer.model.backbone().n_words // 32)
+            assert 0 < row["support/bytes"] <= most, algorithm
+            assert max(row["mismatch/rollout_max"], row["mismatch/update_max"]) < 1e-5, algorithm
+        assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-5), algorithm
+        assert trainer.state.policy_version == 2, algorithm
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{"kl_estimator": "exact"}, {"algorithm": "grpo"}], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({"kl_estimator": "exact"}, "bfloat16"), ({"algorithm": "grpo"}, "float32")]
+)
 def test_in_exact_mode_rollout_and_update_differ_by_nothing(options, dtype, model, tmp_path):
     _, rows = steps_of(model, tmp_path / "run", exact=True, dtype=dtype, top_p=0.8, max_steps=2, **options)
     for row in rows:
@@ -56,24 +47,9 @@ def test_in_exact_mode_rollout_and_update_differ_by_nothing(options, dtype, mode
     assert rows[0]["kl"] == 0.0
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("ppo", marks=pytest.mark.long), "grpo"])
-def test_a_run_goes_on_to_the_same_floats(algorithm, model, tmp_path):
-    options = {"algorithm": algorithm, "top_p": 0.8, "max_steps": 3, "save_total_limit": None, "lora_dropout": 0.1}
-    whole, rows = steps_of(model, tmp_path / "whole", save_steps=1, **options)
-    checkpoint = str(whole.output / "checkpoint-1")
-    resumed, later = steps_of(model, tmp_path / "resumed", resume_from_checkpoint=checkpoint, **options)
-    assert same(trained(whole), trained(resumed))
-    assert without_timings(rows[1:]) == without_timings(later)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.long), {"off_policy_correction": "token_truncate"}],
-    ids=["behaviour", "weights"],
-)
-def test_beside_the_updates_the_floats_are_the_same(options, model, tmp_path):
+def test_beside_the_updates_the_floats_are_the_same(model, tmp_path):
     """Ratios to the older policy that drew are over its words."""
-    options = {"algorithm": "grpo", "top_p": 0.8, "max_steps": 3, **options}
+    options = {"algorithm": "grpo", "top_p": 0.8, "max_steps": 3, "off_policy_correction": "token_truncate"}
     beside, rows = steps_of(model, tmp_path / "beside", async_mode="overlap", **options)
     replay, again = steps_of(model, tmp_path / "replay", async_mode="replay", **options)
     assert same(trained(beside), trained(replay))
@@ -103,34 +79,21 @@ def test_held_out_answers_are_drawn_likewise(model, tmp_path):
     assert trainer.evaluation.evaluate()["eval/kl"] > 0
 
 
-@pytest.mark.parametrize("option", ["top_k", "top_p", "min_p"])
-def test_an_engine_that_does_not_say_among_which_words_is_refused(option, model, tmp_path):
-    value = 3 if option == "top_k" else 0.5
-    with pytest.raises(
-        ConfigError,
-        match=rf"{option}: expected it unset with vllm_server_base_url, .* the words .* got {value}; .* this process",
-    ):
-        train_config(
-            model,
-            tmp_path / "run",
-            vllm_server_base_url="http://localhost:1",
-            **{option: value},
-        )
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
+def test_values_that_mean_nothing_and_an_engine_that_does_not_say_among_which_words(tmp_path):
+    for option, value, message in (
         ("top_k", 0, "top_k: expected an integer or none >= 1, got 0"),
         ("top_p", 0.0, r"top_p: expected a number or none > 0, got 0\.0"),
         ("top_p", 1.5, r"top_p: expected a number or none <= 1, got 1\.5"),
         ("min_p", 0.0, r"min_p: expected a number or none > 0, got 0\.0"),
         ("min_p", 1.01, r"min_p: expected a number or none <= 1, got 1\.01"),
-    ],
-)
-def test_values_that_mean_nothing(option, value, message, model, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        train_config(model, tmp_path / "run", **{option: value})
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_config(tmp_path / "m", tmp_path / "run", **{option: value})
+    server = {"vllm_server_base_url": "http://localhost:1"}
+    for option, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.5)):
+        message = rf"{option}: expected it unset with vllm_server_base_url, .* the words .* got {value}; .*process"
+        with pytest.raises(ConfigError, match=message):
+            train_config(tmp_path / "m", tmp_path / "run", **server, **{option: value})
 
 
 def test_a_run_without_filters_keeps_no_words(model, tmp_path):

@@ -77,24 +77,17 @@ def test_a_run_beside_another_resumes_and_leaves_the_other_alone(model, reward, 
     assert same(trained(first), before)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"method": "lora_ppo"},
-            r"method: expected one whose backbones the given model has, \['base'\], got 'lora_ppo'",
-        ),
-        ({"dtype": "bfloat16"}, "dtype: expected that of the given model, torch.float32, got torch.bfloat16"),
-    ],
-)
-def test_options_that_ask_for_another_base(changes, message, model, reward, tmp_path):
-    first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
-    with pytest.raises(ConfigError, match=message):
-        RlTrainer(config(model, tmp_path / "second", reward, "second", **changes), base=first.model)
-
-
-def test_another_folder_is_another_base(model, reward, tmp_path):
+def test_options_that_ask_for_another_base(model, reward, tmp_path):
     first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
     other = write_model(tmp_path / "other")
-    with pytest.raises(ConfigError, match="model_name_or_path: expected that of the given model"):
-        RlTrainer(config(other, tmp_path / "second", reward, "second"), base=first.model)
+    for folder, changes, message in (
+        (
+            model,
+            {"method": "lora_ppo"},
+            r"method: expected one whose backbones the given model has, \['base'\], got 'lo",
+        ),
+        (model, {"dtype": "bfloat16"}, "dtype: expected that of the given model, torch.float32, got torch.bfloat16"),
+        (other, {}, "model_name_or_path: expected that of the given model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RlTrainer(config(folder, tmp_path / "second", reward, "second", **changes), base=first.model)

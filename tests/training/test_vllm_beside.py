@@ -140,13 +140,8 @@ def test_weights_of_both_corrections_multiply():
     assert torch.equal(both(Corrected(old, one, {}), Corrected(old, None, {})).weights_M, one)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"async_mode": "ray"}, "vllm_server_base_url: expected it unset with async 'ray'"),
-        ({"async_policy": "in_flight"}, "async_policy: expected 'fixed' or 'newest' with vllm_server_base_url"),
-    ],
-)
-def test_what_does_not_go_together(model, server, tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        config(model, tmp_path, server, **options)
+def test_what_does_not_go_together(model, server, tmp_path):
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected it unset with async 'ray'"):
+        config(model, tmp_path, server, async_mode="ray")
+    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with vllm_server_base_url"):
+        config(model, tmp_path, server, async_policy="in_flight")

@@ -106,11 +106,6 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     assert not (tmp_path / "served" / "vllm").exists()
 
 
-def test_local_rollouts_have_no_new_metrics(model, tmp_path):
-    found = RlTrainer(train_config(model, tmp_path / "run")).step()
-    assert not [name for name in found if name.startswith("vllm/") or name in (*MISMATCH, *SERVER, "seconds/sync")]
-
-
 @pytest.mark.long
 def test_it_learns(model, server, tmp_path):
     """A reward for one word, from answers of the server alone."""
@@ -176,9 +171,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     torch.testing.assert_close(weighted.advantages_M, plain.advantages_M * expected, rtol=1e-4, atol=1e-6)
     for name in ("old_logprobs_M", "values_M", "returns_M"):
         assert torch.equal(getattr(weighted, name), getattr(plain, name)), name
-    figures = {f"mismatch/{name}" for name in ("truncated_ratio", "effective_sample_size", "importance_weight_mean")}
-    both = (metrics_of_weighted, metrics_of_plain)
-    assert len({repr(sorted((k, v) for k, v in metrics.items() if k not in figures)) for metrics in both}) == 1
+    assert metrics_of_weighted == metrics_of_plain
     assert metrics_of_weighted["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
     assert metrics_of_weighted["mismatch/truncated_ratio"] > 0.3
     # what stops a local run at once
@@ -197,8 +190,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
         experience(made)
 
 
-@pytest.mark.parametrize("correction", [None, "none"])
-def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path, correction):
+def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path):
     """Clamped, an infinite one would be just another truncated one."""
 
     def alter(payload: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -206,24 +198,23 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path, correc
             payload["choices"][0]["logprobs"]["token_logprobs"][0] = -200.0
         return payload
 
-    server.alter = alter
-    made = config(model, tmp_path / "run", server, off_policy_correction=correction)
-    with pytest.raises(MismatchError, match=r"expected finite ones, got log ratios of \[19\d\..* for 8 of \d+ tokens"):
-        RlTrainer(made).step()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 90.0])
-def test_every_ratio_that_is_not_finite_is_refused(model, server, tmp_path, bad):
     trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.rollouts.sync(0)
     rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
     correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
-    log_ratio_M[1] = bad
-    with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
-        correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
-    with pytest.raises(MismatchError, match=rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"):
-        correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
+    for bad in (float("nan"), float("inf"), -float("inf"), 90.0):
+        log_ratio_M[1] = bad
+        said = rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"
+        with pytest.raises(MismatchError, match=said):
+            correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
+        with pytest.raises(MismatchError, match=said):
+            correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
+    server.alter = alter
+    for correction in (True, False):
+        made = config(model, tmp_path / "other", server, off_policy_correction=correction)
+        with pytest.raises(MismatchError, match=r"finite ones, got log ratios of \[19\d\..* for 8 of \d+ tokens"):
+            RlTrainer(made).step()
 
 
 def test_answers_without_a_reward_take_their_weights_with_them(model, server, tmp_path):
@@ -336,9 +327,8 @@ def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
     assert server.log == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_options_that_contradict_each_other(tmp_path):
+    for changes, message in (
         ({"method": "full_ppo"}, "vllm_server_base_url: expected it unset for full_ppo"),
         (
             {"vllm_server_base_url": None, "vllm_adapter_dir": "d"},
@@ -352,12 +342,10 @@ def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
             "expected one of token_truncate, sequence_truncate, none for ppo, got",
         ),
         ({"off_policy_correction": "none", "off_policy_clip_max": 3.0}, "off_policy_clip_max: expected it unset"),
-    ],
-)
-def test_options_that_contradict_each_other(tmp_path, changes, message):
-    options = {"vllm_server_base_url": "http://localhost:1", **changes}
-    with pytest.raises(ConfigError, match=message):
-        train_config(tmp_path / "m", tmp_path / "run", **options)
+    ):
+        options = {"vllm_server_base_url": "http://localhost:1", **changes}
+        with pytest.raises(ConfigError, match=message):
+            train_config(tmp_path / "m", tmp_path / "run", **options)
 
 
 def test_the_command_says_in_a_line_that_nobody_answers(model, tmp_path, capsys):

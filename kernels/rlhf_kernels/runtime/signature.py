@@ -220,7 +220,7 @@ class Op:
         return [ctx.needs_input_grad[self.names.index(name)] for name in names]
 
     def gradients(self, **named: Any) -> tuple[Any, ...]:
-        """What a backward returns: gradients of flat arguments by name, None for all others."""
+        """Result of a backward: gradients of flat arguments by name, None for all others."""
         return tuple(named.get(name) for name in self.names)
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         HydraRLOOConfig,
         ReMaxConfig,
     )
-    from rlhf_engine.integrations.trl.online_dpo import HydraOnlineDPOTrainer
     from rlhf_engine.integrations.trl.reward import PerlRewardConfig, PerlRewardTrainer
     from rlhf_engine.integrations.trl.trainers import (
         HydraBestOfNTrainer,
         HydraGRPOTrainer,
+        HydraOnlineDPOTrainer,
         HydraPPOTrainer,
         HydraReinforceTrainer,
         HydraRLOOTrainer,
@@ -55,12 +55,7 @@ __all__ = [
     "ReMaxTrainer",
     "patch",
 ]
-_MODULES = {
-    "HydraTrainer": "base",
-    "HydraOnlineDPOTrainer": "online_dpo",
-    "PerlRewardConfig": "reward",
-    "PerlRewardTrainer": "reward",
-}
+_MODULES = {"HydraTrainer": "base", "PerlRewardConfig": "reward", "PerlRewardTrainer": "reward"}
 """Modules of the names that are neither a config in `config` nor a trainer in `trainers`."""
 
 

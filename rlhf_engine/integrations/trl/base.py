@@ -44,15 +44,13 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import (
     HEADS,
-    forward_through,
     has_learned,
     hydra_on,
     is_on_same_tensors,
     require_alone,
 )
-from rlhf_engine.integrations.trl.progress import Progress
-from rlhf_engine.integrations.trl.supports import from_columns, to_columns
-from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
+from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
 from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.tokenizing import warn_of_unknown
@@ -66,10 +64,11 @@ REWARD_MODEL = "reward_model"
 """The learned reward among `reward_funcs`."""
 ACTOR, CRITIC = "default", "critic"
 """PEFT's names of the adapters."""
-_EPS = 1e-4
-"""Constant that RLOOTrainer adds to the deviation of advantages."""
+_EPS = 1e-4  # constant that RLOOTrainer adds to the deviation of advantages
 REFERENCE = "reference"
 """Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
+REWARD_ROLE = "reward"
+"""Role that `reward_model` stands for."""
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -145,25 +144,19 @@ class HydraTrainer(GRPOTrainer):
         args = args or self.config_class(f"{Path(source).name or 'model'}-{self._name}")
         self._facts = args.facts
         self._tag_names = (*HydraTrainer._tag_names, args.algorithm.replace("_", "-"))
-        self.algorithm = find_algorithm(args.algorithm)(
-            args.algorithm_options(),
-            temperature=args.temperature,
-            max_completion_length=args.max_completion_length,
-        )
+        sizes = {"temperature": args.temperature, "max_completion_length": args.max_completion_length}
+        self.algorithm = find_algorithm(args.algorithm)(args.algorithm_options(), **sizes)
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or REWARD_MODEL]
         self._uses_reward_model = REWARD_MODEL in functions
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="You are using 'rollout_func'"
-                )  # which is this package's choice
+                # which is this package's choice
+                warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
                 super().__init__(
                     model=model,
-                    reward_funcs=[
-                        self._model_rewards if function == REWARD_MODEL else function for function in functions
-                    ],
+                    reward_funcs=[self._model_rewards if f == REWARD_MODEL else f for f in functions],
                     args=args,
                     peft_config=peft_config,
                     rollout_func=_draw,
@@ -183,10 +176,8 @@ class HydraTrainer(GRPOTrainer):
                 f"train_dataset: expected at least the {prompts} prompts of a rollout (generation_batch_size / "
                 f"num_generations), got {len(self.train_dataset)}"
             )
-        self.reward_func_names = [
-            REWARD_MODEL if f == REWARD_MODEL else name
-            for f, name in zip(functions, self.reward_func_names, strict=True)
-        ]
+        names = zip(functions, self.reward_func_names, strict=True)
+        self.reward_func_names = [REWARD_MODEL if f == REWARD_MODEL else name for f, name in names]
         self.hydra = self._build(source, args)
         """Model of all roles, on the tensors of the PeftModel."""
         if self.optimizer is not None:
@@ -199,11 +190,7 @@ class HydraTrainer(GRPOTrainer):
 
     @property
     def hidden(self) -> tuple[bool, ...]:
-        """Further answers to each prompt, which TRL is not shown.
-
-        Returns:
-            One flag per further answer: whether it is greedy.
-        """
+        """Further answers to each prompt, which TRL is not shown: for each whether it is greedy."""
         return (True,) if self._facts.with_greedy else ()
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -240,7 +227,9 @@ class HydraTrainer(GRPOTrainer):
         return hydra.eval()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer; critic and value head may have a learning rate of their own.
+        """Make the optimizer, and the scheduler that goes with it where `optimizers` has a function for it.
+
+        Critic and value head may have a learning rate of their own.
 
         Args:
             model: model whose parameters are trained; None: the trainer's.
@@ -253,7 +242,7 @@ class HydraTrainer(GRPOTrainer):
             EngineError: adapters of the PeftModel were replaced by others.
         """
         _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
-        make = self._makers[0]
+        make, schedule = self._makers
         if self.optimizer is None and make is not None:
             trained = {id(p): p for role in self.hydra.roles for p in self.hydra.trainable_parameters(role).values()}
             self.optimizer = make(list(trained.values()))
@@ -267,25 +256,10 @@ class HydraTrainer(GRPOTrainer):
                 theirs = [p for p in group["params"] if id(p) in critic]
                 group["params"] = [p for p in group["params"] if id(p) not in critic]
                 if theirs:
-                    optimizer.add_param_group(
-                        {**{k: v for k, v in group.items() if k != "params"}, "params": theirs, "lr": rate}
-                    )
+                    optimizer.add_param_group({**group, "params": theirs, "lr": rate})
+        if self.lr_scheduler is None and schedule is not None:
+            self.lr_scheduler = schedule(optimizer)
         return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the scheduler, by the function in `optimizers` where there is one.
-
-        Args:
-            num_training_steps: optimizer steps of the run.
-            optimizer: optimizer that is scheduled; None: the trainer's.
-
-        Returns:
-            The scheduler, which is the trainer's from now on.
-        """
-        make = self._makers[1]
-        if self.lr_scheduler is None and make is not None:
-            self.lr_scheduler = make(optimizer or self.optimizer)
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def _require_all_trained(self, optimizer: Any) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -313,13 +287,15 @@ class HydraTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the place in the rollout, too: on every process, before anything is pushed."""
         super()._save_rng_state(output_dir)
-        progress = Progress(
+        draws_anew = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        save_progress(
+            Path(output_dir),
+            self.accelerator.process_index,
             step=self._step,
             sizes=self._sizes(),
             metrics=self._metrics["train"],
-            rollout=[] if self._draws_anew() else self._buffered_inputs,
+            rollout=[] if draws_anew else self._buffered_inputs,
         )
-        progress.save(Path(output_dir), self.accelerator.process_index)
 
     def _sizes(self) -> dict[str, int]:
         """Return the numbers that a rollout is cut up by."""
@@ -327,25 +303,21 @@ class HydraTrainer(GRPOTrainer):
         sizes = {name: int(getattr(self.args, name)) for name in names}
         return {**sizes, "num_processes": self.accelerator.num_processes}
 
-    def _draws_anew(self) -> bool:
-        """Whether the next micro-batch is the first of a rollout."""
-        return bool(self._step % (self.args.steps_per_generation * self.num_iterations) == 0)
-
     def _load_progress(self, folder: Path) -> None:
         """Take up the place within a rollout, and what is left of that rollout."""
-        progress = Progress.load(folder, self.accelerator.process_index)
-        self._step = progress.step
-        self._metrics["train"].update(progress.metrics)
-        if not progress.rollout:
+        progress, rollout = load_progress(folder, self.accelerator.process_index)
+        self._step = progress["step"]
+        self._metrics["train"].update(progress["metrics"])
+        if not rollout:
             return
         for name, value in self._sizes().items():
-            if progress.sizes[name] != value:
+            before = progress["sizes"][name]
+            if before != value:
                 raise ConfigError(
-                    f"{name}: expected {progress.sizes[name]}, because {str(folder)!r} is of the middle of a rollout, "
-                    f"got {value}"
+                    f"{name}: expected {before}, because {str(folder)!r} is of the middle of a rollout, got {value}"
                 )
         device = self.accelerator.device
-        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in progress.rollout]
+        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in rollout]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
@@ -390,12 +362,7 @@ class HydraTrainer(GRPOTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        asked = [
-            "actor",
-            "reference",
-            *(["critic"] if self.has_critic else []),
-            *([REWARD_ROLE] if self._uses_reward_model else []),
-        ]
+        asked = ["actor", "reference", *["critic"] * self.has_critic, *[REWARD_ROLE] * self._uses_reward_model]
         self._hidden_totals = [self._score_hidden(ids, inputs, prompts, completions) for ids in self._hidden_ids]
         supports = None if self._supports is None else self._supports.select(slice(sum(map(len, completion_ids_list))))
         self._answers, self._scores = self._score(completion_ids_list, asked, supports)
@@ -446,7 +413,7 @@ class HydraTrainer(GRPOTrainer):
         if self.args.missing_eos_penalty is not None:
             ended = [batch.completion_tokens(i)[-1] in self.eos_token_ids for i in range(batch.n_sequences)]
             totals = totals - self.args.missing_eos_penalty * (~torch.tensor(ended, device=totals.device))
-        self.require_finite("reward of an answer is not finite; no update was made from it", totals)
+        self._require_finite("reward of an answer is not finite; no update was made from it", totals)
         return totals, ~own.isnan().all(1)
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> tuple[None, None, None]:
@@ -461,8 +428,9 @@ class HydraTrainer(GRPOTrainer):
         assert logprobs_M is not None
         assert ref_logprobs_M is not None
         kl_M = token_kl(logprobs_M, ref_logprobs_M, self.args.kl_estimator)
-        self.require_finite("KL of an answer is not finite; no update was made from it", kl_M)
-        groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // self._answers_per_prompt()
+        self._require_finite("KL of an answer is not finite; no update was made from it", kl_M)
+        together = int(self.num_generations if mode == "train" else self.num_generations_eval)
+        groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // together
         greedy_N = self._hidden_totals[0][0] if self._facts.with_greedy else None
         experience = Experience(
             batch=batch,
@@ -480,17 +448,17 @@ class HydraTrainer(GRPOTrainer):
             x = batch.pad(x_M)
             return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
-        self.note(mode, "kl", kl_M)
+        self._note(mode, "kl", kl_M)
         if batch.supports is not None:
-            self.note(mode, "support/mean", batch.supports.sizes.to(kl_M.device))
+            self._note(mode, "support/mean", batch.supports.sizes.to(kl_M.device))
         if greedy_N is not None:
-            self.note(mode, "reward/greedy", greedy_N)
+            self._note(mode, "reward/greedy", greedy_N)
         if self.num_generations == 1:
             self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, which one answer is not
         whole_N = output["completion_mask"].bool().any(1)  # false where mask_truncated_completions leaves one out
         # advantages are to all answers, as in TRL; an answer that is chosen to be learned has to be whole
         scored_N = self._scored if self._facts.maximises_reward else self._scored & whole_N
-        columns, mask_M = self._prepare(mode, experience, self._usable(scored_N, groups_N))
+        columns, mask_M = self._prepare(mode, experience, self._usable(scored_N, groups_N, together))
         learned_N = mask_M[batch.last_completion_rows_N]
         mask_M = mask_M & whole_N[batch.sequence_of_M]
         if "advantages_M" in columns:
@@ -506,18 +474,15 @@ class HydraTrainer(GRPOTrainer):
             **to_columns(batch, padded),
         }
 
-    def _answers_per_prompt(self) -> int:
-        return int(self.num_generations if self.model.training else self.num_generations_eval)
-
-    def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
-        """Mask of the answers that have a score and can be learned from: [N] bool.
+    def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
+        """Mask of the answers that have a score and can be learned from, [N] bool, where k are in a group.
 
         An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
         """
         if self._facts.with_greedy:
             ((_, scored_N),) = self._hidden_totals
             keep_N = keep_N & scored_N
-        k, n = self._answers_per_prompt(), len(keep_N)
+        n = len(keep_N)
         if n % k:
             raise ConfigError(
                 f"num_generations: expected all answers to a prompt on one process, got {n} answers in groups of {k}"
@@ -549,8 +514,8 @@ class HydraTrainer(GRPOTrainer):
             for name, x_M in values.items():
                 columns[name] = columns[name].index_put((rows_M,), x_M)
         if self.has_critic:
-            self.note(mode, "value/mean", columns["values_M"][mask_M])
-            self.note(mode, "value/return", columns["returns_M"][mask_M])
+            self._note(mode, "value/mean", columns["values_M"][mask_M])
+            self._note(mode, "value/return", columns["returns_M"][mask_M])
         return columns, mask_M
 
     def _normalised(self, advantages_M: torch.Tensor, ends_N: torch.Tensor) -> torch.Tensor:
@@ -559,10 +524,10 @@ class HydraTrainer(GRPOTrainer):
         ends_N: places of the answers' last tokens.
         """
         if self.algorithm.options.whitens_advantages:
-            mean, variance = self.moments(advantages_M)
+            mean, variance = self._moments(advantages_M)
             return ((advantages_M.double() - mean) / (variance + 1e-8) ** 0.5).to(advantages_M.dtype)
         if getattr(self.args, "normalize_advantages", False):
-            mean, variance = self.moments(advantages_M[ends_N])
+            mean, variance = self._moments(advantages_M[ends_N])
             return (advantages_M - mean) / (variance**0.5 + _EPS)
         return advantages_M
 
@@ -571,16 +536,8 @@ class HydraTrainer(GRPOTrainer):
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation if mode == "train" else 1.0
         return float(in_rollout.clamp(min=1.0)) / self.accelerator.num_processes * share
 
-    def require_finite(self, message: str, values: torch.Tensor) -> None:
-        """Check on all processes together that numbers are finite.
-
-        Args:
-            message: text of the error.
-            values: numbers of this process, of any shape and float dtype.
-
-        Raises:
-            NonFiniteError: on all processes, where one of them has NaN or infinity.
-        """
+    def _require_finite(self, message: str, values: torch.Tensor) -> None:
+        """Raise NonFiniteError on all processes together where one has a number that is not finite."""
         bad = (~values.isfinite()).any().float()
         if float(self.accelerator.reduce(bad, reduction="sum")):
             raise NonFiniteError(message)
@@ -594,28 +551,15 @@ class HydraTrainer(GRPOTrainer):
             shown.pop()
         shown.extend(told)
 
-    def note(self, mode: str, name: str, values: torch.Tensor) -> None:
-        """Record a metric: the mean over the numbers of all processes. Without a number nothing is recorded.
-
-        Args:
-            mode: `train` or `eval`.
-            name: name of the metric.
-            values: numbers of this process, of any shape; may be empty.
-        """
+    def _note(self, mode: str, name: str, values: torch.Tensor) -> None:
+        """Record a metric: the mean over the numbers of all processes. Without a number nothing is recorded."""
         values = values.detach().float()
         sums = self.accelerator.reduce(torch.stack([values.sum(), torch.ones_like(values).sum()]), reduction="sum")
         if float(sums[1]):
             self._metrics[mode][name].append(float(sums[0] / sums[1]))
 
-    def moments(self, values: torch.Tensor) -> tuple[float, float]:
-        """Mean and unbiased variance over the numbers of all processes.
-
-        Args:
-            values: numbers of this process, of any shape; may be empty.
-
-        Returns:
-            Mean and variance; (0, 1) for fewer than two numbers.
-        """
+    def _moments(self, values: torch.Tensor) -> tuple[float, float]:
+        """Mean and unbiased variance over the numbers of all processes; (0, 1) for fewer than two."""
         values = values.double()
         sums = torch.stack([torch.ones_like(values).sum(), values.sum(), values.square().sum()])
         n, total, squares = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -631,12 +575,8 @@ class HydraTrainer(GRPOTrainer):
             values = [theirs[name] for theirs in every if name in theirs]
             self._metrics[mode][name].append(sum(values) / len(values))
 
-    def next_evaluated(self) -> int:
-        """Count the batches of an evaluation. The count keys its random numbers, and each evaluation begins with 0.
-
-        Returns:
-            Number of the batch, from 0.
-        """
+    def _next_evaluated(self) -> int:
+        """Count the batches of an evaluation from 0; the count keys its random numbers."""
         step, count = self._evaluated
         self._evaluated = (self.state.global_step, count + 1 if step == self.state.global_step else 0)
         return self._evaluated[1]
@@ -657,7 +597,8 @@ class HydraTrainer(GRPOTrainer):
 
     # ---- learning --------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], *, counts: float = 1.0) -> torch.Tensor:
+        """The loss of a micro-batch, whose metrics are logged. counts: 0 for one that is not to be learned from."""
         mode = "train" if self.model.training else "eval"
         answer = inputs["answer_mask"]
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -670,15 +611,16 @@ class HydraTrainer(GRPOTrainer):
             n_answers=self._denominator(inputs["num_units_in_batch"], mode),
             **{name.removeprefix("of_"): x[answer] for name, x in inputs.items() if name.startswith("of_")},
         )
-        return self._loss_of(model, micro, mode)
-
-    def _loss_of(self, model: Any, micro: MicroBatch, mode: str, *, counts: float = 1.0) -> torch.Tensor:
-        """The loss of a micro-batch, whose metrics are logged. counts: 0 for one that is not to be learned from."""
         terms = self.algorithm.terms(micro)
-        results = self.forward(model, micro.batch, tuple(term.output for term in terms))
+        # until the next rollout checkpointing and dropout are as in training
+        self.hydra.train(self.model.training)
+        place = self._step * self.accelerator.num_processes + self.accelerator.process_index
+        seed = int(self.args.seed * 1_000_003 + place)
+        asked = (micro.batch, tuple(term.output for term in terms)), {"dropout_seed": seed}
+        results = model(hydra=asked)
         loss = torch.stack([term.weight * result.loss for term, result in zip(terms, results, strict=True)]).sum()
         loss = loss * counts
-        self.require_finite("the loss is not finite", loss.detach())
+        self._require_finite("the loss is not finite", loss.detach())
         sums = self.algorithm.measure(micro, results).sums
         # shares of an optimizer step's numbers, of which a logged line is the mean over micro-batches
         parts = counts * (self.current_gradient_accumulation_steps if mode == "train" else 1)
@@ -687,29 +629,6 @@ class HydraTrainer(GRPOTrainer):
         for name, x in self.algorithm.summarise(Measured(sums=dict(zip(sums, means, strict=True)))).items():
             self._metrics[mode][name].append(x)
         return loss
-
-    def forward(self, model: Any, batch: PackedBatch, requests: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the forward that is learned from. Until the next rollout checkpointing and dropout are as in training.
-
-        Args:
-            model: the PeftModel, perhaps wrapped.
-            batch: answers of a micro-batch with their prompts.
-            requests: outputs of `HydraModel.forward`.
-
-        Returns:
-            The results, in the order of the requests.
-
-        Raises:
-            ValueError: a role that does not exist, or anything else that `HydraModel.forward` refuses.
-        """
-        self.hydra.train(self.model.training)
-        place = self._step * self.accelerator.num_processes + self.accelerator.process_index
-        seed = int(self.args.seed * 1_000_003 + place)
-        return forward_through(model, (batch, requests), dropout_seed=seed)
-
-
-REWARD_ROLE = "reward"
-"""The role that `reward_model` stands for."""
 
 
 class _PromptsOfEpoch(Sampler[int]):
@@ -746,9 +665,8 @@ def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
         for p in hydra.trainable_parameters(role).values():
             p.requires_grad_(True)
     if not is_on_same_tensors(hydra, peft_model):
-        raise EngineError(
-            "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
-        )
+        said = "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
+        raise EngineError(said)
 
 
 def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
@@ -758,7 +676,7 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
     trainer._prompt_ids = [list(x) for x in ids]
     n, training = len(ids), trainer.model.training
     every = trainer.args.steps_per_generation * trainer.num_iterations
-    count = trainer._step // every if training else trainer.next_evaluated()
+    count = trainer._step // every if training else trainer._next_evaluated()
     most = n if training else trainer.args.per_device_eval_batch_size  # the last batch of an evaluation may be smaller
     first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * most
     sampling = SamplingConfig(

@@ -1,22 +1,109 @@
 """Options of our trainers behind TRL: GRPOConfig, with what an algorithm reads beside it.
 
-Every option of GRPOConfig stands in one of the three sets of `options`, or among those that some algorithms read. One
-that stands nowhere, as of a newer TRL, has to stay at its default.
+Every option of GRPOConfig is served, harmless, refused, or one that some algorithms read. These four sets name every
+option of the versions of TRL and transformers that this package knows. One that stands nowhere, as of a newer TRL, has
+to stay at its default.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmFacts, AlgorithmOptions
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl.options import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED
-from rlhf_engine.integrations.trl.versions import require_trl
+from rlhf_engine.integrations.trl.patching import require_trl
 
 require_trl()
 from trl import GRPOConfig  # noqa: E402
+
+_SERVED = (
+    "accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon "
+    "bf16 chat_template_kwargs dataloader_drop_last ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb "
+    "ddp_find_unused_parameters ddp_static_graph ddp_timeout disable_dropout enable_jit_checkpoint entropy_coef "
+    "eval_delay eval_on_start eval_steps eval_strategy fp16 full_determinism generation_batch_size "
+    "gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better "
+    "ignore_data_skip learning_rate load_best_model_at_end loss_type lr_scheduler_kwargs lr_scheduler_type "
+    "mask_truncated_completions max_completion_length max_grad_norm max_steps metric_for_best_model min_p "
+    "model_init_kwargs num_generations num_generations_eval num_iterations num_train_epochs optim optim_args "
+    "optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size remove_unused_columns "
+    "restore_callback_states_from_checkpoint reward_weights save_on_each_node save_only_model save_steps save_strategy "
+    "save_total_limit seed shuffle_dataset steps_per_generation temperature tf32 top_k top_p torch_compile "
+    "torch_compile_backend torch_compile_mode trust_remote_code use_cpu warmup_steps weight_decay"
+)
+SERVED = frozenset(_SERVED.split())
+"""Options of GRPOConfig that are read by all of our trainers, or for them by TRL, transformers and accelerate."""
+
+_HARMLESS = (
+    "dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers "
+    "dataloader_pin_memory dataloader_prefetch_factor debug disable_tqdm do_eval do_predict do_train "
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object hub_always_push hub_model_id "
+    "hub_private_repo hub_revision hub_strategy hub_token local_rank log_completions log_completions_hub_repo "
+    "log_level log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step "
+    "logging_nan_inf_filter logging_steps logging_strategy num_completions_to_print pad_to_multiple_of "
+    "prediction_loss_only project push_to_hub report_to resume_from_checkpoint run_name skip_memory_metrics "
+    "torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id"
+)
+HARMLESS = frozenset(_HARMLESS.split())
+"""Options that no number of a run depends on: logging, the hub, how rows are loaded, how padding is sized."""
+
+_REFUSED = {
+    "`entropy_coef` is a constant": (
+        "entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target use_adaptive_entropy"
+    ),
+    "`num_tokens` counts them": "include_num_input_tokens_seen",
+    "a rollout is cut up by fixed sizes": "auto_find_batch_size",
+    "answers call no tools": "max_tool_calling_iterations",
+    "answers come from this package's rollout engine": (
+        "cache_implementation generation_kwargs transformers_continuous_batching_config "
+        "use_transformers_continuous_batching use_transformers_paged use_vllm vllm_enable_sleep_mode "
+        "vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode "
+        "vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port "
+        "vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size"
+    ),
+    "answers have no labels": "label_smoothing_factor",
+    "evaluation and training share the base, which would stay rounded": "bf16_full_eval fp16_full_eval",
+    "evaluation makes no predictions": "batch_eval_metrics include_for_metrics label_names",
+    "every process holds the whole base": "deepspeed ds3_gather_for_generation fsdp fsdp_config parallelism_config",
+    "log-probs are in fp32 from the base's own head": "cast_lm_head_to_fp32",
+    "no KL is weighed by the ratio": "use_bias_correction_kl",
+    "only the rollout engine has a cache": "use_cache",
+    "prompts are drawn in TRL's order for groups": "length_column_name train_sampling_strategy",
+    "prompts are shuffled by `seed`": "data_seed",
+    "ratios are to the policy without it": "repetition_penalty",
+    "ratios would be to a policy without the noise": "neftune_noise_alpha",
+    "rewards are summed": "multi_objective_aggregation",
+    "the base runs on this package's kernels": "liger_kernel_config use_liger_kernel",
+    "the loss is not GRPO's": (
+        "importance_sampling_level off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos "
+        "top_entropy_quantile vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"
+    ),
+    "the reference stays the policy that the run started from": (
+        "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model"
+    ),
+    "the router is frozen with the base": "router_aux_loss_coef",
+    "tokens are always counted over all processes": "average_tokens_across_devices",
+}
+REFUSED = {name: why for why, names in _REFUSED.items() for name in names.split()}
+"""Options that have to stay at their defaults, and why."""
+
+_AS_OURS = (
+    "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef whiten_advantages"
+)
+OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange_high"}
+"""Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
+
+ALSO_DEFAULT = {"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
+"""Other ways to write a default."""
+Checks = dict[str, tuple[bool, str]]
+"""Option → (whether it can be served, what is expected)."""
+
+
+def _option(default: Any, text: str) -> Any:
+    """An option with its help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -32,34 +119,30 @@ class HydraConfig(GRPOConfig):
         entropy_coef: coefficient of the mean entropy per token.
     """
 
-    algorithm: str = field(default="ppo", metadata={"help": f"One of {', '.join(ALGORITHMS)}."})
-    loss_type: str | None = field(default=None, metadata={"help": "Kind of loss; none: the algorithm's first."})
-    scale_rewards: str | None = field(
-        default=None, metadata={"help": "For algorithms with groups: group or none; none of both: group."}
+    algorithm: str = _option("ppo", f"One of {', '.join(ALGORITHMS)}.")
+    loss_type: str | None = _option(None, "Kind of loss; none: the algorithm's first.")
+    scale_rewards: str | None = _option(None, "For algorithms with groups: group or none; none of both: group.")
+    num_generations: int | None = _option(None, "Answers per prompt; none: the algorithm's.")
+    beta: float = _option(0.05, "Coefficient of the KL to the reference.")
+    num_iterations: int = _option(1, "Epochs over each rollout.")
+    kl_estimator: str = _option("k1", "Estimate of the KL per token: k1 or k3.")
+    gamma: float = _option(1.0, "Discount factor of the return.")
+    lam: float = _option(0.95, "Lambda of generalised advantage estimation.")
+    vf_coef: float = _option(0.1, "Weight of the value loss.")
+    cliprange_value: float | None = _option(
+        0.2, "Values are clipped to the old value plus or minus this; none: no clipping."
     )
-    num_generations: int | None = field(default=None, metadata={"help": "Answers per prompt; none: the algorithm's."})
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL to the reference."})
-    num_iterations: int = field(default=1, metadata={"help": "Epochs over each rollout."})
-    kl_estimator: str = field(default="k1", metadata={"help": "Estimate of the KL per token: k1 or k3."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount factor of the return."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    cliprange_value: float | None = field(
-        default=0.2, metadata={"help": "Values are clipped to the old value plus or minus this; none: no clipping."}
+    whiten_advantages: bool = _option(True, "Advantages with mean 0 and variance 1.")
+    critic_learning_rate: float | None = _option(None, "Of critic and value head; none: as actor.")
+    missing_eos_penalty: float | None = _option(None, "Subtracted where an answer never ends.")
+    reward_clip_range: tuple[float, float] | None = _option(
+        None, "Bounds of an answer's weighted rewards, before any penalty."
     )
-    whiten_advantages: bool = field(default=True, metadata={"help": "Advantages with mean 0 and variance 1."})
-    critic_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of critic and value head; none: as actor."}
-    )
-    missing_eos_penalty: float | None = field(default=None, metadata={"help": "Subtracted where an answer never ends."})
-    reward_clip_range: tuple[float, float] | None = field(
-        default=None, metadata={"help": "Bounds of an answer's weighted rewards, before any penalty."}
-    )
-    reward_adapter: str | None = field(
-        default=None, metadata={"help": "PEFT folder of a LoRA reward model, for the reward function `reward_model`."}
+    reward_adapter: str | None = _option(
+        None, "PEFT folder of a LoRA reward model, for the reward function `reward_model`."
     )
 
-    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Refused where it is True."})
+    use_bias_correction_kl: bool = _option(False, "Refused where it is True.")
 
     hidden_answers: ClassVar[int] = 0
     """Further answers to each prompt that TRL is not shown; a greedy one is not counted."""
@@ -74,7 +157,7 @@ class HydraConfig(GRPOConfig):
         self._require({"algorithm": self._fits_class()})
         of_grpo = {option.name for option in dataclasses.fields(GRPOConfig)} - SERVED - HARMLESS - OF_ALGORITHMS.keys()
         of_others = {name for name, ours in OF_ALGORITHMS.items() if ours not in self.facts.reads}
-        self._require(self.unread(*sorted(of_grpo | of_others)))
+        self._require(self._unread(*sorted(of_grpo | of_others)))
         self._fill_in()
         try:
             super().__post_init__()
@@ -82,13 +165,12 @@ class HydraConfig(GRPOConfig):
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise
         self._require(self._ranges())
-        self._require(self.checks())
+        self._require(self._checks())
 
     def _fits_class(self) -> tuple[bool, str]:
         """The check of `algorithm` against the class: one that names an algorithm has no other."""
-        if any(
-            "algorithm" in vars(cls).get("__annotations__", {}) for cls in type(self).__mro__ if cls is not HydraConfig
-        ):
+        classes = [cls for cls in type(self).__mro__ if cls is not HydraConfig]
+        if any("algorithm" in vars(cls).get("__annotations__", {}) for cls in classes):
             default = next(option.default for option in dataclasses.fields(self) if option.name == "algorithm")
             return self.algorithm == default, f"{default!r} for {type(self).__name__}; HydraConfig takes others"
         single = self.facts.answers_together == 1
@@ -120,12 +202,12 @@ class HydraConfig(GRPOConfig):
             read["loss_type"] = self.loss_type
         return AlgorithmOptions(algorithm=self.algorithm, entropy_coef=self.entropy_coef, **read)
 
-    def _require(self, checks: dict[str, tuple[bool, str]]) -> None:
+    def _require(self, checks: Checks) -> None:
         for name, (fine, expected) in checks.items():
             if not fine:
                 raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
-    def _ranges(self) -> dict[str, tuple[bool, str]]:
+    def _ranges(self) -> Checks:
         length, bounds, rate = self.max_completion_length, self.reward_clip_range, self.critic_learning_rate
         kinds = self.facts.loss_types or (self.algorithm,)
         upper = 1 + (self.epsilon_high or self.epsilon)
@@ -155,12 +237,8 @@ class HydraConfig(GRPOConfig):
             ),
         }
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
-        """Checks of the options that depend on each other.
-
-        Returns:
-            option → (whether it can be served, what is expected).
-        """
+    def _checks(self) -> Checks:
+        """Checks of the options that depend on each other."""
         own = "the HydraModel recomputes activations in its own way"
         return {
             "torch_compile": (
@@ -174,32 +252,25 @@ class HydraConfig(GRPOConfig):
             **self._sizes(),
         }
 
-    def _sizes(self) -> dict[str, tuple[bool, str]]:
+    def _sizes(self) -> Checks:
         """Answers per prompt and updates per rollout, by what the algorithm can learn from."""
         facts, options = self.facts, self.algorithm_options()
-        checks: dict[str, tuple[bool, str]] = {}
+        checks: Checks = {}
         if facts.with_greedy:
             checks["num_generations"] = (self.num_generations == 1, "1")
         elif not facts.has_critic and not self.hidden_answers:
             checks["num_generations"] = ((self.num_generations or 0) >= 2, "at least 2")
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
-                checks |= self.unread("epsilon", "epsilon_high")
+                checks |= self._unread("epsilon", "epsilon_high")
             why = f"one update per rollout: {self.loss_type} has no ratio that would correct the others"
             once = self.steps_per_generation == self.gradient_accumulation_steps
             checks["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
             checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
         return checks
 
-    def unread(self, *names: str) -> dict[str, tuple[bool, str]]:
-        """Checks of options that are not read. They have to stay at their defaults.
-
-        Args:
-            names: names of options; those that this TRL does not have are skipped.
-
-        Returns:
-            option → (whether it is at its default, what is expected and why).
-        """
+    def _unread(self, *names: str) -> Checks:
+        """Checks of options that are not read: they have to stay at their defaults."""
         options = {option.name: option for option in dataclasses.fields(self)}  # not every TRL has each
         checks = {}
         for name in names:
@@ -217,7 +288,7 @@ class HydraConfig(GRPOConfig):
 class HydraPPOConfig(HydraConfig):
     """`HydraConfig` of PPO: one answer per prompt, and a critic. `beta` weighs the KL in a token's reward."""
 
-    algorithm: str = field(default="ppo", metadata={"help": "ppo"})
+    algorithm: str = _option("ppo", "ppo")
 
 
 @dataclass
@@ -227,18 +298,17 @@ class HydraReinforceConfig(HydraConfig):
     `beta`, at most 1, weighs the KL, and 1 − `beta` the reward (arXiv 2403.10704).
     """
 
-    algorithm: str = field(default="reinforce", metadata={"help": "reinforce"})
+    algorithm: str = _option("reinforce", "reinforce")
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
-        """Checks of `HydraConfig`, and that `beta` is at most 1. See `HydraConfig.checks`."""
-        return {**super().checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
+    def _checks(self) -> Checks:
+        return {**super()._checks(), "beta": (0 <= self.beta <= 1, "a number from 0 to 1")}
 
 
 @dataclass
 class ReMaxConfig(HydraConfig):
     """`HydraConfig` of ReMax: one drawn answer per prompt; the greedy one comes on top and is not counted."""
 
-    algorithm: str = field(default="remax", metadata={"help": "remax"})
+    algorithm: str = _option("remax", "remax")
 
 
 @dataclass
@@ -248,44 +318,41 @@ class HydraRLOOConfig(HydraConfig):
     Its `loss_type` is `proximal`, which clips the ratio of a whole answer, or `vanilla`, which does not.
     """
 
-    algorithm: str = field(default="rloo", metadata={"help": "rloo"})
-    normalize_advantages: bool = field(
-        default=False, metadata={"help": "Advantages of a rollout with mean 0 and deviation 1."}
-    )
+    algorithm: str = _option("rloo", "rloo")
+    normalize_advantages: bool = _option(False, "Advantages of a rollout with mean 0 and deviation 1.")
 
 
 @dataclass
 class HydraGRPOConfig(HydraConfig):
     """`HydraConfig` of GRPO, with GRPOConfig's defaults. `beta` weighs the KL as a term of the loss."""
 
-    algorithm: str = field(default="grpo", metadata={"help": "grpo"})
-    loss_type: str | None = field(default="dapo", metadata={"help": "grpo, dapo or dr_grpo."})
-    num_generations: int | None = field(default=8, metadata={"help": "Answers per prompt."})
-    beta: float = field(default=0.0, metadata={"help": "Coefficient of the KL to the reference."})
+    algorithm: str = _option("grpo", "grpo")
+    loss_type: str | None = _option("dapo", "grpo, dapo or dr_grpo.")
+    num_generations: int | None = _option(8, "Answers per prompt.")
+    beta: float = _option(0.0, "Coefficient of the KL to the reference.")
 
 
 @dataclass
 class HydraBestOfNConfig(HydraConfig):
     """`HydraConfig` of best-of-N: of `num_generations` answers to a prompt, the best one is learned."""
 
-    algorithm: str = field(default="best_of_n", metadata={"help": "best_of_n"})
+    algorithm: str = _option("best_of_n", "best_of_n")
 
 
 @dataclass
 class HydraOnlineDPOConfig(HydraConfig):
     """`HydraConfig` of online DPO, whose rows are pairs. `beta` is the temperature of the loss."""
 
-    algorithm: str = field(default="online_dpo", metadata={"help": "online_dpo"})
-    beta: float = field(default=0.1, metadata={"help": "Temperature of the loss."})
-    num_generations: int | None = field(default=1, metadata={"help": "1: see answers_per_prompt."})
-    answers_per_prompt: int = field(default=2, metadata={"help": "Answers of which the best and the worst are taken."})
+    algorithm: str = _option("online_dpo", "online_dpo")
+    beta: float = _option(0.1, "Temperature of the loss.")
+    num_generations: int | None = _option(1, "1: see answers_per_prompt.")
+    answers_per_prompt: int = _option(2, "Answers of which the best and the worst are taken.")
 
     hidden_answers = 1
 
-    def checks(self) -> dict[str, tuple[bool, str]]:
-        """Checks of `HydraConfig`, and of how many answers are drawn. See `HydraConfig.checks`."""
+    def _checks(self) -> Checks:
         return {
-            **super().checks(),
+            **super()._checks(),
             "beta": (self.beta > 0, "a number > 0"),
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),

@@ -6,12 +6,14 @@
       critic         ←── shared ──→   slot `critic`
       hydra_heads    ←── shared ──→   value and reward head
 
-The HydraModel runs inside the PeftModel's forward (`through_forward`), so that the hooks of whatever wraps that fire.
+The HydraModel runs inside the PeftModel's forward, so that the hooks of whatever wraps that fire: where the model is
+called with `hydra=(arguments, options)`, the HydraModel is.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +30,6 @@ from rlhf_engine.hydra.roles import RoleSpec
 
 HEADS = "hydra_heads"
 """Name under which the heads are the PeftModel's."""
-_ARGUMENT = "hydra"
 
 
 def hydra_on(
@@ -71,29 +72,16 @@ def hydra_on(
         if name in hydra.heads:
             hydra.heads[name].load_state_dict(head.state_dict())
     model.add_module(HEADS, hydra.heads)
-    _through_forward(model.get_base_model(), hydra)
-    return hydra
-
-
-def forward_through(model: nn.Module, hydra_arguments: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
-    """`HydraModel.forward` of the model that lives in `model`, which may be wrapped: results of the requests."""
-    results: tuple[Any, ...] = model(**{_ARGUMENT: (hydra_arguments, options)})
-    return results
-
-
-def _through_forward(base: Any, hydra: HydraModel) -> None:
-    """Let the causal LM's forward serve requests to the HydraModel, and everything else as before."""
+    base: Any = model.get_base_model()
     before = base.forward
 
+    @functools.wraps(before, assigned=(), updated=())  # transformers reads the signature
     def forward(*args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.pop(_ARGUMENT, None)
-        if asked is None:
-            return before(*args, **kwargs)
-        arguments, options = asked
-        return hydra(*arguments, **options)
+        asked = kwargs.pop("hydra", None)
+        return before(*args, **kwargs) if asked is None else hydra(*asked[0], **asked[1])
 
-    forward.__wrapped__ = before  # type: ignore[attr-defined]  # transformers reads the signature
     base.forward = forward
+    return hydra
 
 
 def _plain_copy(model: PeftModel) -> Any:

@@ -14,27 +14,25 @@ that no label asks for are left out everywhere, as TRL does where it runs Triton
 
 from __future__ import annotations
 
-from types import TracebackType
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.runtime import registry
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.integrations import Exchange, as_autocast
 
+OLDEST, TOO_NEW = "1.15", "1.18"
+"""Versions of TRL that this package knows: from the first to before the second."""
 _FUNCTION, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
 _PARAMETERS = (
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
+    *("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale"),
     "outputs",
 )
 _OUTPUTS = {
@@ -47,55 +45,45 @@ _OUTPUTS = {
 """TRL's names, in the order in which it gets them, and ours."""
 
 
-class Patch:
+def require_trl() -> None:
+    """Raise ConfigError unless a version of TRL is installed that this package knows, and nobody else changes it."""
+    if "unsloth" in sys.modules:
+        raise ConfigError(
+            "unsloth: expected it not imported, because it exchanges the same parts of TRL's trainers, got it imported"
+        )
+    try:
+        import trl
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ConfigError("trl: expected it installed (pip install 'rlhf-engine[trl]'), it is not") from error
+    if not Version(OLDEST) <= Version(trl.__version__) < Version(TOO_NEW):
+        raise ConfigError(f"trl: expected {OLDEST} <= version < {TOO_NEW}, got {trl.__version__}")
+
+
+def require_parameters(where: str, function: Callable[..., Any], names: Sequence[str]) -> None:
+    """Raise ConfigError unless a function of TRL begins with these parameters. where: its name, for the message."""
+    given = [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
+    if given[: len(names)] != list(names):
+        import trl
+
+        raise ConfigError(f"trl {trl.__version__}: expected {where}({', '.join(names)}, …), got ({', '.join(given)})")
+
+
+class Patch(Exchange):
     """An exchange of TRL's function for ours. A context manager that takes it back."""
 
     def __init__(self, backend: str) -> None:
-        """Exchange the function. `patch` checks the version of TRL before.
-
-        Args:
-            backend: backend of the kernel, or `auto`.
-        """
+        """Exchange the function. backend: of the kernel, or `auto`. `patch` checks the version of TRL before."""
         from trl.trainer import utils
 
         self.calls = 0
         """Calls that our kernel has served."""
         self._backend = backend
-        self._utils = utils
-        ours: dict[str, Any] = {_FUNCTION: self}
+        parts: list[tuple[Any, str, Any]] = [(utils, _FUNCTION, self)]
         if hasattr(utils, _COMPACT):  # TRL 1.15 leaves them out everywhere by itself
-            ours[_COMPACT] = lambda device: True
-        self._before: dict[str, Any] | None = {name: getattr(utils, name) for name in ours}
-        for name, value in ours.items():
-            setattr(utils, name, value)
-
-    def undo(self) -> None:
-        """Take this exchange back, wherever it stands among others. Does nothing the second time.
-
-        Raises:
-            RuntimeError: something other than a Patch has been put in its place.
-        """
-        if self._before is None:
-            return
-        above, here = None, getattr(self._utils, _FUNCTION)
-        while here is not self and isinstance(here, Patch) and here._before is not None:
-            above, here = here, here._before[_FUNCTION]
-        if here is not self:
-            raise RuntimeError(f"undo: expected {_FUNCTION} to be one of our patches, got {here!r} in its place")
-        if above is None:
-            for name, value in self._before.items():
-                setattr(self._utils, name, value)
-        else:
-            above._before = self._before
-        self._before = None
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+            parts.append((utils, _COMPACT, lambda device: True))
+        super().__init__(parts)
 
     def apply(
         self,
@@ -134,10 +122,7 @@ class Patch:
         if is_deepspeed_zero3_enabled():  # the backward reads the head when it has gone back to its shares
             raise ConfigError("deepspeed: expected a stage below 3 with patch(), got 3")
         self.calls += 1
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-            half = torch.get_autocast_dtype(device)
-            hidden, weight, bias = hidden.to(half), weight.to(half), None if bias is None else bias.to(half)
+        hidden, weight, bias = as_autocast(hidden, weight, bias)
         if logit_scale <= 0:  # logits are as odd in the hidden states as in their scale
             sign = -1.0 if logit_scale else 0.0
             hidden, bias, logit_scale = hidden * sign, None if bias is None else bias * sign, -logit_scale or 1.0
@@ -183,7 +168,6 @@ def patch(*, backend: str = "auto") -> Patch:
     function = getattr(utils, _FUNCTION, None)
     if function is None:
         raise ConfigError(f"trl: expected {_FUNCTION} in trl.trainer.utils, which has none")
-    require_parameters(
-        f"{_FUNCTION}.apply", function.apply if isinstance(function, Patch) else function.forward, _PARAMETERS
-    )
+    called = function.apply if isinstance(function, Patch) else function.forward
+    require_parameters(f"{_FUNCTION}.apply", called, _PARAMETERS)
     return Patch(backend)

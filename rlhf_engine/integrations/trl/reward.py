@@ -24,9 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_engine.data.types import template_arguments
 from rlhf_engine.errors import ConfigError, NonFiniteError
-from rlhf_engine.integrations.peft import Fusion, fuse_lora
-from rlhf_engine.integrations.trl import papers
-from rlhf_engine.integrations.trl.versions import require_parameters, require_trl
+from rlhf_engine.integrations.peft import fuse_lora
+from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
+from rlhf_engine.integrations.trl.trainers import PERL
 from rlhf_engine.policy.adamw import warn_without_masters
 from rlhf_engine.tokenizing import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.training.reward_model.metrics import pointwise_metrics
@@ -34,13 +34,8 @@ from rlhf_engine.training.reward_model.metrics import pointwise_metrics
 require_trl()
 from trl import GRPOConfig, RewardConfig, RewardTrainer  # noqa: E402
 
-SERVED_FOR_THUMBS = (
-    "activation_offloading",
-    "chat_template_path",
-    "dataset_num_proc",
-    "eos_token",
-    "max_length",
-    "pad_token",
+SERVED_FOR_THUMBS = frozenset(
+    ("activation_offloading", "chat_template_path", "dataset_num_proc", "eos_token", "max_length", "pad_token")
 )
 """Options that RewardConfig adds to those of all trainers and that thumbs read; its others are refused there."""
 _COLUMNS = ("completion_ids", "label")
@@ -71,7 +66,7 @@ class PerlRewardTrainer(RewardTrainer):
 
     _tag_names = ("trl", "rlhf-engine", "reward-trainer")
     _name = "PERL"
-    _paper = papers.PERL
+    _paper = PERL
 
     def __init__(
         self,
@@ -91,9 +86,8 @@ class PerlRewardTrainer(RewardTrainer):
             options: further arguments of RewardTrainer.
 
         Raises:
-            ConfigError: no rows, thumbs of one class only, an option that is not read for this kind of rows, or a TRL
-                that is not known.
-            ConfigError: rows whose label is neither true nor false, or a max_length that no row has room in.
+            ConfigError: no rows, thumbs of one class only or with other labels, an option that is not read for this
+                kind of rows, a max_length that no row has room in, or a TRL that is not known.
         """
         require_trl()
         for name, parameters in _OVERRIDDEN.items():
@@ -110,18 +104,11 @@ class PerlRewardTrainer(RewardTrainer):
             _require_read(args)
         self.pos_weight = 1.0
         self._judged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator or (self._collate if self.thumbs else None),
-            train_dataset=train_dataset,
-            **options,
-        )
-        self.fusion: Fusion | None = None
-        """Fused layers of a PeftModel; None where everything is trained."""
+        data_collator = data_collator or (self._collate if self.thumbs else None)
+        super().__init__(model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, **options)
         unwrapped = self.accelerator.unwrap_model(self.model)
-        if isinstance(unwrapped, PeftModel):
-            self.fusion = fuse_lora(unwrapped)
+        self.fusion = fuse_lora(unwrapped) if isinstance(unwrapped, PeftModel) else None
+        """Fused layers of a PeftModel; None where everything is trained."""
         if self.thumbs:
             self.pos_weight = self._balance()
 
@@ -252,8 +239,8 @@ class PerlRewardTrainer(RewardTrainer):
         if self._judged:
             reward_N, label_N = (torch.cat(parts) for parts in zip(*self._judged, strict=True))
             whole = pointwise_metrics(reward_N, label_N, pos_weight=self.pos_weight)
-            told = {f"{metric_key_prefix}_{name}": x for name, x in whole.items() if x is not None and name != "loss"}
-            output.metrics.update(told)
+            known = {name: x for name, x in whole.items() if x is not None and name != "loss"}
+            output.metrics.update({f"{metric_key_prefix}_{name}": x for name, x in known.items()})
         return output
 
 
@@ -263,9 +250,8 @@ def _require_read(args: RewardConfig) -> None:
     for option in dataclasses.fields(RewardConfig):
         value = getattr(args, option.name)
         if option.name not in {*common, *SERVED_FOR_THUMBS} and value != option.default:
-            raise ConfigError(
-                f"{option.name}: expected {option.default!r} for labels, which say where 0 is, got {value!r}"
-            )
+            expected = f"{option.default!r} for labels, which say where 0 is"
+            raise ConfigError(f"{option.name}: expected {expected}, got {value!r}")
 
 
 def _tokens(row: Mapping[str, Any], processing_class: Any) -> list[int]:

@@ -7,6 +7,15 @@ that goes back to a checkpoint and makes another version 7 must not meet those o
 
 One request per answer, each with its own seed. The server is a process of its own (`vllm serve`); nothing here imports
 vllm.
+
+The canary: after every sync the server draws a few tokens after each canary prompt, at the run's temperature, and
+`HydraModel.score` gives our log-probs of the same tokens. Where they differ, the server holds another base or adapter,
+or it reports log-probs of another distribution than it draws from. The mean |difference| is bounded by dtype. One
+update moves log-probs by less than bf16 rounds, so an adapter that is one version old hides below that bound. It is
+found in another way: with the same seeds the server draws the tokens and the log-probs of the version before, to the
+last bit, although ours of these tokens have moved. Log-probs of given tokens (`prompt_logprobs`) would be one pass
+without drawing. With an adapter, vLLM computes them by the adapters of the other requests in its batch, and may end
+there (its issues 29955 and 51594).
 """
 
 from __future__ import annotations
@@ -24,11 +33,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_engine.errors import ConfigError, RolloutServerError
+from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.http import RequestGroup
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import peft_io
@@ -46,19 +55,20 @@ from rlhf_engine.rollout.request import (
     check_prompts,
     row_seed,
 )
-from rlhf_engine.rollout.vllm.canary import Asked, Canary
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256
 """Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
-_HIGHEST_RANK = 512
-"""The largest --max-lora-rank that vLLM knows."""
-_LOOK_SECONDS = 0.2
-"""Seconds between two looks at whether the run has stopped."""
-_PARTING_SECONDS = 10.0
-"""Longest wait for a server at a run's end, where it may be what has ended the run."""
-_DIGEST = 8
-"""Hexadecimal digits of the digests in names."""
+_HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
+_LOOK_SECONDS = 0.2  # seconds between two looks at whether the run has stopped
+_PARTING_SECONDS = 10.0  # longest wait for a server at a run's end, where it may be what has ended the run
+_DIGEST = 8  # hexadecimal digits of the digests in names
+CANARY_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Largest mean |log-prob difference| per token, by the backbone's dtype. Another engine rounds in other places: on a
+real server with the story model the mean was 1.2e-6 in float32 and 0.020 in bf16."""
+_CANARY_TOKENS = 16  # most tokens drawn after each canary prompt
+_MOVED = 0.02
+"""Share of the bound by which our own log-probs must have moved for equal ones of the server to count as stale."""
 
 
 def find_base(client: VllmClient, model_name_or_path: str, most_tokens: int) -> ServedModel:
@@ -70,24 +80,20 @@ def find_base(client: VllmClient, model_name_or_path: str, most_tokens: int) -> 
     client.health()
     bases = [model for model in client.models() if model.parent is None]
     ours = Path(plain_name(model_name_or_path)).name
-    found = [model for model in bases if ours in (_last_part(model.name), _last_part(model.root or model.name))]
-    if len(found) != 1:
+    fitting = [m for m in bases if ours in (PurePosixPath(m.name).name, PurePosixPath(m.root or m.name).name)]
+    if len(fitting) != 1:
         listed = [f"{model.name} of {model.root}" if model.root else model.name for model in bases]
         raise ConfigError(
             f"vllm_server_base_url {client.url}: expected it to serve one model called {ours!r} (vllm serve "
             f"--served-model-name), got {listed}"
         )
-    limit = found[0].max_model_len
+    limit = fitting[0].max_model_len
     if limit is not None and limit < most_tokens:
         raise ConfigError(
             f"vllm_server_base_url {client.url}: expected a --max-model-len of at least {most_tokens}, the longest "
             f"prompt and max_completion_length, got {limit}"
         )
-    return found[0]
-
-
-def _last_part(name: str) -> str:
-    return PurePosixPath(name).name
+    return fitting[0]
 
 
 def require_servable(model: HydraModel, role: str = "actor") -> None:
@@ -112,6 +118,113 @@ def require_servable(model: HydraModel, role: str = "actor") -> None:
         )
     if slot.config.r > _HIGHEST_RANK:
         raise ConfigError(f"lora_r: expected at most {_HIGHEST_RANK} for a vLLM server, got {slot.config.r}")
+
+
+class _Drawn(NamedTuple):
+    """Tokens that the server has drawn at one version, and their log-probs [M]."""
+
+    tokens: list[tuple[int, ...]]
+    server: torch.Tensor
+    ours: torch.Tensor
+
+
+class Canary:
+    """Compares a served adapter with the policy that it was made from."""
+
+    def __init__(
+        self,
+        model: HydraModel,
+        client: VllmClient,
+        prompts: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        max_tokens: int,
+        bound: float | None = None,
+        seed: int = 0,
+        role: str = "actor",
+    ) -> None:
+        """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype.
+
+        role: the role that answers are compared with: `actor`, or `past` where past policies draw.
+        """
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one canary prompt, got none")
+        self.role = role
+        base = model.role_backbone(role)
+        self.bound = CANARY_BOUND[torch.bfloat16 if base.quantized else base.dtype] if bound is None else bound
+        self.model, self.client, self.seed = model, client, seed
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.sampling = SamplingConfig(
+            max_completion_length=min(_CANARY_TOKENS, max_tokens), eos_token_ids=(), temperature=temperature
+        )
+        self._last: _Drawn | None = None
+
+    def ask(
+        self,
+        name: str,
+        complete: Callable[[str, Sequence[Sequence[int]], Sequence[dict[str, Any]], int], list[Completion]],
+    ) -> list[Completion]:
+        """Have the adapter served under a name answer the canary prompts. No pass of the model is made.
+
+        complete: (name, prompts, bodies, vocabulary) → answers. Raises RolloutServerError if none comes.
+        """
+        vocabulary = self.model.role_backbone(self.role).vocabulary
+        bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
+        # one at a time: what is drawn beside an answer may move its last digits, by which a stale adapter is found
+        pairs = zip(self.prompts, bodies, strict=True)
+        return [answer for prompt, body in pairs for answer in complete(name, [prompt], [body], vocabulary)]
+
+    def check(self, name: str, answers: list[Completion]) -> dict[str, float]:
+        """Compare answers of an adapter with the policy in the role's slot now; mean and largest |difference|.
+
+        Raises MismatchError where the server has drawn by something else.
+        """
+        tokens = [answer.tokens for answer in answers]
+        drawn = _Drawn(
+            tokens=tokens,
+            server=torch.tensor([x for answer in answers for x in answer.logprobs]),
+            ours=self._score(tokens, self.sampling.temperature),
+        )
+        self._require_new(name, drawn)
+        gap = (drawn.server - drawn.ours).abs()
+        if not float(gap.mean()) <= self.bound:  # also catches NaN
+            raise MismatchError(self._message(name, drawn))
+        self._last = drawn
+        return {"mismatch/canary_mean": float(gap.mean()), "mismatch/canary_max": float(gap.max())}
+
+    def _score(self, completions: Sequence[Sequence[int]], temperature: float) -> torch.Tensor:
+        batch = PackedBatch.from_lists(self.prompts, completions, device=self.model.device)
+        scored = self.model.score(batch, (self.role,), temperature=temperature)
+        logprobs_M = scored.logprobs_M if self.role == "actor" else scored.past_logprobs_M
+        assert logprobs_M is not None
+        return logprobs_M.float().cpu()
+
+    def _require_new(self, name: str, drawn: _Drawn) -> None:
+        """The server's answers must not be those of the version before where our log-probs of them are not."""
+        last = self._last
+        if last is None or drawn.tokens != last.tokens or not torch.equal(drawn.server, last.server):
+            return
+        moved = float((drawn.ours - last.ours).abs().mean())
+        if moved > _MOVED * self.bound:
+            raise MismatchError(
+                f"vllm_server_base_url {self.client.url}: expected new log-probs from adapter {name!r}, got those of "
+                f"the version before, bit for bit, where the actor's have moved by {moved:.3g} on average: the server "
+                "still serves the old adapter, or none"
+            )
+
+    def _message(self, name: str, drawn: _Drawn) -> str:
+        text = (
+            f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
+            f"{self.bound:g} on average (rollout_mismatch_bound), got ones that differ by "
+            f"{float((drawn.server - drawn.ours).abs().mean()):.3g}"
+        )
+        temperature = self.sampling.temperature
+        if temperature != 1 and float((drawn.server - self._score(drawn.tokens, 1.0)).abs().mean()) <= self.bound:
+            return (
+                f"{text}; they are of temperature 1, not of {temperature:g}: start the server with "
+                "--logprobs-mode processed_logprobs"
+            )
+        return f"{text}; does it serve the same base, in the same dtype?"
 
 
 class VllmRollouts:
@@ -149,7 +262,8 @@ class VllmRollouts:
         self.policy_version: int | None = None
         self.name = ""
         """Adapter that is drawn from."""
-        self._unchecked: dict[int, Asked] = {}
+        self._unchecked: dict[int, tuple[str, list[Completion]]] = {}
+        """Name and answers to the canary prompts, by version, of what is compared later."""
         self._stuck: set[str] = set()
         self._metrics: dict[str, float] = {}
 
@@ -168,17 +282,14 @@ class VllmRollouts:
             # a run that was killed may have left the very same weights there, or another rank has just loaded them
             if name not in {model.name for model in self.client.models()}:
                 self.client.load_adapter(name, f"{self.server_folder}/{name}")
-        asked = self.canary.ask(name, self._complete)
-        measured = self.canary.check(asked) if self.role == "actor" else {}
+        answers = self.canary.ask(name, self._complete)
+        measured = self.canary.check(name, answers) if self.role == "actor" else {}
         with self._alone():
             self._forget_others(name, {model.name for model in self.client.models()}, self.client)
         self.policy_version, self.name = policy_version, name
         if self.role != "actor":
-            self._unchecked[policy_version] = asked
-        self._metrics = {
-            **measured,
-            "vllm/adapters_left": float(len(self._stuck)),
-        }
+            self._unchecked[policy_version] = (name, answers)
+        self._metrics = {**measured, "vllm/adapters_left": float(len(self._stuck))}
         return self._metrics
 
     def check(self, policy_version: int) -> dict[str, float]:
@@ -188,7 +299,7 @@ class VllmRollouts:
         server has drawn by something else; nothing has been learned from it then.
         """
         asked = self._unchecked.pop(policy_version, None)
-        return {} if asked is None else self.canary.check(asked)
+        return {} if asked is None else self.canary.check(*asked)
 
     def forget(self) -> None:
         """Take nothing for served any more: a server that has started again holds no adapters."""

@@ -30,10 +30,8 @@ VLLM = Server(
 )
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
-_LOWEST = -9999.0
-"""Number that the server writes in place of −∞."""
-_SHOWN = 200
-"""Most characters of an answer in a message."""
+_LOWEST = -9999.0  # number that the server writes in place of −∞
+_SHOWN = 200  # most characters of an answer in a message
 
 
 class ServedModel(NamedTuple):
@@ -106,11 +104,10 @@ class VllmClient:
 
     def models(self) -> list[ServedModel]:
         """Bases and adapters that are served now."""
-        found = self._json("GET", "/v1/models").get("data")
-        if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in found):
-            raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(found)}")
-        fields = ServedModel._fields[1:]
-        return [ServedModel(model["id"], *(model.get(field) for field in fields)) for model in found]
+        data = self._json("GET", "/v1/models").get("data")
+        if not isinstance(data, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in data):
+            raise self._http.error(f"expected a list of models with ids from /v1/models, got {_short(data)}")
+        return [ServedModel(m["id"], *(m.get(field) for field in ServedModel._fields[1:])) for m in data]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a PEFT folder, as the server sees it, under a name."""
@@ -153,11 +150,7 @@ class VllmClient:
         request = {"model": model, "prompt": list(prompt), **wanted, **body}
         payload = self._json("POST", "/v1/completions", request, group)
         try:
-            found = _completion(payload, model, prompt)
-            unknown = [token for token in found.tokens if not 0 <= token < vocabulary]
-            if unknown:
-                raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
-            return found
+            return _completion(payload, model, prompt, vocabulary)
         except _Unusable as error:
             raise self._http.error(f"expected {error} from /v1/completions of {model!r}") from error
 
@@ -168,12 +161,12 @@ class VllmClient:
         if status != 200:
             raise self._http.error(f"expected an answer from {path}, got status {status}{_said(raw)}")
         try:
-            found = json.loads(raw)
+            answer = json.loads(raw)
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise self._http.error(f"expected JSON from {path}, got {error} in {_short(raw)}") from error
-        if not isinstance(found, dict):
-            raise self._http.error(f"expected a JSON object from {path}, got {_short(found)}")
-        return found
+        if not isinstance(answer, dict):
+            raise self._http.error(f"expected a JSON object from {path}, got {_short(answer)}")
+        return answer
 
 
 # ---- what answers say ------------------------------------------------------------------------------------------------
@@ -183,7 +176,7 @@ class _Unusable(ValueError):
     """An answer that does not say what is needed: "<what was expected>, got <what came>"."""
 
 
-def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -> Completion:
+def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int], vocabulary: int) -> Completion:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise _Unusable(f"one choice, got {_short(choices)}")
@@ -203,6 +196,9 @@ def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -
     tokens = _token_ids(choice.get("token_ids"), logprobs.get("tokens"))
     if not tokens:
         raise _Unusable("at least one token, got none")
+    unknown = [token for token in tokens if not 0 <= token < vocabulary]
+    if unknown:
+        raise _Unusable(f"token ids of 0 to {vocabulary - 1}, got {unknown[0]}")
     if len(values) != len(tokens):
         raise _Unusable(f"as many log-probs as tokens, got {len(values)} for {len(tokens)}")
     reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
@@ -213,11 +209,8 @@ def _completion(payload: Mapping[str, Any], model: str, prompt: Sequence[int]) -
 
 def _token_ids(direct: Any, names: Any) -> tuple[int, ...]:
     """Ids of the drawn tokens, by `token_ids` and by the names `token_id:17` of their log-probs."""
-    named = None
-    if isinstance(names, list):
-        matches = [re.fullmatch(r"token_id:(\d+)", name) if isinstance(name, str) else None for name in names]
-        named = tuple(int(match[1]) for match in matches if match is not None)
-        named = named if len(named) == len(names) else None
+    matches = [re.fullmatch(r"token_id:(\d+)", str(name)) for name in names] if isinstance(names, list) else [None]
+    named = tuple(int(match[1]) for match in matches if match) if all(matches) else None
     if direct is None:
         if named is None:
             raise _Unusable(
@@ -240,16 +233,15 @@ def _number(value: Any) -> float:
 
 def _is_vllm_error(raw: bytes) -> bool:
     """Whether an error was written by vLLM, not by the web server in front of it, which knows no such path."""
-    found = _parsed(raw)
-    return isinstance(found, dict) and ("error" in found or found.get("object") == "error")
+    answer = _parsed(raw)
+    return isinstance(answer, dict) and ("error" in answer or answer.get("object") == "error")
 
 
 def _said(raw: bytes) -> str:
     """Text of an error's body, to be appended to a message. What it calls above is in the server's log, not here."""
-    found = _parsed(raw)
-    text: Any = found
-    if isinstance(found, dict):
-        inner = found.get("error", found)
+    text = answer = _parsed(raw)
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
         text = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
     return ": " + _short(text).replace("(above)", "(in the server's log)") if text else ""
 
@@ -261,6 +253,6 @@ def _parsed(raw: bytes) -> Any:
         return raw.decode(errors="replace")
 
 
-def _short(found: Any) -> str:
-    text = found if isinstance(found, str) else repr(found)
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"

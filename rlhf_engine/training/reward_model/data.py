@@ -25,7 +25,7 @@ from rlhf_engine.data import (
     load_rows,
     tokenize_rows,
 )
-from rlhf_engine.data.tally import shown
+from rlhf_engine.data.types import shown
 from rlhf_engine.errors import ConfigError
 
 _KINDS: dict[str, tuple[Kind, ...]] = {
@@ -113,7 +113,7 @@ def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenize
     for row in rows:
         value = row.row.columns.get("margin") if has_column and len(row.answers) == 2 else 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            tally.bad(row.row.place, RowError("a finite number in column 'margin'", shown(value)))
+            tally.refuse(row.row.place, RowError("a finite number in column 'margin'", shown(value)))
         else:
             usable.append((row, float(value)))
     tally.check()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.data import Report, Tally, require_room, split_by_group
+from rlhf_engine.data import Tally, require_room, split_by_group
 from rlhf_engine.distributed.process_group import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
@@ -45,7 +45,7 @@ from rlhf_engine.runs.folder import (
     require_unlocked,
     write_final,
 )
-from rlhf_engine.runs.trackers import require as require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
@@ -102,7 +102,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, Tally] = {}
         """Report on the rows of each source, by the option that names it."""
         self.same: list[str] = []
         """Notes on pairs of the same answer twice, which were left out."""
@@ -324,7 +324,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             group_column=config.group_column,
             limit=config.dataset_limit if argument == "dataset_name" else None,
         )
-        self.reports[argument] = tally.report()
+        self.reports[argument] = tally
         different, same = drop_same(argument, examples)
         self.same += same
         return different

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("large"))
         if not cuda and not INTERPRETED:
             item.add_marker(nowhere)
-        elif not cuda and item.get_closest_marker("gpu"):
+        if not cuda and item.get_closest_marker("gpu"):
             item.add_marker(no_device)
         elif not cuda and hasattr(item, "callspec"):
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}

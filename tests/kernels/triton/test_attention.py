@@ -4,13 +4,14 @@ from itertools import accumulate
 
 import pytest
 import torch
-from rlhf_kernels.attention import attention, reference
+from rlhf_kernels.attention import attention
 from rlhf_kernels.attention import triton as ours
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import registry, testing
 
 from tests.kernels import test_attention as definition
-from tests.kernels.test_attention import numbers, options_of, with_gradients
+from tests.kernels.checks import each, same_bits
+from tests.kernels.test_attention import bits_of_families, hold, numbers, options_of, with_gradients
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
 NAN = float("nan")
@@ -18,6 +19,7 @@ HEADS = [(2, 2, 8), (4, 2, 40), (7, 1, 64)]
 """Groups of 1, 2 and 7 heads, of sizes that do and do not fill their tile."""
 LENGTHS = (1, 32, 0, 67)
 SHARED, PARENTS = (17, 20, 0, 33, 7), (-1, 0, -1, -1, 0)
+FAMILIES = (LENGTHS, None), (SHARED, PARENTS)
 # numpy speaks of −inf − (−inf) in places that the interpreter computes and nobody reads
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -63,23 +65,12 @@ def test_rows_have_the_bits_of_decode_attention(device, heads, name, shared, dty
     assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_nothing_beside_a_family(device, dtype):
     """Alone and between others, forward and backward; a shared prompt gives forward the bits of copies."""
-    lengths, parents = (20, 33, 5, 40), (-1, 0, 0, -1)
-    heads, options = (2, 1, 16), {"scale": 0.25, "window": 35, "backend": "triton"}
-    tensors = case(device, heads, lengths, dtype)
-    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
-    whole = with_gradients(tensors, lengths, d_out, parents=parents, **options)
-    n = sum(lengths[:3])
-    for part, sizes, above in ((slice(0, n), lengths[:3], parents[:3]), (slice(n, None), lengths[3:], None)):
-        alone = with_gradients([x[part] for x in tensors], sizes, d_out[part], parents=above, **options)
-        assert all(torch.equal(x, y[part]) for x, y in zip(alone, whole, strict=True))
-    turned = [torch.cat([x[n:], x[:n]]) for x in (*tensors, d_out)]
-    sizes, options["parents"] = (0, lengths[3], *lengths[:3]), (-1, -1, -1, 2, 2)
-    moved = with_gradients(turned[:3], sizes, turned[3], **options)
-    assert all(torch.equal(torch.cat([x[-n:], x[:-n]]), y) for x, y in zip(moved, whole, strict=True))
-    del options["parents"]
+    lengths, options = (20, 33, 5, 40), {"scale": 0.25, "window": 35, "backend": "triton"}
+    tensors = case(device, (2, 1, 16), lengths, dtype)
+    whole = bits_of_families(tensors, lengths, numbers(sum(lengths), 2, 16, seed=9).to(device), **options)
     for begin, end in ((20, 53), (53, 58)):
         copies = [torch.cat([x[:20], x[begin:end]]) for x in tensors]
         assert torch.equal(attention(*copies, [len(copies[0])], **options)[20:], whole[0][begin:end])
@@ -96,16 +87,10 @@ def test_bits_depend_on_nothing_beside_a_family(device, dtype):
     ids=str,
 )
 def test_tier1(device, heads, name, size):
-    options = options_on(device, name, heads)
-    for lengths, parents in ((LENGTHS, None), (SHARED, PARENTS)):
-        tensors = [x * size for x in case(device, heads, lengths)]
-        d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
-        options["parents"] = parents
-        got = with_gradients(tensors, lengths, d_out, backend="triton", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        plain = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), got, exact, plain, strict=False):
-            testing.assert_ok(testing.tier1(*parts), what)
+    def tensors_of(lengths):
+        return [x * size for x in case(device, heads, lengths)]
+
+    hold("triton", testing.tier1, FAMILIES, heads, options_on(device, name, heads), tensors_of, device)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +98,11 @@ def test_tier1(device, heads, name, size):
 )
 def test_half_precision(device, dtype, name):
     heads = (4, 2, 40)
-    options = options_on(device, name, heads)
-    for lengths, parents in ((LENGTHS, None), (SHARED, PARENTS)):
-        tensors = case(device, heads, lengths, dtype)
-        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=dtype, seed=9).to(device)
-        options["parents"] = parents
-        got = with_gradients(tensors, lengths, d_out, backend="triton", **options)
-        exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **options)
-        with pytest.MonkeyPatch.context() as patch:  # every op rounds, as in a model in that dtype
-            patch.setattr(reference, "attention", reference.in_its_dtype)
-            eager = with_gradients(tensors, lengths, d_out, backend="reference", **options)
-        for what, *parts in zip(("out", "dq", "dk", "dv", "dsinks"), got, exact, eager, strict=False):
-            testing.assert_ok(tier3_or_truncated(*parts), what)
+
+    def tensors_of(lengths):
+        return case(device, heads, lengths, dtype)
+
+    hold("triton", tier3_or_truncated, FAMILIES, heads, options_on(device, name, heads), tensors_of, device)
 
 
 def test_any_strides(device):
@@ -139,7 +117,7 @@ def test_any_strides(device):
     leaves = [x.detach().requires_grad_() for x in turned]
     out = attention(*leaves, lengths, scale=0.3, backend="triton")
     got = [out, *torch.autograd.grad(out, leaves, d_out.transpose(0, 1).contiguous().transpose(0, 1))]
-    assert all(map(torch.equal, got, want))
+    same_bits(got, want)
 
 
 def test_what_is_not_seen_is_not_read(device):

@@ -7,6 +7,7 @@ from rlhf_kernels.decode_attention import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 
 from tests.kernels import test_decode_attention as definition
+from tests.kernels.checks import each
 from tests.kernels.cuda_graph import capture
 from tests.kernels.test_decode_attention import LARGE, SMALL, by_row, sinks_of
 from tests.kernels.triton.test_lora import tier3_or_truncated
@@ -77,7 +78,7 @@ def test_sinks_far_from_the_scores_and_not_finite(device, split):
     assert out[0, 1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("dtype", [torch.float32, torch.float16])
 def test_sinks_of_either_dtype_and_any_stride(device, split, dtype):
     args = case(device, (5, 1, 20), lengths=(5, 1, 100), dtype=dtype, block=16)
     sinks = sinks_of(args[0], (0.5, -3.0, 2.5))
@@ -86,7 +87,7 @@ def test_sinks_of_either_dtype_and_any_stride(device, split, dtype):
     assert torch.equal(run(*args, sinks=sinks.float()), want)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@each("scale", [1.0, 1e-3])
 def test_tier1_at_two_scales(device, split, scale):
     q, k_cache, v_cache, lengths, table = case(device, LARGE, lengths=(33, 7, 250, 21), block=16)
     args = (q * scale, k_cache, v_cache * scale, lengths, table)
@@ -120,7 +121,7 @@ def test_unused_cache_is_never_read(device, split, heads, garbage):
     assert torch.equal(run(q, k_cache, v_cache, lengths, table, window=20), want)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@each("index_dtype", [torch.int32, torch.int64])
 def test_wild_table_entries_are_never_used(device, split, index_dtype):
     q, k_cache, v_cache, lengths, table = case(device, lengths=(5, 1, 70, 9), block=8)
     position = torch.arange(table.shape[1], device=device) * 8
@@ -190,7 +191,7 @@ def test_empty_rows_batches_and_tables(device, split):
     assert torch.equal(nothing, torch.zeros_like(q))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("dtype", [torch.float32, torch.float16])
 def test_any_strides(device, split, dtype):
     """Features that are not neighbours, positions behind each other, heads outermost; q, table and lengths likewise."""
     q, k_cache, v_cache, lengths, table = case(device, (4, 2, 16), lengths=(5, 100, 12), block=8, dtype=dtype)
@@ -205,7 +206,7 @@ def test_any_strides(device, split, dtype):
     assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 1)])
+@each("order", [(0, 1, 2), (2, 0, 1), (1, 1, 1)])
 def test_the_engine_s_layout(device, split, order):
     """One block per row, [blocks, Hkv, block, D] seen transposed; also shared rows. A block is longer than a split."""
     buffers = [torch.randn(5, 2, 140, 16, device=device) for _ in range(2)]

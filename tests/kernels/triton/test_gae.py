@@ -6,36 +6,10 @@ from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gae import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
+from tests.kernels.checks import each
+from tests.kernels.test_gae import hold, random_case, run_gae
+
 NAN = float("nan")
-
-
-def random_case(B, T, *, scale=1.0, holes=0.3, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    reward, value = (scale * torch.randn(2, B, T, generator=g, dtype=torch.float64)).float()
-    mask = torch.rand(B, T, generator=g) >= holes
-    return reward, value, mask, (scale * torch.randn(B, generator=g, dtype=torch.float64)).float()
-
-
-def run_gae(inputs, device, backend, *, gamma=0.99, lam=0.95, with_bootstrap=True):
-    """Outputs and gradients, on the CPU."""
-    reward, value, mask, bootstrap = (x.to(device) for x in inputs)
-    reward, value, bootstrap = (x.clone().requires_grad_() for x in (reward, value, bootstrap))
-    leaves = [reward, value, bootstrap] if with_bootstrap else [reward, value]
-    out = gae(
-        reward, value, mask, gamma=gamma, lam=lam, bootstrap=bootstrap if with_bootstrap else None, backend=backend
-    )  # fmt: skip
-    weight = torch.linspace(-1, 1, reward.numel(), device=device).reshape(reward.shape)
-    loss = (out.advantage * weight).sum() + (out.ret * weight.square()).sum()
-    grads = torch.autograd.grad(loss, leaves)
-    return {"advantage": out.advantage, "ret": out.ret, **{f"grad {i}": x for i, x in enumerate(grads)}}
-
-
-def compare(inputs, device, **options):
-    wide = [x.double() if x.is_floating_point() else x for x in inputs]
-    exact, plain = run_gae(wide, "cpu", "reference", **options), run_gae(inputs, "cpu", "reference", **options)
-    for name, actual in run_gae(inputs, device, "triton", **options).items():
-        assert actual.dtype == torch.float32
-        assert_ok(tier1(actual.detach().cpu(), exact[name].detach(), plain[name].detach()), name)
 
 
 @pytest.fixture(params=[32, ours.BLOCK_T], ids=["blocks of 32", "one block"])
@@ -49,18 +23,18 @@ def block_t(request, monkeypatch):
 def test_gae_tier1(device, B, T, scale):
     inputs = random_case(B, T, scale=scale)
     inputs[2][-1] = True
-    compare(inputs, device)
+    hold(inputs, device, "triton")
 
 
 @pytest.mark.parametrize("with_bootstrap", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
 def test_gae_coefficients(device, gamma, lam, with_bootstrap):
-    compare(random_case(3, 33), device, gamma=gamma, lam=lam, with_bootstrap=with_bootstrap)
+    hold(random_case(3, 33), device, "triton", gamma=gamma, lam=lam, with_bootstrap=with_bootstrap)
 
 
 def test_gae_several_rows_per_program(device, monkeypatch):
     monkeypatch.setattr(ours, "_rows", lambda x: (2, 4, 16, 1))
-    compare(random_case(7, 40), device)
+    hold(random_case(7, 40), device, "triton")
 
 
 @pytest.mark.usefixtures("block_t")
@@ -77,7 +51,7 @@ def test_gae_masked_garbage_and_empty_rows(device):
         assert torch.equal(outputs[2][name], expected), name
         if expected.dim() == 2:
             assert (expected.cpu()[~mask] == 0).all()
-    compare([torch.where(mask, x, 0.0) for x in (reward, value)] + [mask, bootstrap], device)
+    hold([torch.where(mask, x, 0.0) for x in (reward, value)] + [mask, bootstrap], device, "triton")
 
 
 def test_gae_layouts_and_dtypes(device):
@@ -98,7 +72,7 @@ def test_gae_layouts_and_dtypes(device):
     torch.testing.assert_close(half.advantage.cpu(), wanted.advantage, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@each("shape", [(0, 5), (3, 0)])
 def test_gae_without_elements(device, shape):
     empty = torch.zeros(shape, device=device, requires_grad=True)
     last = torch.ones(shape[0], device=device, requires_grad=True)
@@ -145,7 +119,7 @@ def test_whiten_far_from_zero(device):
     torch.testing.assert_close(grad.double(), exact[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 129, 3000])
+@each("n", [1, 129, 3000])
 def test_moments_and_statistics_in_float64(device, monkeypatch, n):
     monkeypatch.setattr(ours, "BLOCK", 128)
     monkeypatch.setattr(ours, "PROGRAMS", 8)  # ranges of several blocks
@@ -189,7 +163,7 @@ def test_whiten_hostile(device):
 @pytest.mark.parametrize(("B", "T"), [(64, 512), (4096, 50), (3, 5000)])
 def test_large_same_bits_every_time_and_in_a_graph(device, B, T):
     inputs = random_case(B, T)
-    compare(inputs, device)
+    hold(inputs, device, "triton")
     reward, value, mask, bootstrap = (x.to(device) for x in inputs)
 
     def step():

@@ -9,17 +9,13 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab.logits import OUTPUTS
 
+from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.dense import DIFFERENTIABLE
 from tests.kernels.test_gather_logprob import dense
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=[1, 10**6], ids=["one share", "many shares"])
@@ -269,16 +265,4 @@ def test_big_bits_and_capture_in_bf16(n, vocab, inplace):
         return torch.autograd.grad((out["logprob"] * cotangent[rows].to(dtype)).sum() + out["entropy"].sum(), x)[0]
 
     assert_ok(tier3(got[2][rows], gradient(torch.float64), gradient(torch.bfloat16)), "d_logits")
-    for _ in range(9):
-        assert all(torch.equal(a, b) for a, b in zip(step(), got, strict=True))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, got, strict=True))
+    repeated_and_captured(step, got)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
+from tests.kernels.checks import each
 from tests.kernels.triton.conftest import ordered_product
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="it is the interpreter's product that is looked at")
@@ -27,7 +28,7 @@ def dot(a, b, c):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("dtype", [torch.float32, torch.float16])
 def test_one_rounding_of_the_product_and_one_of_the_sum(dtype):
     torch.manual_seed(0)
     a, b, c = torch.randn(32, 64).to(dtype), torch.randn(64, 16).to(dtype), torch.randn(32, 16)
@@ -35,7 +36,7 @@ def test_one_rounding_of_the_product_and_one_of_the_sum(dtype):
     assert (dot(a, b, c) != product + c).sum() <= 1  # two orders in float64 round alike, or nearly
 
 
-@pytest.mark.parametrize("k", [16, 64])
+@each("k", [16, 64])
 def test_an_element_has_its_bits_at_every_place_of_every_size(k):
     torch.manual_seed(0)
     row, column = torch.randn(k), torch.randn(k)

@@ -9,7 +9,8 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
-from tests.kernels.cuda_graph import capture
+from tests.kernels.checks import each, same_bits
+from tests.kernels.cuda_graph import repeated_and_captured
 from tests.kernels.test_linear import products
 from tests.kernels.triton.test_lora import tier3_or_truncated
 
@@ -63,7 +64,7 @@ def test_a_row_has_the_same_bits_as_one_of_many_equal_ones(device):
         many = torch.randn(200, 70, device=device)
 
 
-@pytest.mark.parametrize("n", [1, 65])
+@each("n", [1, 65])
 def test_rows_beyond_change_no_weight_gradient(device, n):
     x, _, _, dy = make(300, 40, 70, FP32, device)
     alone = ours.weight_gradient(dy[:n].clone(), x[:n].clone())
@@ -85,7 +86,7 @@ def test_a_weight_gradient_adds_rows_in_their_order():
     assert (found != total).sum() <= 1  # two orders in float64 round alike, or nearly
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@each("dtype", [FP32, FP16])
 def test_strided_and_surrounded_by_nan(device, dtype):
     """Rows of every matrix with NaN before, between and behind them; every second column; turned matrices."""
     x, weight, bias, dy = make(9, 45, 37, dtype, device)
@@ -105,8 +106,7 @@ def test_strided_and_surrounded_by_nan(device, dtype):
 
     expected = products(ours, x, weight, bias, dy)
     for change in (spread, gaps, turned):
-        for mine, want in zip(products(ours, change(x), change(weight), bias, change(dy)), expected, strict=True):
-            assert torch.equal(mine, want)
+        same_bits(products(ours, change(x), change(weight), bias, change(dy)), expected)
     assert torch.equal(ours.forward(x, weight, gaps(bias[None])[0]), expected[0])
 
 
@@ -121,7 +121,7 @@ def test_a_nan_or_infinity_stays_in_its_row(device):
     assert not y[39].isfinite().any()
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
+@each("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0)])
 def test_empty(device, shape):
     x, weight, bias, dy = make(*shape, FP32, device)
     for mine, want in zip(
@@ -141,7 +141,7 @@ def test_the_bias_is_added_before_the_only_rounding():
     assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-11 * 1.01 + 1e-6).all()
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@each("trained", [False, True])
 def test_gradients(device, trained):
     x, weight, bias, dy = make(12, 24, 18, FP32, device)
     found = []
@@ -180,12 +180,7 @@ def test_exact_mode_takes_it_and_whoever_names_it(device):
 @pytest.mark.gpu
 def test_in_a_graph():
     x, weight, bias, dy = make(200, 512, 1000, BF16, "cuda")
-    expected = [t.clone() for t in products(ours, x, weight, bias, dy)]
-    graph, captured = capture(lambda: products(ours, x, weight, bias, dy))
-    for t in captured:
-        t.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    repeated_and_captured(lambda: products(ours, x, weight, bias, dy), products(ours, x, weight, bias, dy))
 
 
 @pytest.mark.gpu

@@ -12,12 +12,12 @@ from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_sweep as sweep
 from rlhf_kernels.vocab.logits import OUTPUTS
 
-from tests.kernels.cuda_graph import capture, detached
-from tests.kernels.test_linear_logprob import dense, double
+from tests.kernels.checks import same_bits
+from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.dense import DIFFERENTIABLE, dense, double
 
 OPS = torch.ops.rlhf_kernels
 
-DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
 OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
 INPUTS = ("hidden", "weight", "bias", "A", "B")
 NAN = float("nan")
@@ -41,11 +41,6 @@ def force(monkeypatch, path):
             monkeypatch.setattr(cost, name, size)
     if path == "fused":
         monkeypatch.setattr(sweep, "FUSED_PROGRAMS", 3)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["fused", "tiled", "small tiles"])
@@ -311,7 +306,7 @@ def test_strides(device, path):
     small = wide_target[::2, 0] % 33
     strided = linear_logprob(*views, small, outputs=OUTPUTS, backend="triton")
     packed = linear_logprob(*(x.contiguous() for x in views), small.contiguous(), outputs=OUTPUTS, backend="triton")
-    assert all(torch.equal(a, b) for a, b in zip(strided, packed, strict=True))
+    same_bits(strided, packed)
 
 
 def test_all_rows_ignored_and_empty_batches(device, path):
@@ -422,7 +417,7 @@ def test_ten_runs_have_the_same_bits(n):
         )
     assert torch.equal(runs[0][0], runs[0][-1])
     for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+        same_bits(run, runs[0])
 
 
 @pytest.mark.gpu
@@ -437,10 +432,7 @@ def test_cuda_graph(n):
         return detached(*out[:2], *grads, *torch.autograd.grad(ahead.sum(), hidden))
 
     expected = step()
-    graph, captured = capture(step)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    repeated_and_captured(step, expected)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,9 @@ from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab import triton_sweep as sweep
 
-from tests.kernels.cuda_graph import capture, detached
-from tests.kernels.test_linear_logprob import dense as dense_logprob
+from tests.kernels.checks import same_bits
+from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.dense import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import LOSS, dense
 from tests.kernels.test_linear_ppo_loss import make as make_batch
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain, red_zone
@@ -22,11 +23,6 @@ NAN = float("nan")
 # numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NO_ENTROPY = LOSS | {"entropy_coef": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["fused", "tiled", "small tiles"])
@@ -238,8 +234,7 @@ def test_masked_rows_hold_anything_between_red_zones(device, path, loss):
     old[2], advantage[3], ref[3], target[3] = NAN, torch.inf, NAN, 999
     zoned = [red_zone(x) for x in (hidden, weight)]
     out = ours(*zoned, target, old, advantage, mask, denom=4.0, ref_logprob=ref, **loss)
-    for a, b in zip(out, clean, strict=True):
-        assert torch.equal(a, b)
+    same_bits(out, clean)
     assert torch.equal(torch.autograd.grad(out.loss, zoned[0])[0], clean_grad)
 
 
@@ -303,12 +298,7 @@ def test_bits_capture_and_values_in_bf16(n):
     slack = 2e-6 + 5e-7 * n / options["denom"]  # on the scale of a sum's terms, as in `judge`
     assert abs(got[0].item() - exact.loss.item()) <= 4 * abs(plain.loss.item() - exact.loss.item()) + slack
     assert_ok(tier3(got[-1], *exact_and_eager(batch, ref, **options)), "d_hidden")
-    for _ in range(9):
-        assert all(torch.equal(a, b) for a, b in zip(step(), got, strict=True))
-    graph, captured = capture(step)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, got, strict=True))
+    repeated_and_captured(step, got)
     old = linear_logprob(hidden.detach(), weight, target, backend="triton").logprob
     first = ours(hidden, weight, target, old, *tokens[1:], **options | {"kl_coef": 0.0})
     assert first.ratio_max == 1

@@ -12,7 +12,8 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from torch.nn import functional as F
 
-from tests.kernels.cuda_graph import capture, detached
+from tests.kernels.checks import each, same_bits
+from tests.kernels.cuda_graph import detached, repeated_and_captured
 
 ON = {"backend": "triton"}
 # the interpreter cuts fp32 down to bf16 instead of rounding
@@ -25,11 +26,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 # numpy speaks of 1 / 0 in rows that the interpreter computes and nobody reads, and of e^128
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def test_a_norm_rounds_where_the_reference_does(draw, dtype, plus_one, width):
 
 
 @each_dtype
-@pytest.mark.parametrize("shape", HEADS, ids=str)
+@each("shape", HEADS)
 def test_turned_heads_have_the_bits_of_the_reference(draw, dtype, shape):
     q, k, cos, sin = heads(draw, *shape, dtype)
     for angles in ((cos, sin), (cos[:1], sin[:1])):
@@ -76,7 +72,7 @@ def test_turned_heads_have_the_bits_of_the_reference(draw, dtype, shape):
 
 
 @each_dtype
-@pytest.mark.parametrize("count", [1, 17, 2500])
+@each("count", [1, 17, 2500])
 def test_a_gated_product_rounds_where_torch_does(draw, dtype, count):
     gate, up = draw(count, dtype=dtype, scale=4.0), draw(count, dtype=dtype)
     ours = swiglu(gate, up, **ON)
@@ -88,7 +84,7 @@ def test_a_gated_product_rounds_where_torch_does(draw, dtype, count):
 
 @each_dtype
 @each_kind
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 4.0])
+@each("scale", [1e-3, 1.0, 4.0])
 def test_an_activation_rounds_once(draw, dtype, kind, scale):
     x = draw(2500, dtype=dtype, scale=scale)
     ours = activation(x, kind, **ON)
@@ -162,12 +158,10 @@ def test_layouts_change_no_bit(draw):
     spread = torch.full((2, 2, 9, 32), torch.nan, device=q.device)
     spread[..., ::2] = k
     turned = cos.transpose(0, 1).contiguous().transpose(0, 1)
-    for got, want in zip(rotary(wide[..., 3:19], spread[..., ::2], turned, sin, **ON), expected, strict=True):
-        assert torch.equal(got, want)
+    same_bits(rotary(wide[..., 3:19], spread[..., ::2], turned, sin, **ON), expected)
     x, weight = draw(40, 6), draw(80)
     assert torch.equal(
-        rms_norm(x.T, weight[::2], eps=0.0, **ON),
-        rms_norm(x.T.contiguous(), weight[::2].contiguous(), eps=0.0, **ON),
+        rms_norm(x.T, weight[::2], eps=0.0, **ON), rms_norm(x.T.contiguous(), weight[::2].contiguous(), eps=0.0, **ON)
     )
     assert torch.equal(swiglu(x.T, x.T, **ON), swiglu(x, x, **ON).T)
 
@@ -196,7 +190,7 @@ def test_gradients_of_a_norm(draw, width, plus_one):
     hold(function, [draw(20, width), draw(width)], [draw(20, width)])
 
 
-@pytest.mark.parametrize("shape", HEADS[1:3], ids=str)
+@each("shape", HEADS[1:3])
 def test_gradients_of_turned_heads(draw, shape):
     q, k, cos, sin = heads(draw, *shape)
     cos, sin = cos.half(), sin.half()
@@ -305,12 +299,7 @@ def test_in_a_graph(draw):
         ys += rotary(q, k, cos, sin, **ON)
         return detached(*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, q]))
 
-    expected = [t.clone() for t in step()]
-    graph, captured = capture(step)
-    for t in captured:
-        t.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    repeated_and_captured(step, step())
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from rlhf_kernels.runtime import philox, registry
 from rlhf_kernels.runtime.testing import NumericReport, assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
-from tests.kernels.cuda_graph import capture, detached
+from tests.kernels.checks import each
+from tests.kernels.cuda_graph import detached, repeated_and_captured
 
 NAN = float("nan")
 SCALES = (0.5, 2.0, 1.5)
@@ -111,16 +112,14 @@ def test_tier1(device, scale, drop, delta):
     assert {"grad A0", "grad B0", "grad A2", "grad B2"} < actual.keys()
 
 
-@pytest.mark.parametrize("n", [1, 2, 15, 127, 129, 400])  # 400: tiles of 64 rows
+@each("n", [1, 2, 15, 127, 129, 400])  # 400: tiles of 64 rows
 def test_row_counts(device, n):
     case = Case(n=n, drop=True)
     case.segments = Segments(starts=(0, n // 2), ends=(n // 2, n), slots=(1, 0))
     case.check(device)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "k", "m"), [((1,), 16, 1), ((16, 17), 65, 130), ((33, 64), 31, 48), ((128,), 48, 70)]
-)
+@each(("ranks", "k", "m"), [((1,), 16, 1), ((16, 17), 65, 130), ((33, 64), 31, 48), ((128,), 48, 70)])
 def test_ranks_and_ragged_columns(device, ranks, k, m):
     case = Case(n=37, k=k, m=m, ranks=ranks)
     case.segments = Segments(starts=(0, 11, 20), ends=(11, 20, 35), slots=(0, len(ranks) - 1, 0))
@@ -381,12 +380,7 @@ def test_in_a_graph(device):
         y = lora_linear(x, weight, None, A, B, SCALES, case.segments, dropout=drop, backend="triton")
         return detached(y, *torch.autograd.grad(y, [x, A[0], A[2], B[0], B[2]], dy))
 
-    expected = [t.clone() for t in step()]
-    graph, captured = capture(step)
-    for t in captured:
-        t.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    repeated_and_captured(step, step())
     fresh = Segments(starts=(3,), ends=(500,), slots=(1,))
     with pytest.raises(RuntimeError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         lora_linear(x, weight, None, A, B, SCALES, fresh, backend="triton")
@@ -394,10 +388,7 @@ def test_in_a_graph(device):
 
 @pytest.mark.parametrize(
     ("dtype", "adapter"),
-    [
-        (torch.bfloat16, torch.float32),
-        pytest.param(torch.float32, torch.float32, marks=pytest.mark.long),
-    ],
+    [(torch.bfloat16, torch.float32), pytest.param(torch.float32, torch.float32, marks=pytest.mark.long)],
 )
 def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, dtype, adapter):
     """In any company: rows of other slots with larger ranks, off rows, other places; in decoding, too."""

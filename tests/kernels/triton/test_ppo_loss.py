@@ -7,6 +7,8 @@ from rlhf_kernels.ppo_loss import triton as ours
 from rlhf_kernels.ppo_loss.triton import BLOCK, ONE_PROGRAM
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
+from tests.kernels.checks import each
+
 NAN, INF = float("nan"), float("inf")
 SIZES = [1, 2, 15, 127, 129, ONE_PROGRAM, ONE_PROGRAM + 1, 3 * BLOCK + 17]
 
@@ -39,7 +41,7 @@ def compare(inputs, device, run, **options):
         assert_ok(tier1(actual.detach().cpu(), exact[name].detach(), plain[name].detach()), name)
 
 
-@pytest.mark.parametrize("n", SIZES)
+@each("n", SIZES)
 def test_ppo_tier1(device, n):
     compare(tokens(n), device, run_ppo, dual_clip=1.5)
 
@@ -79,7 +81,7 @@ def test_masked_garbage_is_never_seen(device, n, garbage, mask_dtype):
         assert dirty_run[name].isfinite().all()
 
 
-@pytest.mark.parametrize("n", [31, ONE_PROGRAM + 500])
+@each("n", [31, ONE_PROGRAM + 500])
 def test_live_nan_and_inf_show_where_the_reference_shows_them(device, n):
     for index, value in ((0, NAN), (0, 200.0), (2, INF), (3, NAN)):
         inputs = list(tokens(n))
@@ -91,7 +93,7 @@ def test_live_nan_and_inf_show_where_the_reference_shows_them(device, n):
                 assert torch.equal(test(actual[name].cpu()), test(expected)), (name, index, value)
 
 
-@pytest.mark.parametrize("n", [0, 5, ONE_PROGRAM + 1])
+@each("n", [0, 5, ONE_PROGRAM + 1])
 def test_nothing_unmasked(device, n):
     *inputs, mask = (x.to(device) for x in tokens(n))
     new, old, advantage, ref, entropy = inputs
@@ -146,7 +148,7 @@ def test_value_tier1(device, n, clip):
     compare(tokens(n, seed=2), device, run_value, clip=clip)
 
 
-@pytest.mark.parametrize("n", [31, ONE_PROGRAM + 500])
+@each("n", [31, ONE_PROGRAM + 500])
 def test_value_masked_garbage(device, n):
     *clean, mask = tokens(n)
     expected = run_value([*clean, mask], device, "triton")

@@ -32,8 +32,7 @@ _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
 """Files that RL reads from a folder that `make_start` has filled."""
 
-OnStep = Callable[[str, int, int, dict[str, float]], None]
-"""on_step(phase, step, total, metrics)"""
+OnStep = Callable[[str, int, int, dict[str, float]], None]  # on_step(phase, step, total, metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,35 +51,7 @@ class DemoSize:
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, rl_steps=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoResult:
-    """Results of the demo."""
-
-    win_rate: float
-    """Share of held-out prompts where the true preference picks RL's answer over SFT's; a tie counts half."""
-    kl: float
-    """Exact KL(RL ‖ SFT) on held-out prompts, nats per answer."""
-    reward_before: float
-    """Mean learned reward of SFT's answers."""
-    reward_after: float
-    """Mean learned reward of RL's answers."""
-    true_score_before: float
-    true_score_after: float
-    reward_accuracy: float
-    """Share of fresh pairs that the learned reward orders like their noisy labels, at the end of its training."""
-    seconds: float
-    seconds_sft: float
-    seconds_rl: float
-    peak_memory_bytes: int
-    parameters_held: int
-    """Parameters in memory during RL: one backbone, for PPO two slots and two heads."""
-    parameters_four_models: int
-    """Parameters of PPO with four full models: actor, reference, critic and reward model."""
-    trainable_parameters: int
-    output_dir: str
-
-
-def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, Answers]:
+def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[dict[str, Any], Answers, Answers]:
     """Run all four parts; returns the result and the held-out answers of SFT and of RL."""
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
@@ -106,24 +77,25 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[DemoResult, Answers, 
     after = heldout_answers(trainer, "actor")
     held = trainer.model.held_parameters()
     base = sum(p.numel() for _, p in trainer.model.backbone().base_parameters())
-    result = DemoResult(
-        win_rate=win_rate(after, before),
-        kl=trainer.evaluation.kl_to_reference(after.rollout),
-        reward_before=_mean([s for s in before.scores if s is not None]),
-        reward_after=_mean([s for s in after.scores if s is not None]),
-        true_score_before=_true_mean(before),
-        true_score_after=_true_mean(after),
-        reward_accuracy=sft_metrics.get("reward_accuracy", float("nan")),
-        seconds=time.perf_counter() - began,
-        seconds_sft=seconds_sft,
-        seconds_rl=seconds_rl,
-        peak_memory_bytes=peak_memory_bytes(trainer.model.device),
-        parameters_held=sum(held.values()),
-        parameters_four_models=4 * base + 2 * (size.hidden_size + 1),
-        trainable_parameters=sum(p.numel() for g in trainer.optimizer.groups.values() for p in g.values()),
-        output_dir=str(output),
-    )
-    write_json_atomic(output / "result.json", vars(result))
+    result = {
+        "win_rate": win_rate(after, before),
+        "kl": trainer.evaluation.kl_to_reference(after.rollout),  # exact, nats per answer
+        "reward_before": _mean([s for s in before.scores if s is not None]),
+        "reward_after": _mean([s for s in after.scores if s is not None]),
+        "true_score_before": _true_mean(before),
+        "true_score_after": _true_mean(after),
+        # share of fresh pairs that the learned reward orders like their noisy labels, at the end of its training
+        "reward_accuracy": sft_metrics.get("reward_accuracy", float("nan")),
+        "seconds": time.perf_counter() - began,
+        "seconds_sft": seconds_sft,
+        "seconds_rl": seconds_rl,
+        "peak_memory_bytes": peak_memory_bytes(trainer.model.device),
+        "parameters_held": sum(held.values()),
+        "parameters_four_models": 4 * base + 2 * (size.hidden_size + 1),
+        "trainable_parameters": sum(p.numel() for g in trainer.optimizer.groups.values() for p in g.values()),
+        "output_dir": str(output),
+    }
+    write_json_atomic(output / "result.json", result)
     return result, before, after
 
 

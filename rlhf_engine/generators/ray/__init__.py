@@ -1,1 +1,0 @@
-"""Generators in other processes, on this machine or a cluster, through Ray."""

@@ -1,0 +1,86 @@
+"""What tests of several ops share: where they run, loops within an item, threads, memory, traces, red zones."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from rlhf_kernels.runtime import native
+from torch import Tensor
+
+ISAS = [] if native.missing() else native.isas()
+"""Instruction sets of this CPU that the native code distinguishes."""
+needs_native = pytest.mark.skipif(not ISAS, reason=str(native.missing()))
+BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
+REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
+
+
+def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `parametrize`, within one item: from the same seed for each value, which a failure names."""
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    cases = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            skipped = []
+            for case in cases:
+                torch.manual_seed(0)
+                try:
+                    test(**fixtures, **case)
+                except pytest.skip.Exception as reason:
+                    skipped.append(reason)
+                except Exception as error:
+                    error.add_note(f"with {case}")
+                    raise
+            if len(skipped) == len(cases):
+                raise skipped[0]
+
+        signature = inspect.signature(test)
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Fail unless as many tensors are equal bit by bit."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), f"tensor {i} of {a.dtype} differs"
+
+
+def with_threads(run: Callable[[], Any], *counts: int) -> list[Any]:
+    """What a function returns with each number of threads."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(run())
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+def threads_change_no_bit(run: Callable[[], Iterable[Tensor]], *counts: int) -> None:
+    first, *others = [list(result) for result in with_threads(run, *(counts or (1, 2, 3)))]
+    for other in others:
+        same_bits(first, other)
+
+
+def largest_allocation(function: Callable[[], object]) -> int:
+    """Bytes of the largest tensor that a function makes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+def traced_alike(function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor], ops: set[str]) -> None:
+    """`make_fx` sends a call through the registered ops; its graph holds them and gives the bits of the eager call."""
+    traced = torch.fx.experimental.proxy_tensor.make_fx(function)(*leaves)
+    assert ops <= {node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")}
+    same_bits(function(*leaves), traced(*leaves))
