@@ -219,6 +219,7 @@ def stand_in(monkeypatch, error: Exception | None = None) -> list[object]:
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):
+    monkeypatch.setattr("rlhf_engine.data.read.HF_HUB_OFFLINE", False)
     calls = stand_in(monkeypatch)
     assert read("hub:owner/my.name")[1] == Record(place="hub:owner/my.name: row 1", value=ROWS[1])
     assert len(read("hub:owner/name:test_2")) == 2

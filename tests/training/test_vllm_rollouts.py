@@ -171,7 +171,9 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     torch.testing.assert_close(weighted.advantages_M, plain.advantages_M * expected, rtol=1e-4, atol=1e-6)
     for name in ("old_logprobs_M", "values_M", "returns_M"):
         assert torch.equal(getattr(weighted, name), getattr(plain, name)), name
-    assert metrics_of_weighted == metrics_of_plain
+    figures = {f"mismatch/{name}" for name in ("truncated_ratio", "effective_sample_size", "importance_weight_mean")}
+    both = (metrics_of_weighted, metrics_of_plain)
+    assert len({repr(sorted((k, v) for k, v in metrics.items() if k not in figures)) for metrics in both}) == 1
     assert metrics_of_weighted["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
     assert metrics_of_weighted["mismatch/truncated_ratio"] > 0.3
     # what stops a local run at once
@@ -339,7 +341,7 @@ def test_options_that_contradict_each_other(tmp_path):
         ({"exact": True}, "exact: expected it unset with vllm_server_base_url, got True"),
         (
             {"off_policy_correction": "behaviour"},
-            "expected one of token_truncate, sequence_truncate, none for ppo, got",
+            "expected one of token_truncate, sequence_truncate, none for ppo",
         ),
         ({"off_policy_correction": "none", "off_policy_clip_max": 3.0}, "off_policy_clip_max: expected it unset"),
     ):
