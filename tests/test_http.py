@@ -82,7 +82,7 @@ def test_a_byte_now_and_then_is_no_answer_in_time():
                 connection.sendall(b"H")
                 time.sleep(0.05)
 
-        late = r"from /x within 0\.3 s \(vllm_server_timeout\), got none, or not"
+        late = r"from /x within 0\.3 s \(max_completion_length\), got none, or not"
         with answering(send) as (url, came):
             began = time.monotonic()
             with pytest.raises(RolloutServerError, match=late):

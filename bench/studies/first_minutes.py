@@ -76,7 +76,7 @@ WAYS = {
         title="raw pairs as hh-rlhf has them",
         commands=(
             f"rlhf-engine reward --lora --model_name_or_path {MODEL} --dataset_name hh.jsonl --output_dir runs/hh "
-            "--eval_share 0.2 --max_steps 60 --truncation keep_end --learning_rate 1e-3",
+            "--eval_dataset_name 0.2 --max_steps 60 --truncation keep_end --learning_rate 1e-3",
         ),
         curve="runs/hh/curves.png",
         makes_pairs=True,

@@ -7,7 +7,7 @@
 
 A random Llama, the same prompts, every answer as long as allowed, one policy per step. Arms: `off` draws, scores and
 learns in turn with all threads; `overlap` draws the answers of the next step meanwhile, on a CPU with the threads
-shared out, half to each side (`--generator-threads` gives others). Arms alternate, each in a process of its own; the
+shared out, half to each side. Arms alternate, each in a process of its own; the
 first two steps of each warm up.
 
     generate    seconds of drawing (and, beside, of frozen lanes that the generator asked), whoever waited for it
@@ -34,7 +34,7 @@ from rlhf_engine.devices import keep_freed_memory
 
 ARMS = ("off", "overlap")
 WARM_UP = 2
-OPTIONS = ("device", "dtype", "algorithm", "generator_threads")
+OPTIONS = ("device", "dtype", "algorithm")
 
 
 def work(request: dict[str, Any]) -> dict[str, float]:
@@ -52,7 +52,6 @@ def work(request: dict[str, Any]) -> dict[str, float]:
         num_mini_batches=setting.mini_batches,
         num_ppo_epochs=setting.epochs,
         async_mode="overlap" if beside else "off",
-        generator_threads=request["generator_threads"] if beside else None,
     )
     steps, ends = [], []
     for _ in range(setting.steps):
@@ -93,7 +92,6 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--algorithm", default="ppo", choices=("ppo", "reinforce", "remax", "rloo", "grpo"))
-    parser.add_argument("--generator-threads", type=int)
     arguments = parser.parse_args()
     if arguments.request:
         print(json.dumps(work(arguments.request)))

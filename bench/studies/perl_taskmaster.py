@@ -155,7 +155,7 @@ def prepare(study: Study, data: Path, folder: Path) -> None:
             "model_name_or_path": folder / "init",
             "dataset_name": folder / "dialogues.jsonl",
             "output_dir": folder / "lm",
-            "overwrite_output_dir": "true",
+            "resume_from_checkpoint": "restart",
             "gamma": 0,
             "max_length": study.max_length,
             "truncation": "keep_start",
@@ -314,7 +314,7 @@ def measure_cost(study: Study, arm: str, folder: Path, out: Path) -> None:
     flags = _reward_flags(study, arm, folder) | {
         "model_name_or_path": folder / "large",
         "output_dir": output,
-        "overwrite_output_dir": "true",
+        "resume_from_checkpoint": "restart",
         "max_steps": study.cost_steps,
         "max_tokens_per_micro_batch": study.cost_tokens,
     }

@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
-from rlhf_engine.config.training import Optim
+from rlhf_engine.config.run import Optim
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head

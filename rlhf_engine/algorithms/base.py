@@ -1,7 +1,7 @@
 """Interface that every algorithm has in common: the answers that it learns from, its losses, and its lookup by name.
 
 An algorithm is one module of this package. It has the equations, a class derived from `Algorithm`, the constant
-`ALGORITHM` that names this class, and `FACTS`, by which the options, the training loop and TRL's trainers know it.
+`ALGORITHM` that names this class; `config.algorithm.ALGORITHMS` has its facts for options, loops and TRL's trainers.
 Its class says what a token is worth (`prepare`), which losses the model computes (`terms`) and what is logged
 (`measure`). The loops do the rest.
 
@@ -271,7 +271,7 @@ def find_algorithm(name: str) -> type[Algorithm]:
     """Find the class of an algorithm.
 
     Args:
-        name: name of a module of `rlhf_engine.algorithms` with `FACTS`.
+        name: name of a module of `rlhf_engine.algorithms` with facts in `ALGORITHMS`.
 
     Returns:
         The class.

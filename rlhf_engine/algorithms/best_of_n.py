@@ -19,7 +19,6 @@ import torch
 
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
-from rlhf_engine.config.algorithm import AlgorithmFacts
 
 
 def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
@@ -50,11 +49,4 @@ class BestOfN(LogprobAlgorithm):
         return SupervisedLoss(-(logprobs_M * micro.mask_M).sum() / micro.n_tokens)
 
 
-FACTS = AlgorithmFacts(
-    summary="best_of_n (learn the best)",
-    reads=(),
-    least_drawn=1,
-    one_unit_per_prompt=True,
-    maximises_reward=False,
-)
 ALGORITHM = BestOfN

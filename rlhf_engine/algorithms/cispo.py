@@ -24,7 +24,6 @@ from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.policy_gradient import k3
 from rlhf_engine.algorithms.sequences import spread
-from rlhf_engine.config.algorithm import AlgorithmFacts
 
 
 class CispoLoss(NamedTuple):
@@ -62,10 +61,4 @@ class Cispo(LogprobAlgorithm):
         return {"clip_ratio": result.n_clipped / micro.n_tokens, "kl_loss": result.kl / micro.n_tokens}
 
 
-FACTS = AlgorithmFacts(
-    summary="cispo (clipped importance weights)",
-    reads=("beta", "cliprange_high", "scale_rewards"),
-    adapts_beta=True,
-    has_token_ratio=True,
-)
 ALGORITHM = Cispo

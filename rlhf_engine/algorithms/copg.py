@@ -25,7 +25,6 @@ from rlhf_engine.algorithms import sequences
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.sequences import group_sizes, sequence_sums, spread
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -110,13 +109,4 @@ class Copg(LogprobAlgorithm):
         return {"pairs/regularised_gap": result.gap_P.abs().sum() * 2 / micro.n_answers}
 
 
-FACTS = AlgorithmFacts(
-    summary="copg (two answers as each other's baseline, of any policy)",
-    reads=("beta",),
-    generations=2,
-    one_unit_per_prompt=True,
-    sums_per_answer=True,
-    maximises_reward=False,
-    answers_together=2,
-)
 ALGORITHM = Copg

@@ -27,7 +27,6 @@ import torch
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import k3
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, spread
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, PolicyLoss
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]
@@ -121,11 +120,4 @@ class Grpo(Algorithm):
         return micro.n_answers * self.max_completion_length / micro.n_tokens
 
 
-FACTS = AlgorithmFacts(
-    summary="grpo",
-    reads=("beta", "cliprange", "cliprange_high", "delta", "scale_rewards"),
-    adapts_beta=True,
-    has_token_ratio=True,
-    loss_types=("grpo", "dapo", "dr_grpo"),
-)
 ALGORITHM = Grpo

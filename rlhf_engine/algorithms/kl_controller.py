@@ -8,15 +8,14 @@ Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences" (arXiv
 from __future__ import annotations
 
 _LARGEST_ERROR = 0.2
+_HORIZON = 10_000
+"""Answers over which an error of 1 would double the coefficient; a step of more doubles it at once."""
 
 
-def next_beta(beta: float, kl: float, *, target: float, horizon: int, n_answers: int) -> float:
+def next_beta(beta: float, kl: float, *, target: float, n_answers: int) -> float:
     """The coefficient after a step of `n_answers` answers whose mean KL to the reference was `kl` nats.
 
-    target: KL wanted, nats per answer; horizon: answers over which an error of 1 would double the coefficient. Raises
-    ValueError where a step of so many answers could take the coefficient to 0 or below.
+    target: KL wanted, nats per answer.
     """
-    if _LARGEST_ERROR * n_answers >= horizon:
-        raise ValueError(f"horizon: expected more than {_LARGEST_ERROR} · {n_answers} answers of a step, got {horizon}")
     error = min(max(kl / target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
-    return beta * (1 + error * n_answers / horizon)
+    return beta * (1 + error * n_answers / max(_HORIZON, n_answers))

@@ -24,7 +24,6 @@ from rlhf_engine.algorithms import sequences
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.logprob import LogprobAlgorithm
 from rlhf_engine.algorithms.sequences import sequence_sums
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
 
 DpoLoss = Literal["sigmoid", "ipo"]
@@ -110,12 +109,4 @@ class OnlineDpo(LogprobAlgorithm):
         }
 
 
-FACTS = AlgorithmFacts(
-    summary="online_dpo (best against worst)",
-    reads=("beta",),
-    one_unit_per_prompt=True,
-    maximises_reward=False,
-    answers_together=2,
-    loss_types=("sigmoid", "ipo"),
-)
 ALGORITHM = OnlineDpo

@@ -21,12 +21,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rlhf_kernels.gae import gae, whiten
+from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import explained_variance
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
@@ -62,14 +61,10 @@ def advantages(
     *,
     gamma: float,
     lam: float,
-    whiten_rewards: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantage [M], return [M]) by GAE over each answer; the last token's next value is 0."""
     mask_NC = batch.pad(torch.ones_like(rewards_M))
-    rewards_NC = batch.pad(rewards_M)
-    if whiten_rewards:
-        rewards_NC = whiten(rewards_NC, mask_NC, shift_mean=False)
-    advantage_NC, return_NC = gae(rewards_NC, batch.pad(values_M), mask_NC, gamma=gamma, lam=lam)
+    advantage_NC, return_NC = gae(batch.pad(rewards_M), batch.pad(values_M), mask_NC, gamma=gamma, lam=lam)
     return batch.unpad(advantage_NC), batch.unpad(return_NC)
 
 
@@ -85,7 +80,6 @@ class Ppo(Algorithm):
             experience.batch,
             gamma=options.gamma,
             lam=options.lam,
-            whiten_rewards=options.whiten_rewards,
         )
         return replace(experience, advantages_M=advantages_M, returns_M=returns_M), {}
 
@@ -160,28 +154,4 @@ def summarise_values(measured: Measured) -> dict[str, float]:
     return {**rest, "value/explained_variance": float(explained_variance(**moments))}
 
 
-FACTS = AlgorithmFacts(
-    summary="ppo",
-    reads=(
-        "beta",
-        "gamma",
-        "lam",
-        "kl_estimator",
-        "cliprange",
-        "cliprange_high",
-        "delta",
-        "cliprange_value",
-        "whiten_rewards",
-        "whiten_advantages",
-        "vf_coef",
-        "critic_init",
-        "critic_learning_rate",
-        "critic_warmup_steps",
-    ),
-    generations=1,
-    least_drawn=1,
-    adapts_beta=True,
-    has_token_ratio=True,
-    repeats=4,
-)
 ALGORITHM = Ppo

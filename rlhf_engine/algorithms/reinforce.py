@@ -27,7 +27,6 @@ from rlhf_engine.algorithms.base import Experience, Measured, MicroBatch, Term
 from rlhf_engine.algorithms.policy_gradient import PolicyGradient
 from rlhf_engine.algorithms.ppo import measure_values, summarise_values, token_rewards
 from rlhf_engine.algorithms.sequences import to_go
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch, ValueLoss
 
 
@@ -74,11 +73,4 @@ class Reinforce(PolicyGradient):
         return {"approx_kl": 0.0, **summarise_values(measured)}
 
 
-FACTS = AlgorithmFacts(
-    summary="reinforce: with a learned value baseline (PERL)",
-    reads=("beta", "gamma", "kl_estimator", "vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps"),
-    generations=1,
-    least_drawn=1,
-    sums_per_answer=True,
-)
 ALGORITHM = Reinforce

@@ -7,9 +7,9 @@ To a prompt x belong drawn answers a, one or more, and the greedy answer ā of t
 No critic, no advantage estimation, no clip. ā does not depend on a, so the estimate is unbiased; where a = ā the
 reward's share of the gradient is exactly 0. With a mean score near 0 the baseline can be worse than none.
 
-The released code departs from this in four more places, here options that are off: `gamma` < 1 discounts the score
-by its distance, `divide_by_own_length` (see `policy_gradient`), the KL of a token without those after it (`kl_in`
-"local"), and `clip` on what the baseline leaves.
+The released code departs from this in four more places, here options that are off. `gamma` < 1 discounts the score
+by its distance. `loss_type` "own_length" divides by it (see `policy_gradient`). `kl_in` "local" takes the KL of a token
+without those after it. `clip` bounds what the baseline leaves.
 
 Legend: N sequences, M completion tokens packed.
 """
@@ -24,7 +24,7 @@ import torch
 from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.algorithms.policy_gradient import KlIn, PolicyGradient, discounts, kl_penalty
 from rlhf_engine.algorithms.sequences import spread
-from rlhf_engine.config.algorithm import AlgorithmFacts, AlgorithmOptions
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -60,7 +60,7 @@ class ReMax(PolicyGradient):
 
     def __init__(self, options: AlgorithmOptions, **context: Any) -> None:
         super().__init__(options, **context)
-        self.divide_by_own_length = options.divide_by_own_length
+        self.divide_by_own_length = options.chosen_loss_type == "own_length"
         self.kl_coef = options.beta if options.kl_in == "loss" else 0.0
 
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
@@ -80,13 +80,4 @@ class ReMax(PolicyGradient):
         return replace(experience, advantages_M=advantages_M), {"advantage_std": float(gain_N.std(correction=0))}
 
 
-FACTS = AlgorithmFacts(
-    summary="remax (greedy answer as baseline)",
-    reads=("beta", "gamma", "kl_estimator", "kl_in", "advantage_clip", "divide_by_own_length"),
-    generations=2,
-    with_greedy=True,
-    least_drawn=1,
-    sums_per_answer=True,
-    adapts_beta=True,
-)
 ALGORITHM = ReMax

@@ -23,7 +23,6 @@ import torch
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.policy_gradient import PolicyGradient
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread
-from rlhf_engine.config.algorithm import AlgorithmFacts
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -103,11 +102,4 @@ class Rloo(PolicyGradient):
         return {"clip_ratio": result.clipped_N.sum() / n, "ratio": (result.ratio_N * micro.keep_N).sum() / n}
 
 
-FACTS = AlgorithmFacts(
-    summary="rloo (the other answers to the prompt)",
-    reads=("beta", "kl_estimator", "cliprange", "cliprange_high"),
-    sums_per_answer=True,
-    adapts_beta=True,
-    loss_types=("proximal", "vanilla"),
-)
 ALGORITHM = Rloo

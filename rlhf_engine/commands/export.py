@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_engine.commands.common import as_request_errors, prepare
 from rlhf_engine.config import parse_config
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
 
 
 def run(argv: Sequence[str]) -> int:

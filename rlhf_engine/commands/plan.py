@@ -46,6 +46,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
     """The memory of each method that is asked for. Raises ConfigError for a model that is none, or a short context."""
     import torch
 
+    from rlhf_engine.config.run import adapter_dtype
     from rlhf_engine.devices import DTYPES
     from rlhf_engine.hydra import METHODS, SlotConfig
     from rlhf_engine.hydra.loading import context_length
@@ -63,7 +64,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
     setting = Setting(
         config=shape,
         dtype=DTYPES[config.dtype],
-        adapter_dtype=DTYPES[config.adapter_dtype],
+        adapter_dtype=DTYPES[adapter_dtype(config.optim)],
         device_type=config.device,
         slot=SlotConfig(r=config.lora_r, target_modules="all-linear" if named == "all-linear" else tuple(named)),
         prompt_length=config.max_prompt_length,
@@ -72,10 +73,10 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
         num_generations=config.num_generations,
         num_mini_batches=config.num_mini_batches,
         micro_batch=config.per_device_train_batch_size,
-        token_budget=config.token_budget or default_token_budget(torch.device(config.device), width),
+        token_budget=default_token_budget(torch.device(config.device), width),
         gradient_checkpointing=config.gradient_checkpointing,
         optim=config.optim,
-        quantization="8bit" if config.load_in_8bit else "4bit" if config.load_in_4bit else "none",
+        quantization=config.quantization,
         processes=config.processes,
         shard_base=config.shard_base,
     )

@@ -14,24 +14,28 @@
 `parse_config(cls, argv)` reads flags and `--config`.
 """
 
-from rlhf_engine.config.bench import BenchConfig
-from rlhf_engine.config.demo import DemoConfig
-from rlhf_engine.config.evaluate import EvaluateConfig
-from rlhf_engine.config.generate import GenerateConfig
-from rlhf_engine.config.init import InitConfig
+from rlhf_engine.config.commands import (
+    CARDS,
+    BenchConfig,
+    DemoConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    InitConfig,
+    PlanConfig,
+    ReportConfig,
+)
 from rlhf_engine.config.parser import parse_config, parse_size
-from rlhf_engine.config.plan import CARDS, PlanConfig
-from rlhf_engine.config.report import ReportConfig
-from rlhf_engine.config.reward_model import RewardConfig
-from rlhf_engine.config.sft import SFTConfig
+from rlhf_engine.config.run import Kernels
+from rlhf_engine.config.supervised import RewardConfig, SFTConfig
 from rlhf_engine.config.train import Method, TrainConfig
-from rlhf_engine.config.training import Kernels
 
 __all__ = [
     "CARDS",
     "BenchConfig",
     "DemoConfig",
     "EvaluateConfig",
+    "ExportConfig",
     "GenerateConfig",
     "InitConfig",
     "Kernels",

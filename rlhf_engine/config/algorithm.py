@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_engine.config.parser import Options, option
@@ -17,7 +14,7 @@ from rlhf_engine.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFacts:
-    """Facts about an algorithm for options and loops. Its module writes them as literals, see `ALGORITHMS`."""
+    """Facts about an algorithm for options and loops. They import no torch."""
 
     summary: str
     """Line for --help."""
@@ -32,9 +29,10 @@ class AlgorithmFacts:
     one_unit_per_prompt: bool = False
     """Whether an answer or a pair is chosen for each prompt, so that minibatches are made of prompts."""
     sums_per_answer: bool = False
-    """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length."""
-    adapts_beta: bool = False
-    """Whether beta weighs the KL and nothing else, so that `kl_target` may adapt it."""
+    """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length.
+
+    One that is scaled down whenever it is greater than a constant is another estimate, and a biased one.
+    """
     maximises_reward: bool = True
     """Whether a sum of the reward and beta times the KL is maximised. Answers can then be weighed by a ratio."""
     has_token_ratio: bool = False
@@ -51,62 +49,88 @@ class AlgorithmFacts:
         """Whether values are learned."""
         return "vf_coef" in self.reads
 
-    def reads_option(self, name: str) -> bool:
-        """Whether the algorithm reads an option, of those that not every algorithm reads.
 
-        Args:
-            name: name of the option.
-
-        Returns:
-            True for an option in `reads`, for `loss_type` where there are several, and for KL targets where β may
-            adapt.
-        """
-        return (
-            name in self.reads
-            or (name == "loss_type" and bool(self.loss_types))
-            or (name in ("kl_target", "kl_horizon") and self.adapts_beta)
-        )
-
-
-def _read_facts() -> dict[str, AlgorithmFacts]:
-    """The `FACTS` of every module of `rlhf_engine.algorithms`, by the module's name.
-
-    They are read from the source, because running a module would import torch: `--help` and the check of a
-    configuration do without it.
-    """
-    facts = {}
-    for path in sorted((Path(__file__).parent.parent / "algorithms").glob("*.py")):
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not (isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FACTS"):
-                continue
-            if not isinstance(statement.value, ast.Call):
-                raise TypeError(f"{path}: expected FACTS = AlgorithmFacts(...), got {ast.unparse(statement)}")
-            literals = {keyword.arg: ast.literal_eval(keyword.value) for keyword in statement.value.keywords}
-            facts[path.stem] = AlgorithmFacts(**literals)  # type: ignore[arg-type]  # of whatever type the source has
-    return facts
-
-
-ALGORITHMS = _read_facts()
-"""Facts by the algorithm's name, in alphabetical order."""
+_CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
+ALGORITHMS = {
+    "best_of_n": AlgorithmFacts(
+        summary="best_of_n (learn the best)",
+        reads=(),
+        least_drawn=1,
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+    ),
+    "cispo": AlgorithmFacts(
+        summary="cispo (clipped importance weights)",
+        reads=("beta", "kl_target", "cliprange_high", "scale_rewards"),
+        has_token_ratio=True,
+    ),
+    "copg": AlgorithmFacts(
+        summary="copg (two answers as each other's baseline, of any policy)",
+        reads=("beta",),
+        generations=2,
+        one_unit_per_prompt=True,
+        sums_per_answer=True,
+        maximises_reward=False,
+        answers_together=2,
+    ),
+    "grpo": AlgorithmFacts(
+        summary="grpo",
+        reads=("beta", "kl_target", "cliprange", "cliprange_high", "delta", "scale_rewards", "loss_type"),
+        has_token_ratio=True,
+        loss_types=("grpo", "dapo", "dr_grpo"),
+    ),
+    "online_dpo": AlgorithmFacts(
+        summary="online_dpo (best against worst)",
+        reads=("beta", "loss_type"),
+        one_unit_per_prompt=True,
+        maximises_reward=False,
+        answers_together=2,
+        loss_types=("sigmoid", "ipo"),
+    ),
+    "ppo": AlgorithmFacts(
+        summary="ppo",
+        reads=(
+            *("beta", "kl_target", "gamma", "lam", "kl_estimator", "cliprange", "cliprange_high", "delta"),
+            *("cliprange_value", "whiten_advantages", *_CRITIC),
+        ),
+        generations=1,
+        least_drawn=1,
+        has_token_ratio=True,
+        repeats=4,
+    ),
+    "reinforce": AlgorithmFacts(
+        summary="reinforce: with a learned value baseline (PERL)",
+        reads=("beta", "gamma", "kl_estimator", *_CRITIC),
+        generations=1,
+        least_drawn=1,
+        sums_per_answer=True,
+    ),
+    "remax": AlgorithmFacts(
+        summary="remax (greedy answer as baseline)",
+        reads=("beta", "kl_target", "gamma", "kl_estimator", "kl_in", "advantage_clip", "loss_type"),
+        loss_types=("sum", "own_length"),
+        generations=2,
+        with_greedy=True,
+        least_drawn=1,
+        sums_per_answer=True,
+    ),
+    "rloo": AlgorithmFacts(
+        summary="rloo (the other answers to the prompt)",
+        reads=("beta", "kl_target", "kl_estimator", "cliprange", "cliprange_high", "loss_type"),
+        sums_per_answer=True,
+        loss_types=("proximal", "vanilla"),
+    ),
+}
+"""Facts by the name of the algorithm's module, in alphabetical order."""
 if TYPE_CHECKING:
     Algorithm = str
 else:
     Algorithm = Literal[tuple(ALGORITHMS)]
-_READ_BY_SOME = (
-    *dict.fromkeys(name for facts in ALGORITHMS.values() for name in facts.reads),
-    "kl_target",
-    "kl_horizon",
-    "loss_type",
-)
-
-
-def _named(is_true: Callable[[AlgorithmFacts], bool]) -> tuple[str, ...]:
-    """Names of the algorithms of which something is true."""
-    return tuple(name for name, facts in ALGORITHMS.items() if is_true(facts))
-
-
-def _readers(option_name: str) -> tuple[str, ...]:
-    return _named(lambda facts: facts.reads_option(option_name))
+_READERS = {
+    option_name: tuple(name for name, facts in ALGORITHMS.items() if option_name in facts.reads)
+    for option_name in dict.fromkeys(name for facts in ALGORITHMS.values() for name in facts.reads)
+}
+"""Algorithms that read an option, of those that not every algorithm reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +139,9 @@ class AlgorithmOptions(Options):
 
     algorithm: Algorithm = option(
         "ppo",
-        "; ".join(ALGORITHMS[name].summary for name in _named(lambda facts: facts.has_critic))
+        "; ".join(facts.summary for facts in ALGORITHMS.values() if facts.has_critic)
         + "; without a critic: "
-        + ", ".join(ALGORITHMS[name].summary for name in _named(lambda facts: not facts.has_critic)),
+        + ", ".join(facts.summary for facts in ALGORITHMS.values() if not facts.has_critic),
     )
     num_generations: int | None = option(
         None,
@@ -133,7 +157,6 @@ class AlgorithmOptions(Options):
     kl_target: float | None = option(
         None, "KL to the reference, nats per answer, that beta is adapted to after each step; none: beta stays", gt=0
     )
-    kl_horizon: int = option(10_000, "answers over which a KL of twice its target would double beta", ge=1)
     kl_estimator: Literal["k1", "k3", "exact"] = option(
         "k1", "estimate of the KL in the reward, per token; k3 and exact are biased there, and the KL ends higher"
     )
@@ -154,7 +177,6 @@ class AlgorithmOptions(Options):
         "reinforce is a sum per answer",
         ge=0,
     )
-    whiten_rewards: bool = option(False, "divide token rewards by their standard deviation")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
     loss_type: str | None = option(
         None,
@@ -170,8 +192,6 @@ class AlgorithmOptions(Options):
     advantage_clip: float | None = option(
         None, "remax: largest difference, up or down, to the greedy answer's score; none: any", gt=0
     )
-    divide_by_own_length: bool = option(False, "remax: divide an answer's loss by its own length, which is biased")
-    target_kl: float | None = option(None, "stop the epochs of a step beyond this approximate KL; none: never", gt=0)
 
     generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
     num_mini_batches: int | None = option(
@@ -196,14 +216,6 @@ class AlgorithmOptions(Options):
         return self.facts.has_critic
 
     @property
-    def sums_per_answer(self) -> bool:
-        """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length.
-
-        One that is scaled down whenever it is greater than a constant is another estimate, and a biased one.
-        """
-        return self.facts.sums_per_answer
-
-    @property
     def generations(self) -> int:
         """Answers per prompt, a greedy one included."""
         return self.num_generations or self.facts.generations
@@ -221,17 +233,12 @@ class AlgorithmOptions(Options):
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages get mean 0 and variance 1 over the tokens of a rollout."""
-        return self.whiten_advantages and self.facts.reads_option("whiten_advantages")
+        return self.whiten_advantages and "whiten_advantages" in self.facts.reads
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss has the ratio to the policy that drew, by which answers serve more than one update."""
         return self.facts.has_token_ratio or self.chosen_loss_type == "proximal"
-
-    @property
-    def least_drawn(self) -> int:
-        """Scored answers that a prompt needs to be learned from."""
-        return self.facts.least_drawn
 
     @property
     def reward_weight(self) -> float | None:
@@ -298,21 +305,12 @@ class AlgorithmOptions(Options):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.kl_target is not None and self.beta == 0:
             raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
-        if self.kl_target is None and self.kl_horizon != defaults["kl_horizon"]:
-            raise ConfigError(f"kl_horizon: expected it unset without kl_target, got {self.kl_horizon}")
-        if self.kl_target is not None and 5 * self.kl_horizon <= self.generation_batch_size:
-            raise ConfigError(
-                f"kl_horizon: expected more than a fifth of generation_batch_size ({self.generation_batch_size}), or a "
-                f"step could take beta below 0, got {self.kl_horizon}"
-            )
-        readers = {
-            option_name: (self.facts.reads_option(option_name), _readers(option_name)) for option_name in _READ_BY_SOME
-        }
+        readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}
         if self.delta is not None and self.delta < 1 + self.clip_high:
             raise ConfigError(f"delta: expected at least 1 + {self.clip_high:g}, the upper clip, got {self.delta}")
         if self.chosen_loss_type == "vanilla":
             for clip in ("cliprange", "cliprange_high"):
-                readers[clip] = (False, tuple(x if x != name else "proximal rloo" for x in _readers(clip)))
+                readers[clip] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS[clip]))
         if self.kl_in == "loss":
             readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
         for option_name, (is_read, algorithms) in readers.items():

@@ -37,7 +37,6 @@ class RowOptions(Options):
         None,
         "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'; a column of that name comes first",
     )
-    dataset_streaming: bool = option(False, "fetch rows of the Hub as they are read, and keep no copy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +63,9 @@ class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
-    dataset_limit: int | None = option(None, "use only the first so many rows of the training data", ge=1)
+    dataset_limit: int | None = option(
+        None, "use only the first so many rows of the training data; those of the Hub are fetched without a copy", ge=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

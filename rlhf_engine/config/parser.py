@@ -49,8 +49,8 @@ lr=learning_rate epochs=num_train_epochs num_epochs=num_train_epochs num_iterati
 batch_size=per_device_train_batch_size steps_per_generation=num_mini_batches warmup_ratio=warmup_steps
 target_modules=lora_target_modules max_new_tokens=max_completion_length response_length=max_completion_length
 num_return_sequences=num_generations epsilon=cliprange epsilon_high=cliprange_high eval_strategy=eval_steps
-save_strategy=save_steps logging_dir=output_dir fsdp=shard_base deepspeed=shard_base use_vllm=rollout_backend:vllm
-vllm_mode=rollout_backend:vllm vllm_server_host=vllm_server_base_url vllm_server_port=vllm_server_base_url
+save_strategy=save_steps logging_dir=output_dir fsdp=shard_base deepspeed=shard_base use_vllm=vllm_server_base_url
+vllm_mode=vllm_server_base_url vllm_server_host=vllm_server_base_url vllm_server_port=vllm_server_base_url
 gpu_memory_utilization=kv_cache_memory vllm_gpu_memory_utilization=kv_cache_memory
 """
 """Names of options elsewhere, and the option here, with a value where it takes that one."""
@@ -67,10 +67,43 @@ _WITHOUT = {
     "gold_model_path gold_adapter": "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it",
     "time": "a run tells the time that is left after its second step",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
+    "shard_base=always": "a vLLM server draws for a base that is larger than a GPU (vllm_server_base_url)",
 }
-"""Names of options elsewhere, and the reason why there is none here."""
-_GONE = {"shard_base=always": "a vLLM server draws for a base that is larger than a GPU (rollout_backend vllm)"}
-"""Values of before, and what serves instead."""
+"""Names and values of elsewhere or before, and the reason why they are none here."""
+_GONE = {
+    "adam_beta1": (0.9, "it is 0.9"),
+    "adapter_dtype": ("float32", "adapters are in bfloat16 with a stochastic optim, else in float32"),
+    "async_timeout": (600.0, "a generator is given up after 600 seconds without a token"),
+    "ddp_timeout": (1800.0, "a process waits 1800 seconds for the others"),
+    "dataset_streaming": (False, "rows of the Hub are streamed where dataset_limit says how many"),
+    "divide_by_own_length": (False, "loss_type own_length of remax"),
+    "eval_share": (None, "a share as eval_dataset_name"),
+    "generator_threads": (None, "generators on a CPU have half of its threads"),
+    "kl_horizon": (10_000, "it is 10,000 answers"),
+    "load_in_4bit": (False, "quantization 4bit"),
+    "load_in_8bit": (False, "quantization 8bit"),
+    "logging_steps": (1, "every step has a line of metrics"),
+    "max_rows": (None, "kv_cache_memory bounds what is written at once"),
+    "overwrite_output_dir": (False, "resume_from_checkpoint restart"),
+    "push_to_hub": (None, "`rlhf-engine export RUN --push_to_hub` uploads a run's result"),
+    "ray_address": (None, "the environment's RAY_ADDRESS"),
+    "ray_gpus_per_generator": (None, "generators share the cluster's GPUs evenly"),
+    "ray_restarts": (3, "three lost generators are replaced"),
+    "reward_timeout": (1800.0, "a reward function is given up after 1800 seconds"),
+    "rollout_backend": ("local", "a vllm_server_base_url alone says that the server draws"),
+    "target_kl": (None, "cliprange and num_ppo_epochs bound an update"),
+    "token_budget": (None, "it follows from device and model"),
+    "use_rslora": (False, "a lora_alpha of √lora_r times as much is the same"),
+    "vllm_canary_bound": (None, "rollout_mismatch_bound, of a server too"),
+    "vllm_importance_sampling_clip_max": (2.0, "off_policy_clip_max, of a server's answers too"),
+    "vllm_importance_sampling_correction": (True, "off_policy_correction none, of a server's answers too"),
+    "vllm_importance_sampling_mode": ("token_truncate", "off_policy_correction, of a server's answers too"),
+    "vllm_model_name": (None, "vllm serve --served-model-name with the last part of model_name_or_path"),
+    "vllm_server_adapter_dir": (None, "vllm_adapter_dir HERE:THERE"),
+    "vllm_server_timeout": (240.0, "an answer has 240 seconds, and one for every ten tokens of max_completion_length"),
+    "whiten_rewards": (False, "advantages are whitened"),
+}
+"""Options of before: the default, with which a file may still have them, and what serves instead."""
 
 
 def option(
@@ -267,8 +300,8 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 
 def _meant(name: str, hint: Any, value: Any) -> str:
     """The end of the message: what a value of before became, or the nearest choice."""
-    if f"{name}={value}" in _GONE:
-        return f"; {_GONE[f'{name}={value}']}"
+    if f"{name}={value}" in _WITHOUT:
+        return f"; {_WITHOUT[f'{name}={value}']}"
     choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]
     if not isinstance(value, str) or not choices:
         return ""
@@ -318,7 +351,9 @@ def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigErr
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
     close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
-    why = next((why for names, why in _WITHOUT.items() if name in names.split()), None)
+    reasons = {**_WITHOUT, **{gone: f"it is gone: {instead}" for gone, (_, instead) in _GONE.items()}}
+    why = next((why for names, why in reasons.items() if name in names.split()), None)
+    close = [] if name in _GONE else close
     if close and (ours or why is None):
         why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))
@@ -488,13 +523,15 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = _aliases(cls).get(name, name)
+        if name not in _fields(cls) and name in _GONE and value == _GONE[name][0]:
+            continue  # `--print_config` of an earlier version wrote every option
         if name not in _fields(cls):
             raise _unknown(f"key in {where}:", name, cls, "")
         if name in values:
             raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
         value = _emptied(hints[name], value)
-        if isinstance(value, str) and float in _alternatives(hints[name]):
+        if isinstance(value, str) and float in (kinds := _alternatives(hints[name])) and str not in kinds:
             value = _from_string(name, hints[name], float, value)
         values[name] = value
     return values

@@ -1,6 +1,6 @@
-"""Options of where a run's answers are drawn; names as in TRL where TRL has the option."""
+"""Options of who draws a run's answers, when, and what is done about the age of answers; names as in TRL."""
 
-# ruff: noqa: RUF009 - `option` returns dataclasses.field(...), which ruff cannot see
+# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
+AsyncMode = Literal["off", "replay", "overlap", "ray"]
+Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
 StepName = Literal["auto", "native", "graph", "transformers"]
 """Implementations of a decoding step, by name."""
 
@@ -19,8 +22,9 @@ StepName = Literal["auto", "native", "graph", "transformers"]
 class EngineConfig(Options):
     """Options of the rollout engine in this process. None of them changes answers, except by rounding."""
 
-    max_rows: int | None = option(None, "most answers written at once, others wait; none: all", ge=1)
-    kv_cache_memory: str | None = option(None, "most memory for keys and values, such as 2GB; none: what is needed")
+    kv_cache_memory: str | None = option(
+        None, "most memory for keys and values, such as 2GB: other answers wait; none: what is needed"
+    )
     decode_step: StepName = option(
         "auto",
         "what runs a step: native code for Llama-like models on a CPU, CUDA graphs, or the model's own forward, "
@@ -67,71 +71,166 @@ class SamplingOptions(Options):
 class RolloutOptions(EngineConfig):
     """Options of what draws answers, how far that may be from the training forward, and what is done about it."""
 
-    rollout_backend: Literal["local", "vllm"] = option(
-        "local", "what draws answers: this process, or a vLLM server that serves the same base"
-    )
     rollout_mismatch_bound: float | None = option(
         None,
-        "largest mean |log ratio| between rollout and recomputation at equal weights (a single token: 100 times "
-        "that); none: by dtype",
+        "largest mean |log ratio| between rollout, or a vLLM server's on canary prompts, and recomputation at equal "
+        "weights (a single token here: 100 times that); none: by dtype",
         gt=0,
     )
     vllm_server_base_url: str | None = option(
         None,
-        "address of the server, such as http://localhost:8000; of several, separated by commas, each process of a run "
-        "has its own in turn",
-    )
-    vllm_server_timeout: float = option(240.0, "seconds within which the whole of an answer has to have come", gt=0)
-    vllm_model_name: str | None = option(
-        None, "name that the server serves the base by; none: the one that ends like model_name_or_path"
+        "address of a running vLLM server (vllm serve) of the same base that draws the answers, such as "
+        "http://localhost:8000; of several, separated by commas, each process of a run has its own in turn; none: this "
+        "process draws them",
     )
     vllm_adapter_dir: str | None = option(
-        None, "folder that adapters are written to and that the server reads; none: vllm/ in output_dir"
-    )
-    vllm_server_adapter_dir: str | None = option(None, "vllm_adapter_dir as the server sees it; none: by the same path")
-    vllm_canary_bound: float | None = option(
         None,
-        "largest mean |log-prob difference| between server and training forward on canary prompts; none: by dtype",
-        gt=0,
+        "folder that adapters are written to and that the server reads, or HERE:THERE where it sees the folder by "
+        "another path; none: vllm/ in output_dir",
     )
-    vllm_importance_sampling_correction: bool = option(
-        True, "multiply advantages by the truncated ratio of training to rollout probabilities"
-    )
-    vllm_importance_sampling_mode: Literal["token_truncate", "sequence_truncate"] = option(
-        "token_truncate", "a ratio for each token, or the ratio of the whole answer for all of its tokens"
-    )
-    vllm_importance_sampling_clip_max: float = option(2.0, "largest ratio; greater ones are truncated to it", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        local = self.rollout_backend == "local"
         engine = {field.name for field in dataclasses.fields(EngineConfig)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            foreign = field.name.startswith("vllm_") if local else field.name in engine
+            foreign = field.name in engine if self.vllm_servers else field.name.startswith("vllm_")
             if foreign and value != field.default:
-                raise ConfigError(
-                    f"{field.name}: expected it unset for rollout_backend {self.rollout_backend!r}, got {value!r}"
-                )
-        if local:
-            return
-        if self.vllm_server_base_url is None:
-            raise ConfigError(
-                "vllm_server_base_url: expected the address of a running server (vllm serve) for rollout_backend "
-                "'vllm', got None; vLLM is not run inside of this process"
-            )
+                without = "" if self.vllm_servers else "out"
+                raise ConfigError(f"{field.name}: expected it unset with{without} vllm_server_base_url, got {value!r}")
         if not all(self.vllm_servers):
             raise ConfigError(
                 "vllm_server_base_url: expected addresses separated by single commas, got "
                 f"{self.vllm_server_base_url!r}"
             )
-        if self.rollout_mismatch_bound is not None:
-            raise ConfigError(
-                "rollout_mismatch_bound: expected it unset for rollout_backend 'vllm', whose mismatch is corrected and "
-                f"logged (vllm_canary_bound bounds it), got {self.rollout_mismatch_bound}"
-            )
 
     @property
     def vllm_servers(self) -> list[str]:
-        """Addresses of the servers; empty without one."""
+        """Addresses of the servers; empty where this process draws the answers."""
         return [] if self.vllm_server_base_url is None else [x.strip() for x in self.vllm_server_base_url.split(",")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncOptions(AlgorithmOptions, RolloutOptions):
+    """Options of asynchronous rollouts: where answers are drawn, and how far they may be behind the policy."""
+
+    async_mode: AsyncMode = option(
+        "off",
+        "overlap: draw the answers of later steps while this one is learned, on the same base; ray: by processes "
+        "that hold the base as well, on Ray; replay: the same answers one after the other; off: every step draws its "
+        "own",
+        alias="async",
+    )
+    max_staleness: int = option(
+        1, "async: updates that the policy which drew an answer may lack when it is learned from", ge=0
+    )
+    async_policy: Literal["fixed", "newest", "in_flight"] = option(
+        "fixed",
+        "overlap, ray: answers are drawn by the policy of exactly max_staleness steps before, so that runs can be "
+        "repeated; by the newest one there is when a batch begins; or (overlap) go on with each newer one from the "
+        "next token",
+    )
+    ray_generators: int = option(
+        1,
+        "ray: generators, each a process that holds the base, with a GPU or an equal part of one, on the cluster of "
+        "RAY_ADDRESS or else on this machine",
+        ge=1,
+    )
+    batches_per_policy: int = option(
+        1, "draw the answers of so many steps by the policy before the first of them (off-policy study)", ge=1
+    )
+    off_policy_correction: Correction | None = option(
+        None,
+        "for answers of an older policy or of a vLLM server. behaviour: ratios are to the policy that drew them; "
+        "decoupled: to the present one, and advantages weighted by present over drawing policy; token_truncate, "
+        "sequence_truncate: the same with weights truncated, as a server's answers always are; none. Default: "
+        "behaviour where the loss has a ratio, else token_truncate; copg, online_dpo and best_of_n need none",
+    )
+    off_policy_clip_max: float = option(2.0, "largest truncated weight", ge=1)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether answers are drawn by a copy of the policy, which may be older than what learns."""
+        return self.async_mode != "off" or self.batches_per_policy > 1
+
+    @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """Corrections that the loss can make for answers of an older policy; the first is the default."""
+        if not self.facts.maximises_reward:
+            return ("none",)
+        if self.facts.has_token_ratio:
+            return ("behaviour", "decoupled", "token_truncate", "sequence_truncate", "none")
+        if self.chosen_loss_type == "proximal":  # one ratio per answer, and so one weight
+            return ("behaviour", "sequence_truncate", "none")
+        return ("token_truncate", "sequence_truncate", "none")
+
+    @property
+    def correction(self) -> Correction:
+        """`off_policy_correction`, or the algorithm's default."""
+        return self.off_policy_correction or self.corrections[0]
+
+    @property
+    def server_correction(self) -> Literal["token_truncate", "sequence_truncate", "none"]:
+        """Weights of a server's answers by the ratio of training to rollout probabilities."""
+        if self.correction == "none":
+            return "none"
+        whole_answers = self.correction == "sequence_truncate" or self.chosen_loss_type == "proximal"
+        return "sequence_truncate" if whole_answers else "token_truncate"
+
+    def check_async(self) -> None:
+        """Check that the options fit each other.
+
+        Raises:
+            ConfigError: options that contradict each other, or that are set and not read.
+        """
+        if self.async_mode != "off":
+            if self.max_staleness == 0:
+                raise ConfigError(
+                    f"max_staleness: expected at least 1 with async {self.async_mode!r}, where a batch is drawn "
+                    "before the updates on the one before it are done, got 0"
+                )
+            if self.batches_per_policy > 1:
+                raise ConfigError(
+                    f"batches_per_policy: expected 1 with async {self.async_mode!r}, got {self.batches_per_policy}"
+                )
+        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("overlap", "replay", "ray")}
+        for name, modes in {**readers, "ray_generators": ("ray",)}.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if self.async_mode not in modes and value != default:
+                raise ConfigError(f"{name}: expected it unset without async {' or '.join(modes)}, got {value!r}")
+        if self.async_mode == "ray" and self.async_policy == "in_flight":
+            raise ConfigError(
+                "async_policy: expected 'fixed' or 'newest' with async 'ray', where a policy goes to generators before "
+                "they begin, got 'in_flight'"
+            )
+        self._check_correction()
+        if self.vllm_servers and self.async_mode == "ray":
+            raise ConfigError(
+                "vllm_server_base_url: expected it unset with async 'ray', whose generators draw by themselves"
+            )
+        if self.vllm_servers and self.async_policy == "in_flight":
+            raise ConfigError(
+                "async_policy: expected 'fixed' or 'newest' with vllm_server_base_url, whose answers are of the policy "
+                "that they were begun with, got 'in_flight'"
+            )
+
+    def _check_correction(self) -> None:
+        """Check the correction of answers that an older policy or a server drew."""
+        possible, served = self.corrections, bool(self.vllm_servers)
+        if not self.is_async:  # of a server's own ratio there are weights alone
+            possible = tuple(name for name in possible if served and name not in ("behaviour", "decoupled"))
+        chosen, weighed = self.off_policy_correction, served and possible != ("none",)
+        if chosen is not None and chosen not in possible:
+            kind = f"{self.chosen_loss_type} {self.algorithm}".strip()
+            expected = f"one of {', '.join(possible)} for {kind}"
+            unset = "it unset where every step draws its own answers (async, batches_per_policy, vllm_server_base_url)"
+            raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
+        truncates = (chosen or (*possible, "none")[0]).endswith("truncate") or (weighed and chosen != "none")
+        if not truncates and self.off_policy_clip_max != _DEFAULTS["off_policy_clip_max"]:
+            raise ConfigError(
+                "off_policy_clip_max: expected it unset without off_policy_correction token_truncate or "
+                f"sequence_truncate, got {self.off_policy_clip_max}"
+            )
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(AsyncOptions)}

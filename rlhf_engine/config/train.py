@@ -13,21 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_engine.config.algorithm import AlgorithmOptions
-from rlhf_engine.config.asynchronous import AsyncOptions, Correction
 from rlhf_engine.config.parser import option
-from rlhf_engine.config.rollout import RolloutOptions
-from rlhf_engine.config.training import (
-    TrainingOptions,
-    not_empty,
-)
+from rlhf_engine.config.rollout import AsyncOptions
+from rlhf_engine.config.run import QUANTIZATION_HELP, HeldOutOptions, Quantization, TrainingOptions, not_empty
 from rlhf_engine.errors import ConfigError
 
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOptions):
+class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
@@ -54,11 +49,8 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     critic_init: Literal["base", "actor", "reward"] = option(
         "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
     )
-    load_in_8bit: bool = option(False, "frozen backbones in 8 bits through bitsandbytes")
-    load_in_4bit: bool = option(False, "frozen backbones in 4 bits (nf4) through bitsandbytes")
+    quantization: Quantization = option("none", QUANTIZATION_HELP)
 
-    eval_dataset_name: str | None = option(None, "held-out prompts, from what dataset_name may be")
-    eval_share: float | None = option(None, "hold out this share of the prompts of dataset_name", gt=0, lt=1)
     max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
@@ -80,9 +72,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         "checks answers: math, code, json_schema, format, length, repetition, with options as in length,most=200",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
-    reward_timeout: float | None = option(
-        1800.0, "seconds after which a call of a reward function is given up; none: never", gt=0, le=1e9
-    )
     missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
     missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
 
@@ -96,9 +85,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
         "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
         ge=0,
-    )
-    token_budget: int | None = option(
-        None, "most tokens of all lanes together in one backbone forward; none: by device and model", ge=1
     )
 
     dry_run: bool = option(
@@ -114,7 +100,7 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
     @property
     def largest_grad_norm(self) -> float | None:
         """Norm that a role's gradient is scaled down to; None: never, the default where the loss sums over answers."""
-        never = self.max_grad_norm is None and self.sums_per_answer
+        never = self.max_grad_norm is None and self.facts.sums_per_answer
         return None if never else super().largest_grad_norm
 
     def __post_init__(self) -> None:
@@ -130,28 +116,19 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
             )
         self.check_prompts_kept()
-        if self.dry_run and (self.rollout_backend != "local" or self.is_async):
+        if self.dry_run and (self.vllm_servers or self.is_async):
             raise ConfigError(
-                "dry_run: expected false where answers are drawn elsewhere or beside updates (rollout_backend 'vllm', "
+                "dry_run: expected false where answers are drawn elsewhere or beside updates (vllm_server_base_url, "
                 "async), got true"
             )
         self._check_method()
         self.check_algorithm()
-        self._check_correction()
-        self.check_async(
-            algorithm=self.algorithm,
-            loss_type=self.chosen_loss_type,
-            method=self.method,
-            rollout_backend=self.rollout_backend,
-        )
+        self._check_server()
+        self.check_async()
         if self.num_train_epochs is None:
             self._check_warm_up(self.max_steps)
-        if self.eval_dataset_name is not None and self.eval_share is not None:
-            raise ConfigError("eval_share: expected either eval_dataset_name or eval_share, got both")
-        if self.eval_steps and self.eval_dataset_name is None and self.eval_share is None:
-            raise ConfigError(
-                f"eval_steps: expected 0, or an eval_dataset_name or eval_share, got {self.eval_steps} without one"
-            )
+        if self.eval_steps and self.eval_dataset_name is None:
+            raise ConfigError(f"eval_steps: expected 0, or an eval_dataset_name, got {self.eval_steps} without one")
 
     def count_steps(self, n_prompts: int) -> int:
         """Count the steps of the whole run.
@@ -179,11 +156,6 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
         if self.critic_warmup_steps >= steps:
             raise ConfigError(f"critic_warmup_steps: expected less than {total}, got {self.critic_warmup_steps}")
 
-    @property
-    def correction(self) -> Correction:
-        """`off_policy_correction`, or the algorithm's default."""
-        return self.off_policy_correction or self.corrections(self.algorithm, self.chosen_loss_type)[0]
-
     def _check_method(self) -> None:
         """Check what a method needs and what it cannot do, before any weights are read."""
         for name in ("reward_adapter", "reward_model_path"):
@@ -196,26 +168,29 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the "
                 f"reward model's, got {self.reward_funcs}"
             )
-        if self.load_in_8bit and self.load_in_4bit:
-            raise ConfigError("load_in_4bit: expected either load_in_8bit or load_in_4bit, got both")
-        for name in ("load_in_8bit", "load_in_4bit"):
-            if self.shard_base and getattr(self, name):
-                raise ConfigError(
-                    f"{name}: expected false with shard_base, which cannot share quantised tensors, got true"
-                )
-        if self.shard_base and self.async_mode == "overlap" and self.rollout_backend == "local":
+        if self.shard_base and self.quantization != "none":
+            raise ConfigError(
+                "quantization: expected none with shard_base, which cannot share quantised tensors, got "
+                f"{self.quantization!r}"
+            )
+        if self.shard_base and self.async_mode == "overlap" and not self.vllm_servers:
             raise ConfigError(
                 "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "
-                "blocks in turn, or rollout_backend 'vllm', got 'overlap'"
+                "blocks in turn, or a vllm_server_base_url, got 'overlap'"
             )
         if self.method == "full_ppo":
-            if self.rollout_backend != "local":
+            if self.is_async:
+                needed = "async" if self.async_mode != "off" else "batches_per_policy"
                 raise ConfigError(
-                    "rollout_backend: expected 'local' for full_ppo, whose actor is a whole backbone, where only "
-                    f"adapters are sent elsewhere, got {self.rollout_backend!r}"
+                    f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
                 )
-            for name in ("load_in_8bit", "load_in_4bit", "actor_adapter", "reference_adapter"):
-                if getattr(self, name):
+            if self.vllm_servers:
+                raise ConfigError(
+                    "vllm_server_base_url: expected it unset for full_ppo, whose actor is a whole backbone, where only "
+                    f"adapters are sent elsewhere, got {self.vllm_server_base_url!r}"
+                )
+            for name in ("quantization", "actor_adapter", "reference_adapter"):
+                if getattr(self, name) not in (None, "none"):
                     raise ConfigError(
                         f"{name}: expected it unset for full_ppo, which trains whole backbones from the base on, "
                         f"got {getattr(self, name)!r}"
@@ -228,32 +203,21 @@ class TrainConfig(AlgorithmOptions, AsyncOptions, RolloutOptions, TrainingOption
                 "the actor, got 'actor'"
             )
 
-    def _check_correction(self) -> None:
-        """Whether the algorithm can learn from the answers of another engine as configured."""
-        for name in ("top_k", "top_p", "min_p"):
-            if self.rollout_backend != "local" and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}: expected it unset with rollout_backend {self.rollout_backend!r}, which does not report "
-                    "the words that a token was drawn among, so that no ratio to its distribution can be made, got "
-                    f"{getattr(self, name):g}; rollout_backend 'local' keeps them"
-                )
-        if self.rollout_backend != "local" and self.facts.with_greedy and self.temperature != 1:
-            raise ConfigError(
-                f"temperature: expected 1 for {self.algorithm} with rollout_backend 'vllm', which reports the "
-                f"log-probs of greedy tokens at that temperature alone, got {self.temperature:g}"
-            )
-        if self.rollout_backend == "local" or not self.vllm_importance_sampling_correction:
+    def _check_server(self) -> None:
+        """Whether the algorithm can learn from a server's answers as configured."""
+        if not self.vllm_servers:
             return
-        if not self.facts.maximises_reward:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: expected it unset with vllm_server_base_url, whose server does not report the words that "
+                    "a token was drawn among, so that no ratio to its distribution can be made, got "
+                    f"{getattr(self, name):g}; answers drawn in this process keep them"
+                )
+        if self.facts.with_greedy and self.temperature != 1:
             raise ConfigError(
-                f"vllm_importance_sampling_correction: expected false for {self.algorithm}, whose loss has no place "
-                "for a ratio of two engines, got true"
-            )
-        mode = self.vllm_importance_sampling_mode
-        if self.chosen_loss_type == "proximal" and mode != "sequence_truncate":
-            raise ConfigError(
-                "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo, whose loss weighs "
-                f"whole answers, got {mode!r}"
+                f"temperature: expected 1 for {self.algorithm} with vllm_server_base_url, whose server reports the "
+                f"log-probs of greedy tokens at that temperature alone, got {self.temperature:g}"
             )
 
     def _check_start_as_reward(self) -> None:

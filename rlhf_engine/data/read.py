@@ -40,7 +40,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from rlhf_engine.config.data import SUFFIXES, RowOptions
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from rlhf_engine.config.run import SUFFIXES, RowOptions
 from rlhf_engine.data.types import (
     KINDS,
     TASKMASTER_COLUMNS,
@@ -188,7 +190,7 @@ def load_rows(
     published rewards (see `data.types`) are unpaired preferences whose group is their dialogue, or the prompts of
     these. A source without usable rows raises ConfigError, with the tally's `argument` as its name.
     """
-    streaming = options is not None and options.dataset_streaming
+    streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
     read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
     records = [part for record in read for part in _known_parts(record, kinds)]
     objects = (record.value for record in records if isinstance(record.value, Mapping))

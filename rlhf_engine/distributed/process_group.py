@@ -24,6 +24,9 @@ from rlhf_engine.errors import RankError
 
 T = TypeVar("T")
 
+SECONDS = 1800.0
+"""Seconds that a process waits for the others before it gives the run up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -37,7 +40,7 @@ class World:
     """Called by this rank before each exchange, see `while_waiting`."""
 
     @classmethod
-    def from_environment(cls, device: str = "auto", *, timeout: float) -> World:
+    def from_environment(cls, device: str = "auto", *, timeout: float = SECONDS) -> World:
         """World that the launcher set up. device: as configured; timeout: seconds that a rank waits for the others."""
         if launched() == 1:
             return ALONE
@@ -179,7 +182,7 @@ class World:
     def _lost(self, error: RuntimeError) -> RankError:
         return RankError(
             f"rank {self.rank} of {self.size} has lost another one, which ended without saying why or was silent "
-            f"for too long (ddp_timeout): {' '.join(str(error).split())[:200]}"
+            f"for too long: {' '.join(str(error).split())[:200]}"
         )
 
 

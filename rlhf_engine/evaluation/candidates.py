@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rlhf_engine.config.data import SUFFIXES
-from rlhf_engine.config.evaluate import BASE, REFERENCES, EvaluateConfig
+from rlhf_engine.config.commands import BASE, REFERENCES, EvaluateConfig
+from rlhf_engine.config.run import SUFFIXES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
-from rlhf_engine.config.evaluate import BASE, REWARD
+from rlhf_engine.config.commands import BASE, REWARD
 from rlhf_engine.data.read import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device

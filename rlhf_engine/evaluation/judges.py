@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_engine.config.evaluate import EvaluateConfig
+from rlhf_engine.config.commands import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.http import RequestGroup, Server, Transport
 from rlhf_engine.scoring.reward_functions import load_reward

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from huggingface_hub import ModelCard, ModelCardData
 
-from rlhf_engine.config.data import SUFFIXES
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
+from rlhf_engine.config.run import SUFFIXES
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.runs.curves import plot_curves
@@ -35,7 +35,7 @@ _OPTIONS = (
     "num_ppo_epochs per_device_train_batch_size beta kl_target kl_estimator loss_type gamma lam cliprange vf_coef "
     "entropy_coef temperature top_k top_p min_p max_prompt_length max_completion_length max_length truncation "
     "reward_weights lora_r lora_alpha lora_dropout lora_target_modules dtype adapter_dtype load_in_8bit load_in_4bit "
-    "pos_weight center_rewards_coefficient metric_for_best_model seed"
+    "quantization pos_weight center_rewards_coefficient metric_for_best_model seed"
 )
 """Options of a run that a card shows. None of them holds a path or a secret."""
 _DATA = ("dataset_name", "eval_dataset_name")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.export.card import public_name, read_optional, write_card
 from rlhf_engine.hub import local_folder, push_folder, require_push
@@ -33,6 +33,8 @@ from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 
 _PREFERRED = ("actor", "sft", "reward")
 """Roles that are exported where none is named, the first that the source has."""
+_QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit")
+"""Options by which a run loads its base quantised, and those of before."""
 
 
 class Source(NamedTuple):
@@ -100,7 +102,7 @@ def find_source(config: ExportConfig) -> Source:
             f"model_name_or_path: expected the base that {str(root)!r} records, got {base!r}, where no model is; give "
             "its folder now, or its name on the Hub"
         )
-    quantization = next((name for name in ("load_in_4bit", "load_in_8bit") if options.get(name)), None)
+    quantization = next((name for name in _QUANTIZED if options.get(name) not in (None, False, "none")), None)
     fields |= {"base": base, "run": run, "options": options, "run_folder": run_folder, "quantization": quantization}
     return Source(root=root, **fields)
 

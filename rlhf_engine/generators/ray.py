@@ -5,8 +5,7 @@
 
 Every generator is a process that holds the base, a slot for the policy that draws, and the frozen lanes. Only adapters
 go over, each checked on arrival and again by the digest that comes back with the answers that it drew. One that dies,
-raises or falls silent is lost: another draws its share, and a new one takes its place, up to `ray_restarts` times in a
-run.
+raises or falls silent is lost: another draws its share, and a new one takes its place, up to three times in a run.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rlhf_engine.devices import is_gpu, keep_freed_memory, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
-from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
+from rlhf_engine.generators.scheduler import SILENCE, Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.sources import Connect
 from rlhf_engine.generators.thread import Worker
 from rlhf_engine.hydra import HydraModel
@@ -48,6 +47,7 @@ from rlhf_engine.scoring.score import FrozenRoles
 
 _BEAT = 1.0  # seconds between two questions whether a generator is at work
 _START = 600.0  # seconds in which a generator has to come up, or `timeout` if that is more: bases load slowly
+RESTARTS = 3  # times in a run that a lost generator is replaced
 _REACH = 10.0  # seconds in which a cluster's head has to answer
 _PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_adapter", "reward_model_path")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -326,20 +326,21 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
     is. Several processes join one cluster, where each has generators of its own.
     """
     ray = _import_ray()
-    if world.size > 1 and config.ray_address is None:
+    address = os.environ.get("RAY_ADDRESS")
+    if world.size > 1 and address is None:
         raise ConfigError(
-            f"ray_address: expected that of a running cluster (ray start --head) in a run of {world.size} processes, "
-            "each of which has generators of its own there, got None"
+            f"RAY_ADDRESS: expected that of a running cluster (ray start --head) in a run of {world.size} processes, "
+            "each of which has generators of its own there, got none"
         )
     device = resolve_device(config.device) if world.device is None else world.device
     threads = torch.get_num_threads()
     ours = not ray.is_initialized()
     if ours:
-        _join(ray, config.ray_address, device)
+        _join(ray, address, device)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = room_for(config, device, nodes, learners=world.size)
-        if ours and config.ray_address is None and room.threads is not None:
+        if ours and address is None and room.threads is not None:
             # they run on the learner's own cores
             torch.set_num_threads(max(1, threads - config.ray_generators * room.threads))
         # folders by their whole path, because processes may start elsewhere; the GPU is the one that Ray gives
@@ -354,8 +355,8 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
                 work.fixed_parts(model),
                 generators=config.ray_generators,
                 room=room,
-                restarts=config.ray_restarts,
-                timeout=config.async_timeout,
+                restarts=RESTARTS,
+                timeout=SILENCE,
                 device=model.role_backbone(BEHAVIOUR).device,
             )
 
@@ -368,25 +369,20 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
 
 def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str, float]], *, learners: int = 1) -> Room:
     """Ray resources of each generator. Raises ConfigError where machines with these resources cannot hold them all."""
-    n, gpus = config.ray_generators * learners, config.ray_gpus_per_generator
+    n = config.ray_generators * learners
     cpus_by_node = [int(node.get("CPU", 0)) for node in nodes]
     if is_gpu(device):
-        room = Room(cpus=1, gpus=1.0 if gpus is None else gpus, threads=config.generator_threads)
-    elif gpus is not None:
-        raise ConfigError(f"ray_gpus_per_generator: expected it unset where device is cpu, got {gpus}")
+        gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+        sharers = -(-n // max(1, gpus))  # generators of one GPU: none lies across two
+        room = Room(cpus=1, gpus=1 / sharers, threads=None)
+        fit = sum(min(cpus, int(node.get("GPU", 0)) * sharers) for node, cpus in zip(nodes, cpus_by_node, strict=True))
     else:
-        half = min(max(cpus_by_node, default=1), sum(cpus_by_node) // (2 * n))
-        threads = config.generator_threads or max(1, half)
+        threads = max(1, min(max(cpus_by_node, default=1), sum(cpus_by_node) // (2 * n)))
         room = Room(cpus=threads, gpus=0.0, threads=threads)
-
-    def holds(gpus: float) -> float:
-        """Generators that so many GPUs hold. Where each has a part of one, none lies across two."""
-        return gpus // room.gpus if room.gpus > 1 else int(gpus) * int(1 / room.gpus) if room.gpus else math.inf
-
-    fit = int(sum(min(node.get("CPU", 0) // room.cpus, holds(node.get("GPU", 0))) for node in nodes))
+        fit = sum(cpus // threads for cpus in cpus_by_node)
     if fit < n:
         have = f"{sum(cpus_by_node)} CPUs and {sum(node.get('GPU', 0) for node in nodes):g} GPUs"
-        each = f"{room.cpus} CPUs (generator_threads) and {room.gpus:g} GPUs (ray_gpus_per_generator)"
+        each = f"{room.cpus} CPUs and {room.gpus:g} GPUs"
         given = f"{n}" if learners == 1 else f"{config.ray_generators} for each of {learners} processes"
         raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {given}")
     return room
@@ -414,7 +410,7 @@ def _join(ray: Any, address: str | None, device: torch.device) -> None:
             ray.init(address=address, **quiet)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:  # what they raise where nobody answers
             raise ConfigError(
-                f"ray_address: expected the address of a running cluster's head, got {address!r}: {error}"
+                f"RAY_ADDRESS: expected the address of a running cluster's head, got {address!r}: {error}"
             ) from error
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -24,11 +24,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from rlhf_engine.config.asynchronous import AsyncOptions
+from rlhf_engine.config.rollout import AsyncOptions
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.work import Snapshot, WorkItem, join
 from rlhf_engine.rollout import Rollout
 
+SILENCE = 600.0  # seconds without a token after which a generator is given up
 _LOOK = 0.2  # seconds between two looks at generators that may hang
 
 
@@ -170,7 +171,7 @@ class Scheduler:
         step: int,
         total_steps: int,
         n_shares: int = 1,
-        timeout: float = 600.0,
+        timeout: float = SILENCE,
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
@@ -343,5 +344,5 @@ class Scheduler:
         for worker, (item, _) in list(self._running.items()):
             silent = self._transport.silent_for(worker)
             if silent > self._timeout:
-                said = f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds (async_timeout)"
+                said = f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds"
                 self._transport.give_up(worker, TimeoutError(said))

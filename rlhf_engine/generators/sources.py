@@ -24,7 +24,7 @@ import torch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.scheduler import GeneratorTransport, Scheduler, StalenessRule, newest_after
+from rlhf_engine.generators.scheduler import SILENCE, GeneratorTransport, Scheduler, StalenessRule, newest_after
 from rlhf_engine.generators.thread import GeneratorThread, ServedWorker, Worker
 from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put, take
 from rlhf_engine.hydra import HydraModel
@@ -215,7 +215,7 @@ class Concurrent(_ByPast):
             step=self._prompts.first_step,
             total_steps=self._config.max_steps,
             n_shares=self._n_shares,
-            timeout=self._config.async_timeout,
+            timeout=SILENCE,
             drawn_by=self._drawn_by,
             hurry=hurry,
         )
@@ -301,6 +301,6 @@ def make_source(
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
     """Threads of the CPU that are a generator's; None where it takes none from the learner."""
-    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.rollout_backend != "local":
+    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.vllm_servers:
         return None
-    return config.generator_threads or max(1, torch.get_num_threads() // 2)
+    return max(1, torch.get_num_threads() // 2)

@@ -349,7 +349,7 @@ def require_same_parts(ours: Mapping[str, str], learners: Mapping[str, str]) -> 
             expected = learners.get(part, "none")
             if part.startswith(_PACKAGE):
                 raise ConfigError(
-                    f"ray_address: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
+                    f"async ray: expected {part.removeprefix(_PACKAGE)} {expected}, the learner's, on the "
                     f"generator's machine, got {own}"
                 )
             raise ConfigError(

@@ -181,7 +181,7 @@ class ShardedBase:
             if is_out_of_memory(error):
                 raise MemoryLimitError(
                     "a forward of a sharded base does not fit into memory, and the other ranks are in the middle of "
-                    "it; lower token_budget, max_rows or kv_cache_memory"
+                    "it; lower kv_cache_memory or max_completion_length"
                 ) from error
             raise
 

@@ -33,7 +33,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_engine.config.training import Optim
+from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import METHODS, RoleSpec, SlotConfig

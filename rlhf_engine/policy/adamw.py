@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_engine.config.training import FLOAT32_GRADIENTS, Optim
+from rlhf_engine.config.run import FLOAT32_GRADIENTS, Optim
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra.loading import require_bitsandbytes

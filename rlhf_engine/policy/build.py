@@ -16,9 +16,9 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.config.training import TrainingOptions
+from rlhf_engine.config.run import TrainingOptions, adapter_dtype
 from rlhf_engine.devices import DTYPES, resolve_device, return_freed_memory
-from rlhf_engine.distributed.process_group import World
+from rlhf_engine.distributed.process_group import SECONDS, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
@@ -47,7 +47,6 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         target_modules=targets,
-        use_rslora=config.use_rslora,
     )
 
 
@@ -96,12 +95,11 @@ def shard_base(
     The result makes the block in which ranks draw and score, each answers of its own: with all of the base on every
     rank, or, where a server draws, with blocks that are gathered as they run.
     """
-    group = dist.new_group(timeout=timedelta(seconds=config.ddp_timeout))
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     base = ShardedBase(model, group, world.device)
     return_freed_memory()
-    if not isinstance(config, TrainConfig) or config.token_budget is None:
-        model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
-    scores_alone = isinstance(config, TrainConfig) and config.rollout_backend == "vllm"
+    model.token_budget = default_token_budget(model.device, model.backbone().hidden_size)
+    scores_alone = isinstance(config, TrainConfig) and bool(config.vllm_servers)
     return functools.partial(base.in_step, world) if scores_alone else base.whole
 
 
@@ -126,13 +124,12 @@ def _load(
         for role in roles.values():
             if role.transient and role.slot is not None:
                 slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
-    quantization = _quantization(config)
+    quantization = config.quantization
     dtype = DTYPES[config.dtype]
     device = loading_device(config)
     own: dict[str, Any] = {
         "slots": slots,
-        "token_budget": config.token_budget,
-        "adapter_dtype": DTYPES[config.adapter_dtype],
+        "adapter_dtype": DTYPES[adapter_dtype(config.optim)],
         "seed": config.seed,
     }
     if base is not None:
@@ -168,7 +165,7 @@ def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSp
         "model_name_or_path": (source, plain_name(config.model_name_or_path)),
         "dtype": (backbone.dtype, DTYPES[config.dtype]),
         "device": (base.device, device),
-        "load_in_8bit, load_in_4bit": (backbone.quantized, _quantization(config) != "none"),
+        "quantization": (backbone.quantized, config.quantization != "none"),
         "reward_model_path": (None, config.reward_model_path),
         "shard_base": (False, config.shard_base),
     }
@@ -280,17 +277,10 @@ def _head(model: HydraModel, name: str) -> ScalarHead:
     return head
 
 
-def _quantization(config: TrainConfig) -> Quantization:
-    if config.load_in_4bit:
-        return "4bit"
-    return "8bit" if config.load_in_8bit else "none"
-
-
 def check_sources(config: TrainConfig) -> None:
     """Raise ConfigError or ValueError for folders that cannot serve, as far as their configs and hashes tell."""
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if getattr(config, name):
-            require_bitsandbytes(name, "false", True)
+    if config.quantization != "none":
+        require_bitsandbytes("quantization", "none", config.quantization)
     base = read_config(config.model_name_or_path)
     require_lm_head(base, config.model_name_or_path)
     if config.method == "full_ppo" and getattr(base, "quantization_config", None) is not None:

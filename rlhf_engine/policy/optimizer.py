@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlhf_engine.config.training import Optim, TrainingOptions
+from rlhf_engine.config.run import Optim, TrainingOptions
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel
@@ -94,7 +94,7 @@ class RoleOptimizer:
         return cls(
             model,
             learning_rates,
-            betas=(config.adam_beta1, config.adam_beta2),
+            betas=(0.9, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.largest_grad_norm,

@@ -219,7 +219,7 @@ class _AnswerFile:
 
 _PROMPTS = {"prompt", "prompt_file", "dataset_name", "max_bad_rows"}
 _ASKED = {*_PROMPTS, "num_generations", "out", "resume", "json", "verify_rollout"}
-_HOW = {"max_rows", "kv_cache_memory", "decode_step", "exact", "device", "kernels"}
+_HOW = {"kv_cache_memory", "decode_step", "exact", "device", "kernels"}
 """Options that say which answers are asked for; those that change them by rounding at most."""
 
 

@@ -17,6 +17,8 @@ from rlhf_engine.rollout.vllm.client import ServedModel, VllmClient
 
 ADAPTER_FOLDER = "vllm"
 """Sub-folder of output_dir that adapters are written to unless another folder is asked for."""
+SERVER_SECONDS, SLOWEST = 240.0, 10.0
+"""Seconds within which the whole of an answer has to have come, and tokens for each of which there is one more."""
 _CANARIES = 4
 """Prompts that are scored on both sides after every sync."""
 
@@ -35,12 +37,11 @@ def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: 
     prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
     serves something else.
     """
-    if config.rollout_backend == "local":
+    if not (urls := config.vllm_servers):
         return None
-    urls = config.vllm_servers
-    client = VllmClient(urls[rank % len(urls)], timeout=config.vllm_server_timeout)
+    client = VllmClient(urls[rank % len(urls)], timeout=SERVER_SECONDS + config.max_completion_length / SLOWEST)
     most = max(len(prompt) for prompt in prompts) + config.max_completion_length
-    return RolloutServer(client=client, base=find_base(client, config.model_name_or_path, config.vllm_model_name, most))
+    return RolloutServer(client=client, base=find_base(client, config.model_name_or_path, most))
 
 
 def make_rollouts(
@@ -83,7 +84,7 @@ def serve(
         different[:_CANARIES],
         temperature=config.temperature,
         max_tokens=config.max_completion_length,
-        bound=config.vllm_canary_bound,
+        bound=config.rollout_mismatch_bound,
         seed=config.seed,
         role=compared or role,
     )
@@ -92,14 +93,15 @@ def serve(
     run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
     if role != "actor":  # ranks may draw by different versions at a time
         run = f"{run}-{role}-{rank}"
+    here, _, there = (config.vllm_adapter_dir or str(output / ADAPTER_FOLDER)).partition(":")
     return VllmRollouts(
         model,
         server.client,
         server.base,
         canary,
         run=run,
-        folder=Path(config.vllm_adapter_dir) if config.vllm_adapter_dir else output / ADAPTER_FOLDER,
-        server_folder=config.vllm_server_adapter_dir,
+        folder=Path(here),
+        server_folder=there or None,
         role=role,
         stopped=stopped,
     )

@@ -75,11 +75,7 @@ class EngineOptions:
         Returns:
             The options.
         """
-        return cls(
-            max_rows=config.max_rows,
-            cache_bytes=config.cache_bytes,
-            decode_step=config.decode_step,
-        )
+        return cls(cache_bytes=config.cache_bytes, decode_step=config.decode_step)
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "cache_bytes"):
@@ -201,7 +197,7 @@ class RolloutEngine:
                 raise
             raise MemoryLimitError(
                 f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in its "
-                "cache, does not fit into memory; bound it with max_rows or kv_cache_memory, the rest then waits"
+                "cache, does not fit into memory; bound it with kv_cache_memory, the rest then waits"
             ) from error
         return answers
 

@@ -302,11 +302,11 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
-    """Find the checkpoint that `resume_from_checkpoint` names, `auto` for the newest; None to begin.
+    """Find the checkpoint that `resume_from_checkpoint` names, `auto` for the newest; None to begin, or to restart.
 
     A replacement that was stopped half-way is finished before.
     """
-    if resume is None:
+    if resume in (None, "restart"):
         return None
     if resume == "auto":
         finish_replacements(Path(output_dir), "checkpoint-*")
@@ -314,7 +314,7 @@ def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Pa
         return checkpoints[-1] if checkpoints else None
     finish_replacement(Path(resume).resolve())
     if not Path(resume).is_dir():
-        raise ConfigError(f"resume_from_checkpoint: expected 'auto' or a checkpoint folder, got {resume!r}")
+        raise ConfigError(f"resume_from_checkpoint: expected 'auto', 'restart' or a checkpoint folder, got {resume!r}")
     return _require_checkpoint(Path(resume))
 
 

@@ -74,26 +74,26 @@ def _lock(descriptor: int, kind: int, output: Path) -> None:
         )
 
 
-def check_output(output: Path, *, resume: str | None, checkpoint: Path | None, overwrite: bool) -> None:
+def check_output(output: Path, *, resume: str | None, checkpoint: Path | None) -> None:
     """Raise ConfigError for an output folder with a run that is neither gone on with nor to be overwritten.
 
     resume: what `resume_from_checkpoint` says; checkpoint: the folder that it means, if any.
     """
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
-    if resume == "auto" and checkpoint is None and not overwrite and (output / FINAL_FOLDER).is_dir():
+    if resume == "auto" and checkpoint is None and (output / FINAL_FOLDER).is_dir():
         raise ConfigError(
             f"output_dir: expected checkpoints to go on from beside {FINAL_FOLDER}/ in {output}, got none; use "
-            "--overwrite_output_dir to start afresh"
+            "--resume_from_checkpoint restart to start afresh"
         )
     # `auto` without a checkpoint starts afresh: the run was stopped before its first one
     goes_on = resume == "auto" or (checkpoint is not None and checkpoint.resolve().parent == output.resolve())
-    if not goes_on and not overwrite:
+    if not goes_on and resume != "restart":
         held = [p.name for p in list_checkpoints(output)]
         if held or (output / METRICS_FILE).exists():
             raise ConfigError(
                 f"output_dir: expected one without a run, got {output} with {held or [METRICS_FILE]}; "
-                "use --resume_from_checkpoint auto to go on or --overwrite_output_dir to start afresh"
+                "use --resume_from_checkpoint auto to go on or restart to start afresh"
             )
 
 

@@ -37,7 +37,7 @@ MOST_LOOKS, MOST_TEXT = 40, 1_000_000
 SCRIPTS = ("page_chart.js", "page_answers.js", "page.js")  # files of the page's script, in their order
 COLOURS = ("#2f6fde", "#d9590f", "#1c9a5b", "#a23bc4", "#b8860b", "#c2185b", "#00838f", "#8a6a5c")
 """Colours of runs, in their order; the script draws with the same."""
-_PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to")
+_PLACES = ("output_dir", "resume_from_checkpoint", "report_to")
 """Options that say where a run writes; they differ between any two."""
 _FEW = 4  # most options that stand before the numbers in a comparison
 

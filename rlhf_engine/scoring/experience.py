@@ -117,7 +117,7 @@ class Scoring:
             "rewards", lambda: self._score_answers(rollout, prompts, own_scores.rewards_N, config, budget)
         )
         scored = gather_answers(world, own_scored)
-        kept = _kept(scored.totals, all_prompts, least=config.least_drawn)
+        kept = _kept(scored.totals, all_prompts, least=config.facts.least_drawn)
         metrics = {
             **{name: sum(values) / len(values) for name, values in scored.logged.items()},
             **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
@@ -133,7 +133,7 @@ class Scoring:
         kept_rows_M = drawn.batch.select_completion_rows(kept)
         corrected = Corrected(scores.logprobs_M[kept_rows_M], None, {})
         batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
-        if config.rollout_backend != "local":
+        if config.vllm_servers:
             corrected = correct_engine(
                 corrected.old_logprobs_M, log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config
             )
@@ -260,7 +260,7 @@ def _check_agreement(
     model: HydraModel, config: TrainConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
 ) -> None:
     """Rollout and training forward agree, and before the first update so do actor and reference where they must."""
-    if config.rollout_backend == "local":
+    if not config.vllm_servers:
         _check_mismatch(log_ratio_M.abs(), model, config)
     if to_reference_M is not None:
         _check_step0(to_reference_M, _rounding_dtype(model))
@@ -322,7 +322,11 @@ def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -
 
 def _nothing_left(config: TrainConfig) -> str:
     """Reason why no answer of a step can be learned from, the same for every step."""
-    needed = "a drawn answer and the greedy one" if config.facts.with_greedy else f"{config.least_drawn} of its answers"
+    needed = (
+        "a drawn answer and the greedy one"
+        if config.facts.with_greedy
+        else f"{config.facts.least_drawn} of its answers"
+    )
     return (
         f"reward_funcs: no prompt of a step has rewards for {needed}, which {config.algorithm} needs; nothing is "
         "learned in such a step"

@@ -49,10 +49,11 @@ def correct_engine(
             "they leave, so that no ratio to its distribution can be made"
         )
     _require_finite(log_ratio_M, "training to rollout probabilities")
-    mode, clip_max = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
+    correction, clip_max = config.server_correction, config.off_policy_clip_max
+    mode: Mode = "token_truncate" if correction == "none" else correction
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     metrics = {f"mismatch/{'rollout_k3' if name == 'k3' else name}": value for name, value in figures.items()}
-    if config.vllm_importance_sampling_correction:
+    if correction != "none":
         weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     else:
         weights_M = torch.ones_like(log_ratio_M)

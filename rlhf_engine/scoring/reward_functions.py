@@ -320,7 +320,7 @@ def _call(name: str, function: RewardFunction, arguments: dict[str, Any], timeou
         with _settings_kept(f"reward function {name!r}"), _time_limit(timeout):
             return function(**arguments)
     except _TookTooLong as error:
-        raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds (reward_timeout)") from error
+        raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds") from error
     except _OF_USERS_CODE as error:  # a user's function may raise anything; it is named and passed on
         raise _failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.config.training import TrainingOptions
+from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.distributed.launch import versions
 from rlhf_engine.distributed.process_group import World
 from rlhf_engine.errors import ConfigError, EngineError

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from rlhf_engine.config.training import TrainingOptions
+from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel

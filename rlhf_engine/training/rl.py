@@ -308,5 +308,5 @@ class RlTrainer(Run[TrainerState]):
             version=state.policy_version,
             reward=self.scorer.uses_reward_model,
             connect=self._connect,
-            serve=self._serve if self.config.rollout_backend != "local" else None,
+            serve=self._serve if self.config.vllm_servers else None,
         )

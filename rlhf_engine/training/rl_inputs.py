@@ -24,6 +24,9 @@ from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 
+REWARD_SECONDS = 1800.0
+"""Seconds after which a call of a reward function is given up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RlInputs:
@@ -56,15 +59,13 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     resume = None if config.dry_run else resolve_resume(config.resume_from_checkpoint, output)
     if not config.dry_run:  # which begins anew and writes nothing
         require_unlocked(output)
-        check_output(
-            output, resume=config.resume_from_checkpoint, checkpoint=resume, overwrite=config.overwrite_output_dir
-        )
+        check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume)
     require_trackers(config.report_to)
     require_optim(config.optim)
     resumed_step = 0 if resume is None else _check_resumed(config, resume)
     exact = config.exact
     if exact is None and resume is None:
-        exact = config.rollout_backend == "local" and exactness.by_default(resolve_device(config.device).type)
+        exact = not config.vllm_servers and exactness.by_default(resolve_device(config.device).type)
     begin_kernels(resume, exact=exact)
     check_sources(config)
     tokenizer = load_tokenizer(config.model_name_or_path)
@@ -75,7 +76,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         config.reward_weights,
         config.missing_eos_penalty,
         config.missing_eos_score,
-        timeout=config.reward_timeout,
+        timeout=REWARD_SECONDS,
     )
     context = read_context_length(config.model_name_or_path, config.reward_model_path)
     reports: dict[str, Tally] = {}
@@ -97,7 +98,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
 
     train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
     if config.eval_share is not None:
-        split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_share")
+        split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
     total_steps = config.count_steps(len(train_set.rows))
     if config.dry_run:
@@ -109,7 +110,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         raise ConfigError(
             f"num_train_epochs: expected at least {resumed_step} steps, those of {resume}, got {total_steps}"
         )
-    if config.eval_dataset_name is not None:
+    if isinstance(config.eval_dataset_name, str):
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
     some = list(range(min(2, len(train_set.rows))))
     scorer.dry_run(train_set.written(some), train_set.columns(some))

@@ -108,7 +108,6 @@ class RlPolicy(Policy[TrainerState]):
             max_tokens=config.max_tokens_per_micro_batch,
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
-            target_kl=config.target_kl,
         )
 
     def _next_beta(self, kl: float, n_answers: int) -> float | None:
@@ -116,7 +115,7 @@ class RlPolicy(Policy[TrainerState]):
         config, beta = self.config, self.state.beta
         if beta is None or config.kl_target is None:
             return None
-        return next_beta(beta, kl, target=config.kl_target, horizon=config.kl_horizon, n_answers=n_answers)
+        return next_beta(beta, kl, target=config.kl_target, n_answers=n_answers)
 
     def _fingerprints(self) -> dict[str, list[int]]:
         """Fingerprints of the trained weights of every role that no update has been seen to change yet."""

@@ -22,7 +22,8 @@ from typing import Any, Generic, Protocol
 import torch
 from rlhf_kernels.runtime import registry
 
-from rlhf_engine.config.training import SupervisedOptions, TrainingOptions
+from rlhf_engine.config.run import TrainingOptions
+from rlhf_engine.config.supervised import SupervisedOptions
 from rlhf_engine.data import Tally, batch_indices, side_by_side
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
 from rlhf_engine.errors import NonFiniteError, RunStopped
@@ -225,13 +226,12 @@ class Run(ABC, Generic[State]):
     ) -> None:
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step
-        if looked or self._is_last() or done % self.config.logging_steps == 0:
-            self._write(writer, trackers, metrics)
+        self._write(writer, trackers, metrics)
         if on_step is not None:
             on_step(done, metrics)
         if self.saves_now():
             self._save_after(writer, self.save)
-            if writer is not None and writer.last_step > 0:  # with rare logging there may be no line yet
+            if writer is not None:
                 self.plot()
 
     def _write(self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ class Run(ABC, Generic[State]):
             writer = MetricsWriter(self.output / METRICS_FILE)
             writer.truncate_after(self.state.step or -1)  # before the first step, nothing is known yet
         step = self.state.step
-        if writer.last_step < 0 and step >= self.config.logging_steps and (self.output / f"checkpoint-{step}").is_dir():
+        if writer.last_step < 0 and step and (self.output / f"checkpoint-{step}").is_dir():
             warnings.warn(
                 f"{writer.path}: expected metrics of the steps up to {step}, got none; curves begin after them",
                 stacklevel=2,

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
+from rlhf_engine.config.run import adapter_dtype
 from rlhf_engine.data import (
     Preference,
     PromptCompletion,
@@ -261,7 +262,7 @@ class SftTrainer(SupervisedRun[SftState]):
             slots={SFT_SLOT: slot_config(config)} if config.mode == "lora" else {},
             dtype=DTYPES[config.dtype],
             device=loading_device(config),
-            adapter_dtype=DTYPES[config.adapter_dtype],
+            adapter_dtype=DTYPES[adapter_dtype(config.optim)],
             seed=config.seed,
         )
         require_savable(model)
@@ -271,7 +272,7 @@ class SftTrainer(SupervisedRun[SftState]):
         if self._result_steps() is not None and resume is None and not self.finished():
             raise ConfigError(
                 f"output_dir: expected a checkpoint in {self.output} to go on from, got the finished model of "
-                f"{self._result_steps()} steps alone; --overwrite_output_dir starts afresh"
+                f"{self._result_steps()} steps alone; --resume_from_checkpoint restart starts afresh"
             )
         return model
 
@@ -321,7 +322,7 @@ class SftTrainer(SupervisedRun[SftState]):
     def _result_steps(self) -> int | None:
         """Steps of the finished run in the output folder, where this is to go on with it; None without one."""
         record = self.output / RECORD_FILE
-        if self.config.resume_from_checkpoint != "auto" or self.config.overwrite_output_dir or not record.is_file():
+        if self.config.resume_from_checkpoint != "auto" or not record.is_file():
             return None
         steps: int | None = json.loads(record.read_text()).get("result", {}).get("steps")
         return steps
@@ -372,11 +373,11 @@ class SftTrainer(SupervisedRun[SftState]):
         goes_on = resume is not None and resume.resolve().parent == output.resolve()
         # a run that was stopped before its first checkpoint has left nothing but its record and lines of metrics
         begun = config.resume_from_checkpoint == "auto" and not any((output / name).exists() for name in CONFIGS)
-        own = goes_on or begun or config.overwrite_output_dir or self._result_steps() is not None
+        own = goes_on or begun or config.restarts or self._result_steps() is not None
         if output.exists() and any(path.name != LOCK_FILE for path in output.iterdir()) and not own:
             raise ConfigError(
                 f"output_dir: expected an empty or new folder, got {output}; --resume_from_checkpoint auto goes on "
-                "with a run that was stopped, --overwrite_output_dir starts afresh"
+                "with a run that was stopped, restart begins afresh"
             )
         return resume
 

@@ -40,8 +40,6 @@ class Schedule:
     """Most tokens per forward and backward, prompts included; None for any number."""
     max_mismatch: float | None = None
     """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
-    target_kl: float | None = None
-    """A minibatch whose approximate KL to the policy before exceeds it is not applied, and ends the update."""
 
 
 class StepPlan(NamedTuple):
@@ -116,7 +114,6 @@ def update(
     """
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
-    stopped = False
     first_mismatch = 0.0
     k = algorithm.answers_per_unit
     if answers.batch.n_sequences % k:
@@ -135,19 +132,12 @@ def update(
             if epoch == 0 and number == 0:
                 first_mismatch = stats.get("mismatch", 0.0)
                 _require_agreement(model, first_mismatch, schedule.max_mismatch)
-            if schedule.target_kl is not None and stats["approx_kl"] > schedule.target_kl:
-                model.zero_grad(set_to_none=True)
-                stopped = True
-                break
             applied.append({**stats, **step()})
-        if stopped:
-            break
     keys = [k for k in (applied[0] if applied else {}) if k != "mismatch"]
     means = {k: sum(s[k] for s in applied) / len(applied) for k in keys}
     return {
         **means,
         "optimizer_steps": float(len(applied)),
-        "stopped_by_target_kl": float(stopped),
         "mismatch/update_max": first_mismatch,
         "micro_batch_size": float(schedule.micro_batch_size),
     }
@@ -157,7 +147,6 @@ def nothing_learned(schedule: Schedule) -> dict[str, float]:
     """Metrics of an update that had nothing to learn from."""
     return {
         "optimizer_steps": 0.0,
-        "stopped_by_target_kl": 0.0,
         "mismatch/update_max": 0.0,
         "micro_batch_size": float(schedule.micro_batch_size),
     }
@@ -228,7 +217,7 @@ class _Minibatch:
                     single = "sequence" if least == 1 else f"group of {least} sequences"
                     raise MemoryLimitError(
                         f"the update of a single {single} does not fit into memory; shorten answers, lower "
-                        "token_budget or lora_r, or switch gradient_checkpointing on"
+                        "lora_r, or switch gradient_checkpointing on"
                     ) from error
             # here rather than above, where the error still holds the tensors of the failed pass
             self.model.zero_grad(set_to_none=True)

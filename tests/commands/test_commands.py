@@ -269,7 +269,16 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     rows = [{"prompt": p, "completion": "the sun", "label": i % 2} for i, p in enumerate(PROMPTS)]
     reward = ["reward", "--lora", "--model_name_or_path", str(model), "--device", "cpu", "--lora_r", "4"]
     reward += ["--dataset_name", str(write_rows(tmp_path / "rows.jsonl", rows)), "--output_dir", str(tmp_path / "rm")]
-    reward += ["--max_steps", "2", "--eval_share", "0.4", "--eval_steps", "1", "--per_device_train_batch_size", "4"]
+    reward += [
+        "--max_steps",
+        "2",
+        "--eval_dataset_name",
+        "0.4",
+        "--eval_steps",
+        "1",
+        "--per_device_train_batch_size",
+        "4",
+    ]
     code, out, err = run(capsys, *reward)
     assert code == 0, err
     final = tmp_path / "rm" / "final"
@@ -335,7 +344,9 @@ def test_reward_says_what_is_wrong(capsys, model, tmp_path):
     line = refused(capsys, *reward)
     assert "dataset_name: expected rows with label true and rows with label false, got 12 true and 0 false" in line
     assert "missing required option: --mode or --full or --lora" in refused(capsys, "reward", *reward[2:])
-    assert "unknown option --eval_shar; did you mean --eval_share?" in refused(capsys, *reward, "--eval_shar", "0.5")
+    assert "unknown option --group_colum; did you mean --group_column?" in refused(
+        capsys, *reward, "--group_colum", "c"
+    )
     assert not (tmp_path / "rm").exists()
     held = write_rows(tmp_path / "held.jsonl", rows)
     mixed = write_rows(tmp_path / "mixed.jsonl", [{**row, "label": i % 2} for i, row in enumerate(rows)])
@@ -434,7 +445,17 @@ def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, mon
 
     out = tmp_path / "answers.jsonl"
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "6"]
-    common += ["--prompt", "red cat", "blue dog", "the", "--num_generations", "3", "--max_rows", "2", "--json"]
+    common += [
+        "--prompt",
+        "red cat",
+        "blue dog",
+        "the",
+        "--num_generations",
+        "3",
+        "--kv_cache_memory",
+        "40kB",
+        "--json",
+    ]
     expected = run(capsys, *common)[1].splitlines()
     assert len(expected) == 9
     step = RolloutEngine.step
@@ -675,7 +696,7 @@ def test_a_reward_file_that_cannot_be_imported(capsys, model, tmp_path):
 def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, late, message):
     # calls: the dry run, step 1, step 2
     spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 3 else {late}")
-    flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1", "--logging_steps", "5")
+    flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1")
     trace = [f"return [1.0] * len(prompts) if len(calls) < 3 else {late}"] if "raised" in message else []
     assert message in refused(capsys, *flags, code=1, trace=trace)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
@@ -698,7 +719,7 @@ def test_threads_that_wait_give_their_core_away_soon(given, spins):
 def test_control_c(capsys, model, tmp_path):
     body = "if len(calls) == 3:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
     flags = train_flags(model, tmp_path, "--reward_funcs", write_reward(tmp_path, body), "--save_steps", "1")
-    line = refused(capsys, *flags, "--logging_steps", "5", code=130)
+    line = refused(capsys, *flags, code=130)
     assert line.endswith("stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto")
     code, _, err = run(capsys, *flags, "--resume_from_checkpoint", "auto")
     assert code == 0

@@ -21,7 +21,7 @@ from peft import PeftModel
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import parse_config
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.export import card
 from rlhf_engine.hydra import (
     HydraModel,

@@ -32,7 +32,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
         {"dtype": "float32", "optim": "adafactor"},
-        {"dtype": "bfloat16", "adapter_dtype": "bfloat16", "optim": "adamw_stochastic"},
+        {"dtype": "bfloat16", "optim": "adamw_stochastic"},
     ),
     "exact": (True, False),
     "num_generations": (None, 3),

@@ -7,6 +7,7 @@ checkpoint. The server is the protocol stand-in, which is not vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ DRAWN: dict[str, dict[str, Any]] = {
     "replay": {"async_mode": "replay"},
     "overlap": {"async_mode": "overlap", "max_staleness": 2},
     "ray": {"async_mode": "ray"},
-    "vllm": {"rollout_backend": "vllm", "algorithm": "grpo", "num_generations": 2},
-    "vllm-overlap": {"rollout_backend": "vllm", "async_mode": "overlap"},
+    "vllm": {"vllm_server_base_url": "", "algorithm": "grpo", "num_generations": 2},
+    "vllm-overlap": {"vllm_server_base_url": "", "async_mode": "overlap"},
 }
 """Where answers are drawn."""
 CASES = {
@@ -66,7 +67,12 @@ def addresses(model) -> Iterator[dict[str, Any]]:
     found = ray.init(
         address="local", num_cpus=2 * PROCESSES, include_dashboard=False, logging_level="ERROR", log_to_driver=False
     )
-    with StandIn(model, name="tiny") as first, StandIn(model, name="tiny") as second:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        StandIn(model, name="tiny") as first,
+        StandIn(model, name="tiny") as second,
+    ):
+        patch.setenv("RAY_ADDRESS", found.address_info["gcs_address"])
         yield {"vllm": f"{first.url},{second.url}", "ray": found.address_info["gcs_address"]}
         assert not first.adapters
         assert not second.adapters
@@ -78,10 +84,10 @@ def config_of(
 ) -> dict[str, Any]:
     """Options of a run."""
     options = {"max_steps": STEPS, "save_steps": 1, **CASES[case], **changes}
-    if options.get("rollout_backend") == "vllm":
+    if "vllm_server_base_url" in options:
         options["vllm_server_base_url"] = addresses["vllm"]
     if options.get("async_mode") == "ray":
-        options |= {"ray_address": addresses["ray"], "generator_threads": 1}
+        assert os.environ["RAY_ADDRESS"] == addresses["ray"]
     return made(folder, run, model, **options)
 
 

@@ -474,7 +474,7 @@ console.log(JSON.stringify({{ rows: ratedRows(ratings), tally: tally(ratings), o
     assert {row["label"] for row in rows} == {True, False}
     file = write_rows(tmp_path / "ratings.jsonl", rows)
     assert main(["reward", "--lora", "--model_name_or_path", str(place / "base"), "--dataset_name", str(file),
-                 "--output_dir", str(tmp_path / "rm"), "--max_steps", "2", "--eval_share", "0.3",
+                 "--output_dir", str(tmp_path / "rm"), "--max_steps", "2", "--eval_dataset_name", "0.3",
                  "--lora_r", "2"]) == 0  # fmt: skip
 
 

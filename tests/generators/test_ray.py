@@ -165,10 +165,11 @@ def test_a_run_that_is_taken_up_draws_what_it_would_have_drawn(ray, model, tmp_p
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "silent"])
-def test_one_that_is_killed_or_falls_silent_while_it_draws_is_replaced(ray, model, tmp_path, killed):
+def test_one_that_is_killed_or_falls_silent_while_it_draws_is_replaced(ray, model, tmp_path, killed, monkeypatch):
     """It is stopped first, so that the signal comes while it has work."""
-    limit = {} if killed else {"async_timeout": 2.0}
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, max_steps=8, **limit)
+    for place in () if killed else ("sources", "ray"):
+        monkeypatch.setattr(f"rlhf_engine.generators.{place}.SILENCE", 2.0)
+    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, max_steps=8)
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
@@ -190,7 +191,7 @@ def test_one_that_is_killed_or_falls_silent_while_it_draws_is_replaced(ray, mode
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:generator")
 def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, tmp_path):
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_restarts=1)
+    run = Run(model, tmp_path / "ray", async_mode="ray")
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 1:
@@ -212,7 +213,8 @@ def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch)
             return super().draw(item, keep)
 
     monkeypatch.setattr(ray_transport, "Generator", Failing)
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_restarts=0)
+    monkeypatch.setattr("rlhf_engine.generators.ray.RESTARTS", 0)
+    run = Run(model, tmp_path / "ray", async_mode="ray")
     with pytest.raises(
         GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
     ) as found:
@@ -241,8 +243,9 @@ def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch):
     monkeypatch.setattr(_import_ray(), "is_initialized", lambda: False)  # whatever other tests have started
     began = time.monotonic()
     for address in ("127.0.0.1:9", "no-such-host.invalid:6379", "127.0.0.1:99999"):
-        config = train_config(model, tmp_path / "run", async_mode="ray", ray_address=address)
-        message = f"ray_address: expected the address of a running cluster's head, got '{address}'"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        config = train_config(model, tmp_path / "run", async_mode="ray")
+        message = f"RAY_ADDRESS: expected the address of a running cluster's head, got '{address}'"
         with pytest.raises(ConfigError, match=message), generators_on_ray(config):
             pass
     assert time.monotonic() - began < 15
@@ -286,7 +289,7 @@ def test_the_command_starts_ray_and_ends_it(model, tmp_path):
 def test_generators_end_with_the_learner(model, tmp_path, how):
     """A terminal's Ctrl-C goes to every process of the group."""
     (tmp_path / "here").mkdir()
-    line = command(model, tmp_path / "run", max_steps=100_000, logging_steps=1)
+    line = command(model, tmp_path / "run", max_steps=100_000)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
         line,

@@ -195,5 +195,5 @@ def test_other_frozen_weights_and_packages_are_refused():
     work.require_same_parts({"backbone base": "a"}, ours)
     with pytest.raises(ConfigError, match="got a head reward of hash c…, not b…"):
         work.require_same_parts({**ours, "head reward": "c"}, ours)
-    with pytest.raises(ConfigError, match=r"ray_address: expected torch 1\.0, the learner's, on .* machine, got 2\.0"):
+    with pytest.raises(ConfigError, match=r"async ray: expected torch 1\.0, the learner's, on .* machine, got 2\.0"):
         work.require_same_parts({"package torch": "2.0"}, {"package torch": "1.0", **ours})

@@ -20,7 +20,7 @@ from rlhf_kernels.runtime import registry
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from rlhf_engine.config.export import ExportConfig
+from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.export.write import find_source, merged_model
 from rlhf_engine.hydra import (
     HydraModel,

@@ -215,7 +215,7 @@ def test_a_quantised_base_is_not_trained(base):
 def test_a_run_trains_adapters_on_a_quantised_base(tmp_path, bits, method):
     base = write_model(tmp_path / "m", reward_head=False, hidden_size=64, intermediate_size=128)
     reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
-    quantised = {f"load_in_{bits}": True, "method": method, "reward_funcs": [reward], "max_steps": 2}
+    quantised = {"quantization": bits, "method": method, "reward_funcs": [reward], "max_steps": 2}
     trainer = RlTrainer(
         train_config(base, tmp_path / "run", **quantised, gradient_checkpointing=True, lora_dropout=0.1)
     )

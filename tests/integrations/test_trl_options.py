@@ -94,7 +94,7 @@ def other(option: dataclasses.Field):
 def test_what_is_refused_has_to_stay_at_its_default(kind, tmp_path):
     config = CONFIGS[kind]
     facts = config(str(tmp_path), use_cpu=True, bf16=False).facts
-    unread = {name for name, ours in OF_ALGORITHMS.items() if not facts.reads_option(ours)}
+    unread = {name for name, ours in OF_ALGORITHMS.items() if ours not in facts.reads}
     for name in REFUSED.keys() | unread:
         value = other(options(config)[name])
         assert value not in ALSO_DEFAULT.get(name, ())
@@ -131,7 +131,7 @@ def test_the_tables_in_the_guide_are_those_of_the_sets():
     def cell(config, name):
         if name in OF_ALGORITHMS:
             facts = ALGORITHMS[options(config)["algorithm"].default]
-            return "yes" if facts.reads_option(OF_ALGORITHMS[name]) else "–"
+            return "yes" if OF_ALGORITHMS[name] in facts.reads else "–"
         read = name in SERVED | HARMLESS or (name not in REFUSED and name in options(config))
         return "yes" if read else "–"
 

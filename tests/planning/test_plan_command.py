@@ -104,7 +104,7 @@ def test_sizes():
             ["--model", "llama-7b", "--processes", "8", "--batch", "14", "--num_generations", "2"],
             "batch: expected at least 16 with 8 processes, a prompt of 2 answers for each, got 14",
         ),
-        (["--model", "llama-7b", "--load_in_4bit", "--load_in_8bit"], "load_in_4bit: expected it unset with"),
+        (["--model", "llama-7b", "--load_in_4bit"], "unknown option --load_in_4bit; it is gone: quantization 4bit"),
         (["--model", "llama-7b", "--method", "dpo"], "method: expected one of 'all', 'full_ppo'"),
         (["--model", "llama-7b", "--max_prompt_length", "3000"], "the model's context of 2048 tokens, got 3000 + 64"),
         (["--model", "gpt2", "--lora_target_modules", "q_proj"], "target_modules: expected name endings among"),

@@ -226,9 +226,7 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
 
 def test_contradictory_options():
     for options, message in [
-        ({"method": "full_ppo", "load_in_4bit": True}, "load_in_4bit: expected it unset for full_ppo, .*got True"),
-        ({"method": "full_ppo", "load_in_8bit": True}, "load_in_8bit: expected it unset for full_ppo"),
-        ({"load_in_8bit": True, "load_in_4bit": True}, "load_in_4bit: expected either load_in_8bit or load_in_4bit"),
+        ({"method": "full_ppo", "quantization": "4bit"}, "quantization: expected it unset for full_ppo, .*got '4bit'"),
         ({"method": "full_ppo", "actor_adapter": "a"}, "actor_adapter: expected it unset for full_ppo"),
         ({"method": "full_ppo", "reference_adapter": "a"}, "reference_adapter: expected it unset for full_ppo"),
         (
@@ -429,7 +427,6 @@ def test_reward_models_that_do_not_fit(model, other_decoder, tmp_path):
 
 def test_a_library_that_is_missing_is_named_with_the_option(monkeypatch, model, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    for name in ("load_in_4bit", "load_in_8bit"):
-        said = rf"^{name}: expected false where bitsandbytes is not installed \(pip install 'rlhf-engine\[bnb\]'\), got"
-        with pytest.raises(ConfigError, match=said):
-            check_sources(train_config(model, tmp_path, **{name: True}))
+    said = r"^quantization: expected none where bitsandbytes is not installed \(pip install 'rlhf-engine\[bnb\]'\), got"
+    with pytest.raises(ConfigError, match=said):
+        check_sources(train_config(model, tmp_path, quantization="4bit"))

@@ -229,7 +229,7 @@ def test_running_out_of_memory_names_what_bounds_it(monkeypatch):
     model = build()
     generate(model, [[5]], sampling())  # the native step has tried the model by now
     monkeypatch.setattr(KVCache, "allocate", fails)
-    with pytest.raises(MemoryLimitError, match="bound it with max_rows or kv_cache_memory"):
+    with pytest.raises(MemoryLimitError, match="bound it with kv_cache_memory"):
         generate(model, prompts(3), sampling())
 
 

@@ -52,7 +52,7 @@ def connect(model: HydraModel, server: StandIn, folder: Path, **changes: Any) ->
     client = VllmClient(server.url, timeout=options.pop("timeout"))
     run, server_folder = options.pop("run"), options.pop("server_folder", None)
     canary = Canary(model, client, CANARIES, **options)
-    base = find_base(client, "somewhere/tiny", None, 20)
+    base = find_base(client, "somewhere/tiny", 20)
     return VllmRollouts(model, client, base, canary, run=run, folder=folder / "adapters", server_folder=server_folder)
 
 
@@ -297,7 +297,7 @@ def test_the_server_may_see_the_folder_elsewhere(model, server, tmp_path):
     (request,) = server.requests("/v1/load_lora_adapter")
     assert request["lora_path"] == f"{tmp_path}/mount/{request['lora_name']}"
     rollouts = connect(model, server, tmp_path, server_folder=f"{tmp_path}/nowhere", run="two")
-    with pytest.raises(RolloutServerError, match=r"got status 404: No adapter found for .*vllm_server_adapter_dir"):
+    with pytest.raises(RolloutServerError, match=r"got status 404: No adapter found for .*vllm_adapter_dir HERE:THERE"):
         rollouts.sync(0)
 
 
@@ -319,7 +319,7 @@ def test_what_vllm_cannot_serve_is_refused_up_front():
     for source, roles, slots, message in (
         (tiny_llama(), hydra_roles(), head, r"lora_target_modules: expected no LM head .*got \['lm_head'\]"),
         (tiny_llama(), hydra_roles(), {"actor": SlotConfig(r=600)}, "lora_r: expected at most 512 .*, got 600"),
-        (tiny_llama(), {"actor": RoleSpec()}, {}, "method: expected an actor on an adapter for rollout_backend 'vllm'"),
+        (tiny_llama(), {"actor": RoleSpec()}, {}, "method: expected an actor on an adapter for a vLLM server"),
         (plain, {"actor": RoleSpec(slot="actor")}, {}, r"plain linears .* got a GPT2LMHeadModel, whose Conv1D"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -373,7 +373,7 @@ def test_log_probs_of_another_distribution_than_the_one_drawn_from(model, server
 def test_the_bound_can_be_set_and_follows_the_dtype(model, server, tmp_path):
     with (
         registry.use_backend("reference"),  # in C++ both sides may agree to the bit
-        pytest.raises(MismatchError, match=r"within 1e-12 on average \(vllm_canary_bound\)"),
+        pytest.raises(MismatchError, match=r"within 1e-12 on average \(rollout_mismatch_bound\)"),
     ):
         connect(model, server, tmp_path, bound=1e-12).sync(0)
     bf16 = HydraModel.from_pretrained(tiny_llama(dtype=torch.bfloat16), roles=hydra_roles())
@@ -440,17 +440,14 @@ def test_a_dead_engine_s_stack_trace_is_in_the_server_s_log(server):
 
 def test_a_server_of_another_base_or_of_less_context(server):
     client = VllmClient(server.url, timeout=5)
-    assert find_base(client, "elsewhere/tiny", None, 64).name == "base"
-    assert find_base(client, "elsewhere/base", None, 64).name == "base"
-    assert find_base(client, "whatever", "base", 64).name == "base"
-    with pytest.raises(ConfigError, match=r"serve one called 'llama' .* got \['base of models/tiny'\]"):
-        find_base(client, "models/llama", None, 64)
-    with pytest.raises(ConfigError, match=r"serve 'tiny' \(vllm_model_name\), got"):
-        find_base(client, "models/tiny", "tiny", 64)
+    assert find_base(client, "elsewhere/tiny", 64).name == "base"
+    assert find_base(client, "elsewhere/base", 64).name == "base"
+    with pytest.raises(ConfigError, match=r"serve one model called 'llama' .* got \['base of models/tiny'\]"):
+        find_base(client, "models/llama", 64)
     with pytest.raises(ConfigError, match=r"expected a --max-model-len of at least 65, .* got 64"):
-        find_base(client, "models/tiny", None, 65)
+        find_base(client, "models/tiny", 65)
     server.max_model_len = None  # servers that do not say
-    find_base(client, "models/tiny", None, 65)
+    find_base(client, "models/tiny", 65)
 
 
 def test_runtime_lora_is_off(model, server, tmp_path):
@@ -463,7 +460,7 @@ def test_no_answer_in_time(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path, timeout=0.5)
     rollouts.sync(0)
     server.delays = [3.0] * 4
-    with pytest.raises(RolloutServerError, match=r"within 0\.5 s \(vllm_server_timeout\), got none"):
+    with pytest.raises(RolloutServerError, match=r"within 0\.5 s \(max_completion_length\), got none"):
         rollouts.generate(PROMPTS, sampling())
 
 

@@ -53,7 +53,7 @@ TRAINERS = [(RlTrainer, train_config), (SftTrainer, sft_config), (RewardTrainer,
 def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other):
     said = rf"output_dir: expected a folder that no other process writes, got .*run, where process {other.pid} runs"
     for trainer, config in TRAINERS:
-        for options in ({}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}):
+        for options in ({}, {"resume_from_checkpoint": "restart"}, {"resume_from_checkpoint": "auto"}):
             with pytest.raises(ConfigError, match=said):
                 trainer(config(model, tmp_path / "run", **options))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
@@ -100,7 +100,7 @@ def test_a_checkpoint_asked_for_by_its_path_is_found_where_a_stop_left_it(model,
 
 
 def test_a_beta_that_adapts_is_the_checkpoints(model, tmp_path):
-    options = {"kl_target": 0.01, "kl_horizon": 10, "beta": 0.5}
+    options = {"kl_target": 0.01, "beta": 0.5}
     trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
     trainer.step()
     checkpoint = trainer.save()
@@ -126,7 +126,7 @@ def test_links_in_a_run_folder_are_replaced_and_nothing_is_written_through_them(
         for name in [*files, *(f"{folder}/kept" for folder in folders)] if how == "there" else []:
             (outside / how / name).parent.mkdir(parents=True, exist_ok=True)
             (outside / how / name).write_text("kept")
-        options = {"max_steps": 1, "save_steps": 1, "num_samples": 1, "overwrite_output_dir": True}
+        options = {"max_steps": 1, "save_steps": 1, "num_samples": 1, "resume_from_checkpoint": "restart"}
         RlTrainer(train_config(model, run, **options)).run()
         plot_curves(run / "metrics.jsonl", run / "drawn.png")  # the run's own are a copy, in tests
         assert not [path.name for path in run.rglob("*") if path.is_symlink()]

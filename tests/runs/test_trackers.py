@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_is_the_same_one_elsewhere(model, tmp_path, monkeypat
     options = {"report_to": [name], "save_steps": 1}
     SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, **options)).run()
     SftTrainer(sft_config(model, tmp_path / "run", max_steps=2, resume_from_checkpoint="auto", **options)).run()
-    SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, overwrite_output_dir=True, **options)).run()
+    SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, resume_from_checkpoint="restart", **options)).run()
     assert [x["project"] for x in opened] == ["run"] * 3
     assert {x["resume"] for x in opened} == {"allow"}
     first, resumed, overwritten = (x[called] for x in opened)

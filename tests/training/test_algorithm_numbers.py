@@ -149,7 +149,7 @@ def best_of_n(answers):
     return -(answers[0].policy.sum() + answers[2].policy.sum()) / (3 + 1)
 
 
-DEPARTURES = {"gamma": 0.9, "advantage_clip": 0.75, "divide_by_own_length": True, "kl_in": "local"}
+DEPARTURES = {"gamma": 0.9, "advantage_clip": 0.75, "loss_type": "own_length", "kl_in": "local"}
 CASES = [
     (remax, {}),
     (remax_departures, DEPARTURES),

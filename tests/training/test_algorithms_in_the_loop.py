@@ -26,7 +26,7 @@ ALGORITHMS = {
         "kl_in": "loss",
         "gamma": 0.9,
         "advantage_clip": 1.0,
-        "divide_by_own_length": True,
+        "loss_type": "own_length",
     },
     "rloo": {"algorithm": "rloo"},
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla", "num_generations": 2, "entropy_coef": 0.01},
@@ -328,7 +328,7 @@ def test_answers_without_a_reward_are_left_out_with_what_needs_them(name, left_o
     assert trainer.step()["optimizer_steps"] == 1.0
 
 
-SERVED = {"rollout_backend": "vllm", "vllm_server_base_url": "http://localhost:1"}
+SERVED = {"vllm_server_base_url": "http://localhost:1"}
 CONTRADICTIONS = [
     ("rloo", {"num_generations": 1}, "num_generations: expected at least 2 for rloo, got 1"),
     ("remax", {"num_generations": 1}, "num_generations: expected at least 2 for remax, got 1"),
@@ -347,10 +347,13 @@ CONTRADICTIONS = [
     ("grpo", {"kl_estimator": "exact"}, "kl_estimator: expected it unset for grpo"),
     ("remax", {"kl_in": "loss", "kl_estimator": "k3"}, "kl_estimator: expected it unset for remax"),
     ("rloo", {"loss_type": "vanilla", "cliprange": 0.1}, "cliprange: expected it unset for rloo"),
-    ("remax", {"temperature": 0.7, **SERVED}, "temperature: expected 1 for remax with rollout_backend 'vllm'"),
+    ("remax", {"temperature": 0.7, **SERVED}, "temperature: expected 1 for remax with vllm_server_base_url"),
     ("reinforce", {"beta": 1.5}, "beta: expected at most 1 for reinforce"),
-    ("online_dpo", SERVED, "vllm_importance_sampling_correction: expected false for online_dpo"),
-    ("rloo", SERVED, "vllm_importance_sampling_mode: expected 'sequence_truncate' for proximal rloo"),
+    (
+        "rloo",
+        {**SERVED, "off_policy_correction": "token_truncate"},
+        "off_policy_correction: expected one of sequence_truncate, none for proximal rloo",
+    ),
 ]
 
 

@@ -82,13 +82,13 @@ KINDS = {
             "lora_dropout": 0.2,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
-            "eval_share": 0.4,
+            "eval_dataset_name": 0.4,
             "eval_steps": 2,
         },
         "final/adapter_config.json",
     ),
     "reward-full": Kind(RewardTrainer, reward_config, {"mode": "full", "learning_rate": 1e-3}, "final/config.json"),
-    "rl": Kind(RlTrainer, train_config, {"lora_dropout": 0.1, "kl_target": 0.05, "kl_horizon": 40, **COSINE}, "final"),
+    "rl": Kind(RlTrainer, train_config, {"lora_dropout": 0.1, "kl_target": 0.05, **COSINE}, "final"),
     "rl-full": Kind(RlTrainer, train_config, {"method": "full_ppo", "learning_rate": 1e-3}, "final"),
 }
 
@@ -169,8 +169,8 @@ RESUMED = {
     "j_hydra": {"method": "j_hydra_ppo", **COSINE, "critic_warmup_steps": 1, "num_ppo_epochs": 2},
     "dynamic_lora": {"method": "dynamic_lora_ppo", "critic_init": "reward"},
     "lora": {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
-    "adapters": {"adapter_dtype": "bfloat16", "learning_rate": 1e-4},
-    "adafactor": {"adapter_dtype": "bfloat16", "learning_rate": 1e-4, "optim": "adafactor"},
+    "adapters": {"learning_rate": 1e-4, "optim": "adamw_stochastic"},
+    "adafactor": {"learning_rate": 1e-4, "optim": "adafactor"},
     "top_p-ppo": {"top_p": 0.8, "lora_dropout": 0.1},
     "top_p-grpo": {"algorithm": "grpo", "top_p": 0.8, "lora_dropout": 0.1},
     **{name: {"algorithm": name} for name in ("remax", "rloo", "reinforce", "grpo", "online_dpo", "best_of_n")},
@@ -296,7 +296,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(trainers, tmp_path):
         raise Killed
 
     with pytest.raises(Killed):
-        trainers.make(output, overwrite_output_dir=True).run(look)
+        trainers.make(output, resume_from_checkpoint="restart").run(look)
     assert names(output) == ["checkpoint-1"]
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl") if row["step"]] == [1]
     assert (output / "notes.md").read_text() == "mine"

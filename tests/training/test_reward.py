@@ -212,7 +212,7 @@ def trained(base, tmp_path_factory) -> RewardTrainer:
         tmp_path_factory.mktemp("trained") / "run",
         toy_rows(240),
         max_steps=60,
-        eval_share=0.3,
+        eval_dataset_name=0.3,
         group_column="conversation",
         eval_steps=20,
         pos_weight="balanced",
@@ -275,14 +275,14 @@ def test_what_is_trained_on_what_is_recorded(trained, base):
 
 
 def test_rows_of_one_prompt_stay_together_without_a_group_column(base, tmp_path):
-    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_share=0.4))
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_dataset_name=0.4))
     prompts = [{e.prompt for e in side} for side in (trainer.rows, trainer.eval_set)]
     assert not prompts[0] & prompts[1]
 
 
 def test_pairs_are_learned_by_full_training(base, tmp_path):
     config = reward_config(
-        base, tmp_path / "run", toy_pairs(), mode="full", learning_rate=3e-3, max_steps=25, eval_share=0.3,
+        base, tmp_path / "run", toy_pairs(), mode="full", learning_rate=3e-3, max_steps=25, eval_dataset_name=0.3,
         eval_steps=5, center_rewards_coefficient=0.01,
     )  # fmt: skip
     trainer = RewardTrainer(config)
@@ -294,7 +294,7 @@ def test_pairs_are_learned_by_full_training(base, tmp_path):
 
 
 def test_evaluation_is_deterministic_and_without_dropout(base, tmp_path):
-    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_share=0.4, lora_dropout=0.5))
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_dataset_name=0.4, lora_dropout=0.5))
     trainer.step()
     first = trainer.rewards(trainer.eval_set)
     assert torch.equal(trainer.rewards(trainer.eval_set), first)
@@ -315,7 +315,7 @@ def parameters(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
 
 def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base, tmp_path, monkeypatch):
     scores = iter([1.0, 0.6, 0.9, None, 0.9, 0.7, 0.8])  # 1.0: of no step; None: undefined
-    common = {"eval_share": 0.4, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "save_total_limit": 1}
+    common = {"eval_dataset_name": 0.4, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "save_total_limit": 1}
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
     monkeypatch.setattr(trainer, "evaluate", lambda: {"eval/loss": 1.0, "eval/auc": next(scores)})
     at_two: dict[str, torch.Tensor] = {}
@@ -331,7 +331,7 @@ def test_the_best_checkpoint_outlives_its_time_and_becomes_the_final_model(base,
 def test_enough_held_out_groups_report_without_choosing(base, tmp_path):
     """Two halves without a group in common; the numbers of each by the rows of each."""
     rows = toy_rows(1000)
-    options = {"eval_share": 0.9, "group_column": "conversation", "max_steps": 2, "eval_steps": 1,
+    options = {"eval_dataset_name": 0.9, "group_column": "conversation", "max_steps": 2, "eval_steps": 1,
                "per_device_eval_batch_size": 500}  # fmt: skip
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows, **options))
     groups = [{e.group for e in part} for part in (trainer.rows, trainer.eval_set, trainer.test_set)]
@@ -359,7 +359,7 @@ def test_enough_held_out_groups_report_without_choosing(base, tmp_path):
 
 def test_margins_are_those_of_the_formula(base, tmp_path):
     rows = [{**row, "margin": (-1) ** i * i / 7} for i, row in enumerate(toy_pairs(24))]
-    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows, eval_share=0.4, max_steps=2))
+    trainer = RewardTrainer(reward_config(base, tmp_path / "run", rows, eval_dataset_name=0.4, max_steps=2))
     trainer.run()
     rewards = trainer.rewards(trainer.eval_set).double()
     margins = torch.tensor([e.margin for e in trainer.eval_set], dtype=torch.float64)
@@ -371,7 +371,7 @@ def test_margins_are_those_of_the_formula(base, tmp_path):
 
 
 def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
-    common = {"eval_share": 0.4, "metric_for_best_model": "brier"}
+    common = {"eval_dataset_name": 0.4, "metric_for_best_model": "brier"}
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
     assert trainer._note_best(0.3)
     assert trainer._note_best(0.2)
@@ -381,7 +381,7 @@ def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
 
 
 def test_going_back_and_going_elsewhere(base, tmp_path):
-    config = reward_config(base, tmp_path / "run", max_steps=4, eval_share=0.4, eval_steps=2, save_steps=1)
+    config = reward_config(base, tmp_path / "run", max_steps=4, eval_dataset_name=0.4, eval_steps=2, save_steps=1)
     trainer = RewardTrainer(dataclasses.replace(config, save_total_limit=None))
     trainer.run()
     expected = parameters(trainer)
@@ -594,12 +594,12 @@ BAD_ROWS = [
     ([ROW, {**OTHER, "completion": 3}], {}, "rows.jsonl:2: expected .* in column 'completion', got 3"),
     ([ROW, OTHER], {"max_length": 3}, "rows.jsonl:1: expected at most 3 tokens of prompt and answer, got 4"),
     ([ROW, {**OTHER, "prompt": "red " * 70}], {}, "rows.jsonl:2: expected at most 64 tokens .* got 73"),
-    (None, {"eval_share": 0.3, "group_column": "thread"}, "rows.jsonl:1: expected a string .* in column 'thread'"),
-    ([{**ROW, "c": 1.5}, OTHER], {"eval_share": 0.3, "group_column": "c"}, "integer in column 'c', got 1.5"),
-    ([ROW, {**OTHER, "prompt": "red"}], {"eval_share": 0.5}, "eval_share: expected a share that leaves groups on"),
+    (None, {"eval_dataset_name": 0.3, "group_column": "thread"}, "expected a string .* in column 'thread'"),
+    ([{**ROW, "c": 1.5}, OTHER], {"eval_dataset_name": 0.3, "group_column": "c"}, "integer in column 'c', got 1.5"),
+    ([ROW, {**OTHER, "prompt": "red"}], {"eval_dataset_name": 0.5}, "expected a share that leaves groups on"),
     ([PAIR], {"pos_weight": "balanced"}, "pos_weight: expected 'none' for pairs, got 'balanced'"),
     (None, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: expected it unset for pointwise rows"),
-    (FOUR, {"metric_for_best_model": "auc", "eval_share": 0.5}, "metric_for_best_model: expected one of .*got 'auc'"),
+    (FOUR, {"metric_for_best_model": "auc", "eval_dataset_name": 0.5}, "expected one of .*got 'auc'"),
     (None, {"truncation": "keep_start"}, "truncation: expected error, drop or keep_end for reward models"),
 ]
 
@@ -615,14 +615,12 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
 
 def test_contradictory_options(tmp_path):
     for options, message in [
-        ({"eval_share": 1.0}, "eval_share: expected .* < 1, got 1.0"),
-        ({"eval_share": 0.0}, "eval_share: expected .* > 0, got 0.0"),
-        ({"eval_share": 0.5, "eval_dataset_name": "x"}, "eval_share: expected either eval_dataset_name or eval_share"),
-        ({"group_column": "c"}, "group_column: expected it with eval_share, which it splits by, got 'c' without"),
-        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name or eval_share"),
+        ({"eval_dataset_name": 1.0}, "eval_dataset_name: expected a source or a share between 0 and 1, got 1.0"),
+        ({"eval_dataset_name": "0"}, "eval_dataset_name: expected a source or a share between 0 and 1, got '0'"),
+        ({"group_column": "c"}, "group_column: expected it with a share as eval_dataset_name, .* got 'c' without"),
+        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name, got"),
         ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
-        ({"resume_from_checkpoint": "auto", "overwrite_output_dir": True}, "overwrite_output_dir: expected false"),
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),
         ({"mode": "half"}, "mode: expected one of .*full.*lora.*got 'half'"),
         ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient: expected .* >= 0, got -1.0"),

@@ -273,7 +273,7 @@ def test_output_folders(base, tmp_path):
     (tmp_path / "out" / "note.txt").write_text("mine")
     with pytest.raises(ConfigError, match="output_dir: expected an empty or new folder, got"):
         SftTrainer(sft_config(base, tmp_path / "out"))
-    SftTrainer(sft_config(base, tmp_path / "out", overwrite_output_dir=True))
+    SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart"))
 
 
 @pytest.mark.parametrize(("head", "culprit"), [(True, "reward_loss"), (False, "lm_loss")])
@@ -309,9 +309,9 @@ def test_nothing_of_the_model_before_stays(base, tmp_path):
     SftTrainer(sft_config(base, tmp_path / "out")).run()
     assert (tmp_path / "out" / "heads.safetensors").is_file()
     (tmp_path / "out" / "note.txt").write_text("mine")
-    SftTrainer(sft_config(base, tmp_path / "out", gamma=0.0, overwrite_output_dir=True)).run()
+    SftTrainer(sft_config(base, tmp_path / "out", gamma=0.0, resume_from_checkpoint="restart")).run()
     assert not (tmp_path / "out" / "heads.safetensors").exists()
-    SftTrainer(sft_config(base, tmp_path / "out", mode="lora", overwrite_output_dir=True)).run()
+    SftTrainer(sft_config(base, tmp_path / "out", mode="lora", resume_from_checkpoint="restart")).run()
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "note.txt"} <= names
     assert not {"model.safetensors", "config.json", "generation_config.json"} & names
@@ -321,7 +321,6 @@ def test_nothing_of_the_model_before_stays(base, tmp_path):
 def test_options_that_would_do_nothing(base, tmp_path):
     for options, message in (
         ({"lora_r": 4}, "lora_r: expected it unset for --full, which has no adapter, got 4"),
-        ({"adapter_dtype": "bfloat16"}, "adapter_dtype: expected it unset for --full"),
         ({"warmup_steps": 3}, r"warmup_steps: expected at most max_steps \(2\), got 3"),
         ({"max_steps": None, "warmup_steps": 30}, "warmup_steps: expected at most the run's .* steps, got 30"),
         (
@@ -333,8 +332,8 @@ def test_options_that_would_do_nothing(base, tmp_path):
             SftTrainer(sft_config(base, tmp_path / "out", **options))
 
 
-def test_adapters_have_the_dtype_asked_for(base, tmp_path):
-    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", adapter_dtype="bfloat16"))
+def test_adapters_have_the_dtype_of_their_optimizer(base, tmp_path):
+    trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", optim="adamw_stochastic"))
     assert {p.dtype for p in trainer.model.backbone().slots.parameters()} == {torch.bfloat16}
 
 

@@ -15,7 +15,7 @@ from tests.training.test_rl import metrics, same, trained
 
 POLICIES = {
     "first": {"method": "hydra_ppo", "lora_r": 4, "lora_dropout": 0.1, "seed": 1, "num_mini_batches": 2},
-    "second": {"method": "j_hydra_ppo", "lora_r": 8, "seed": 2, "kl_target": 3.0, "kl_horizon": 1000},
+    "second": {"method": "j_hydra_ppo", "lora_r": 8, "seed": 2, "kl_target": 3.0},
     "third": {"algorithm": "grpo", "lora_r": 2, "seed": 3, "lora_target_modules": ["q_proj", "lm_head"]},
 }
 

@@ -1,4 +1,4 @@
-"""A server beside the learner (`--rollout_backend vllm --async overlap`): a protocol stand-in, which is not vLLM."""
+"""A server beside the learner (`--vllm_server_base_url … --async overlap`): a protocol stand-in, which is not vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server(model):
 
 
 def config(model: Path, output: Path, server: StandIn, **changes: Any):
-    options = {"rollout_backend": "vllm", "vllm_server_base_url": server.url, "vllm_server_timeout": 20.0, **BESIDE}
+    options = {"vllm_server_base_url": server.url, **BESIDE}
     return train_config(model, output, **{**options, **changes})
 
 
@@ -45,9 +45,7 @@ def generators_names(server: StandIn) -> list[str]:
 
 
 def test_the_floats_are_those_of_answers_drawn_here_by_past_policies(model, server, tmp_path):
-    local = RlTrainer(
-        train_config(model, tmp_path / "local", async_mode="replay", max_staleness=1, generator_threads=1)
-    )
+    local = RlTrainer(train_config(model, tmp_path / "local", async_mode="replay", max_staleness=1))
     remote = RlTrainer(config(model, tmp_path / "remote", server))
     local.run()
     remote.run()
@@ -109,8 +107,10 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
     assert len(again) == 1
 
 
-def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path):
-    trainer = RlTrainer(config(model, tmp_path / "run", server, save_steps=1, vllm_server_timeout=0.5))
+def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path, monkeypatch):
+    for name, seconds in (("SERVER_SECONDS", 0.5), ("SLOWEST", 1e9)):
+        monkeypatch.setattr(f"rlhf_engine.rollout.build.{name}", seconds)
+    trainer = RlTrainer(config(model, tmp_path / "run", server, save_steps=1))
     trainer.step()
     trainer.save()
     server.healthy = False
@@ -121,7 +121,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(
 
 
 def test_stopping_does_not_wait_for_answers(model, server, tmp_path):
-    trainer = RlTrainer(config(model, tmp_path / "run", server, vllm_server_timeout=60.0))
+    trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.step()
     server.delays += [30.0] * 40
     began = time.monotonic()
@@ -141,7 +141,7 @@ def test_weights_of_both_corrections_multiply():
 
 
 def test_what_does_not_go_together(model, server, tmp_path):
-    with pytest.raises(ConfigError, match="rollout_backend: expected 'local' with async 'ray'"):
+    with pytest.raises(ConfigError, match="vllm_server_base_url: expected it unset with async 'ray'"):
         config(model, tmp_path, server, async_mode="ray")
-    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with rollout_backend 'vllm'"):
+    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with vllm_server_base_url"):
         config(model, tmp_path, server, async_policy="in_flight")

@@ -110,7 +110,7 @@ def server(model, tmp_path_factory):
 def test_a_server_that_is_killed_and_started_again_loses_nothing(model, server, tmp_path):
     reward = write_reward(tmp_path, "    return [float(len(ids)) for ids in completion_ids]\n")
     config = train_config(
-        model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url, async_mode="overlap",
+        model, tmp_path / "run", vllm_server_base_url=server.url, async_mode="overlap",
         max_steps=STEPS, save_steps=5, reward_funcs=[reward],
     )  # fmt: skip
     trainer = RlTrainer(config)
@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model, server, 
 def test_two_learners_are_served_by_one_server(shard_base, model, server, tmp_path):
     steps = 5
     options = made(
-        tmp_path, "two", model, rollout_backend="vllm", vllm_server_base_url=server.url, async_mode="overlap",
+        tmp_path, "two", model, vllm_server_base_url=server.url, async_mode="overlap",
         max_steps=steps, shard_base=shard_base,
     )  # fmt: skip
     launcher = start(tmp_path, [{"name": "two", "do": "run", "config": options}])
@@ -155,14 +155,14 @@ def test_two_learners_are_served_by_one_server(shard_base, model, server, tmp_pa
 
 
 def test_a_rank_that_the_server_has_no_room_for(model, server, tmp_path):
-    config = train_config(model, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url, lora_r=32)
+    config = train_config(model, tmp_path / "run", vllm_server_base_url=server.url, lora_r=32)
     with pytest.raises(RolloutServerError, match="a --max-lora-rank of at least lora_r"):
         RlTrainer(config).run()
 
 
 def test_a_server_with_another_base_of_the_same_name(model, server, tmp_path):
     other = write_model(tmp_path / model.name, seed=1, **SHAPE)
-    config = train_config(other, tmp_path / "run", rollout_backend="vllm", vllm_server_base_url=server.url)
+    config = train_config(other, tmp_path / "run", vllm_server_base_url=server.url)
     with pytest.raises(MismatchError, match="does it serve the same base, in the same dtype"):
         RlTrainer(config).run()
     assert b"-v0-" not in served(server)

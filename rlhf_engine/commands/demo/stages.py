@@ -195,7 +195,7 @@ def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
         "kernels": config.kernels,
         "seed": config.seed,
     }
-    if ALGORITHMS[config.algorithm].reads_option("beta"):
+    if "beta" in ALGORITHMS[config.algorithm].reads:
         common["beta"] = 0.1
     return TrainConfig(**{**common, **_ALGORITHMS.get(config.algorithm, {})})
 

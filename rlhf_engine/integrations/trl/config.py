@@ -156,7 +156,7 @@ class HydraConfig(GRPOConfig):
         self._require({"algorithm": (self.algorithm in ALGORITHMS, f"one of {', '.join(ALGORITHMS)}")})
         self._require({"algorithm": self._fits_class()})
         of_grpo = {option.name for option in dataclasses.fields(GRPOConfig)} - SERVED - HARMLESS - OF_ALGORITHMS.keys()
-        of_others = {name for name, ours in OF_ALGORITHMS.items() if not self.facts.reads_option(ours)}
+        of_others = {name for name, ours in OF_ALGORITHMS.items() if ours not in self.facts.reads}
         self._require(self._unread(*sorted(of_grpo | of_others)))
         self._fill_in()
         try:
@@ -182,7 +182,7 @@ class HydraConfig(GRPOConfig):
         if self.loss_type is None:
             self.loss_type = (*facts.loss_types, self.algorithm)[0]
         if self.scale_rewards is None:
-            self.scale_rewards = "group" if facts.reads_option("scale_rewards") else "none"
+            self.scale_rewards = "group" if "scale_rewards" in facts.reads else "none"
         if self.num_generations is None:
             self.num_generations = 1 if facts.with_greedy else facts.generations
 
@@ -197,7 +197,7 @@ class HydraConfig(GRPOConfig):
         """
         fields = {option.name for option in dataclasses.fields(AlgorithmOptions)}
         names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields}
-        read = {ours: getattr(self, name) for ours, name in names.items() if self.facts.reads_option(ours)}
+        read = {ours: getattr(self, name) for ours, name in names.items() if ours in self.facts.reads}
         if self.facts.loss_types:
             read["loss_type"] = self.loss_type
         return AlgorithmOptions(algorithm=self.algorithm, entropy_coef=self.entropy_coef, **read)

@@ -71,8 +71,8 @@ _MOVED = 0.02
 """Share of the bound by which our own log-probs must have moved for equal ones of the server to count as stale."""
 
 
-def find_base(client: VllmClient, model_name_or_path: str, name: str | None, most_tokens: int) -> ServedModel:
-    """The base that the server holds, looked up by its served name, or by the last part of its name or path.
+def find_base(client: VllmClient, model_name_or_path: str, most_tokens: int) -> ServedModel:
+    """The base that the server holds, looked up by the last part of its name or path.
 
     most_tokens: of the longest prompt with its answer. Raises RolloutServerError where no server answers, ConfigError
     where it serves another base or less context.
@@ -80,14 +80,13 @@ def find_base(client: VllmClient, model_name_or_path: str, name: str | None, mos
     client.health()
     bases = [model for model in client.models() if model.parent is None]
     ours = Path(plain_name(model_name_or_path)).name
-    if name is not None:
-        fitting = [model for model in bases if model.name == name]
-    else:
-        fitting = [m for m in bases if ours in (PurePosixPath(m.name).name, PurePosixPath(m.root or m.name).name)]
+    fitting = [m for m in bases if ours in (PurePosixPath(m.name).name, PurePosixPath(m.root or m.name).name)]
     if len(fitting) != 1:
-        wanted = f"{name!r} (vllm_model_name)" if name is not None else f"one called {ours!r} (or a vllm_model_name)"
         listed = [f"{model.name} of {model.root}" if model.root else model.name for model in bases]
-        raise ConfigError(f"vllm_server_base_url {client.url}: expected it to serve {wanted}, got {listed}")
+        raise ConfigError(
+            f"vllm_server_base_url {client.url}: expected it to serve one model called {ours!r} (vllm serve "
+            f"--served-model-name), got {listed}"
+        )
     limit = fitting[0].max_model_len
     if limit is not None and limit < most_tokens:
         raise ConfigError(
@@ -102,7 +101,7 @@ def require_servable(model: HydraModel, role: str = "actor") -> None:
     spec = require_role(model.roles, role)
     if spec.slot is OFF:
         raise ConfigError(
-            "method: expected an actor on an adapter for rollout_backend 'vllm', to which only adapters are sent, got "
+            "method: expected an actor on an adapter for a vLLM server, to which only adapters are sent, got "
             "one that trains its whole backbone"
         )
     backbone = model.role_backbone(role)
@@ -110,16 +109,15 @@ def require_servable(model: HydraModel, role: str = "actor") -> None:
     heads = [path for path, _ in slot.items() if isinstance(backbone.linears[path], GatedHead)]
     if heads:
         raise ConfigError(
-            "lora_target_modules: expected no LM head for rollout_backend 'vllm', where LoRA on it is not served, got "
-            f"{heads}"
+            f"lora_target_modules: expected no LM head for a vLLM server, where LoRA on it is not served, got {heads}"
         )
     if backbone.transposed:
         raise ConfigError(
-            "model_name_or_path: expected a model with plain linears for rollout_backend 'vllm', got a "
+            "model_name_or_path: expected a model with plain linears for a vLLM server, got a "
             f"{type(backbone.model).__name__}, whose Conv1D it does not serve LoRA on"
         )
     if slot.config.r > _HIGHEST_RANK:
-        raise ConfigError(f"lora_r: expected at most {_HIGHEST_RANK} for rollout_backend 'vllm', got {slot.config.r}")
+        raise ConfigError(f"lora_r: expected at most {_HIGHEST_RANK} for a vLLM server, got {slot.config.r}")
 
 
 class _Drawn(NamedTuple):
@@ -217,7 +215,7 @@ class Canary:
     def _message(self, name: str, drawn: _Drawn) -> str:
         text = (
             f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
-            f"{self.bound:g} on average (vllm_canary_bound), got ones that differ by "
+            f"{self.bound:g} on average (rollout_mismatch_bound), got ones that differ by "
             f"{float((drawn.server - drawn.ours).abs().mean()):.3g}"
         )
         temperature = self.sampling.temperature
@@ -509,7 +507,7 @@ def finish_reason(answer: Completion, sampling: SamplingConfig) -> FinishReason:
         if answer.finish_reason == "length" and last + 1 == sampling.max_completion_length:
             return "length"
     raise RolloutServerError(
-        f"rollout_backend 'vllm': expected an answer that ends with one of the tokens {sampling.eos_token_ids}, with a "
+        f"vllm_server_base_url: expected an answer that ends with one of the tokens {sampling.eos_token_ids}, with a "
         f"text of {sampling.stop}, or at {sampling.max_completion_length} tokens, got one of {last + 1} tokens with "
         f"finish_reason {answer.finish_reason!r}, stop_reason {answer.stop_reason!r} and ending tokens at {ends}; "
         "a server's --max-model-len, or max_new_tokens in its generation config, cuts answers short"

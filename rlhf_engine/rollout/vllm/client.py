@@ -25,7 +25,7 @@ from rlhf_engine.rollout.request import SamplingConfig
 VLLM = Server(
     kind="a vLLM server",
     option="vllm_server_base_url",
-    timeout_option="vllm_server_timeout",
+    timeout_option="max_completion_length",
     key_variable="VLLM_API_KEY",  # as the server itself reads it
 )
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -124,8 +124,8 @@ class VllmClient:
             )
         raise self._http.error(
             f"expected the server to load adapter {name!r} from {path!r}, got status {status}{_said(body)}; it needs "
-            "--enable-lora, a --max-lora-rank of at least lora_r, and to see that folder (vllm_adapter_dir, "
-            "vllm_server_adapter_dir)"
+            "--enable-lora, a --max-lora-rank of at least lora_r, and to see that folder (vllm_adapter_dir "
+            "HERE:THERE)"
         )
 
     def unload_adapter(self, name: str) -> bool:

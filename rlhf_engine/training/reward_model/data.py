@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.config.data import RowOptions
+from rlhf_engine.config.run import RowOptions
 from rlhf_engine.data import (
     Kind,
     Row,

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import RewardConfig
+from rlhf_engine.config.run import adapter_dtype
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import (
@@ -53,7 +54,7 @@ def build_reward_model(config: RewardConfig) -> HydraModel:
         slots={REWARD_SLOT: slot_config(config)} if lora else {},
         dtype=DTYPES[config.dtype],
         device=loading_device(config),
-        adapter_dtype=DTYPES[config.adapter_dtype],
+        adapter_dtype=DTYPES[adapter_dtype(config.optim)],
         seed=config.seed,
     )
     backbone = model.backbone()

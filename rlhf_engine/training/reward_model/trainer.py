@@ -9,7 +9,7 @@ head where it brings one, else at zero.
 
 Data order and dropout are functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
 The best step on held-out rows becomes the final model; its checkpoint is kept until then. The best of several numbers
-is too good by chance: where `eval_share` holds out enough groups, half of them report and do not choose.
+is too good by chance: where a share of the rows holds out enough groups, half of them report and do not choose.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RewardState:
 
 
 _GROUPS_TO_REPORT = 200
-"""Held-out groups of `eval_share` from which on half of them choose the best step and half report it."""
+"""Held-out groups of a share from which on half of them choose the best step and half report it."""
 
 
 class RewardTrainer(SupervisedRun[RewardState]):
@@ -91,12 +91,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         require_optim(config.optim)
         require_unlocked(self.output)
         self.resume = resume = resolve_resume(config.resume_from_checkpoint, self.output)
-        check_output(
-            self.output,
-            resume=config.resume_from_checkpoint,
-            checkpoint=resume,
-            overwrite=config.overwrite_output_dir,
-        )
+        check_output(self.output, resume=config.resume_from_checkpoint, checkpoint=resume)
         base = read_config(config.model_name_or_path)
         if config.mode == "lora":
             require_lm_head(base, config.model_name_or_path)
@@ -302,13 +297,13 @@ class RewardTrainer(SupervisedRun[RewardState]):
         config = self.config
         train = self._load_examples("dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
-            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_share")
+            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
             if len({e.group for e in split.held_out}) < _GROUPS_TO_REPORT:
                 return split.train, split.held_out, []
             # another seed: by the same one, held-out groups are all on one side
-            halves = split_by_group(split.held_out, share=0.5, seed=config.seed + 1, argument="eval_share")
+            halves = split_by_group(split.held_out, share=0.5, seed=config.seed + 1, argument="eval_dataset_name")
             return split.train, halves.train, halves.held_out
-        if config.eval_dataset_name is None:
+        if not isinstance(config.eval_dataset_name, str):
             return train, [], []
         objective = "pairwise" if train[0].label is None else "pointwise"
         return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective), []
@@ -368,7 +363,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def _notes(self) -> list[str]:
         notes = list(self.same)
         if not self.eval_set:
-            return [*notes, "no held-out rows (eval_dataset_name, eval_share): the final model is the last step's"]
+            return [*notes, "no held-out rows (eval_dataset_name): the final model is the last step's"]
         if self.test_set:
             notes.append(
                 f"of the held-out rows, {len(self.eval_set)} choose the best step (eval/…), and {len(self.test_set)} "

@@ -1,4 +1,4 @@
-"""Options that several commands have in common: the run, the base model, training, passes over rows."""
+"""Options that several commands have in common: the run, the base model, rows of data, training."""
 
 # ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
 
@@ -9,20 +9,30 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_engine.config.data import DataOptions
 from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.errors import ConfigError
 
+SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
+"""Names of files with rows end so."""
+
+SOURCES = (
+    "a file or folder of JSON, JSONL, CSV (each also .gz) or Parquet, a folder of save_to_disk, or a dataset of the "
+    "Hub: owner/name[/subset][@revision][:split]"
+)
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "8bit", "4bit"]
 Optim = Literal["adamw", "adamw_8bit", "adamw_stochastic", "adamw_8bit_stochastic", "adafactor"]
 FLOAT32_GRADIENTS: tuple[Optim, ...] = ("adamw", "adafactor")
 """Kinds of `optim` that accumulate gradients of half-precision parameters in float32."""
 OPTIM_HELP = (
     "AdamW's state: adamw: float32 moments, and float32 master weights of what is trained in bfloat16; 8bit: moments "
-    "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random. adafactor: "
-    "second moments by row and column in place of moments, masters as in adamw"
+    "in 8 bits (bitsandbytes); stochastic: no masters, bfloat16 weights are rounded up or down at random, and adapters "
+    "are in bfloat16, else in float32. adafactor: second moments by row and column in place of moments, masters as in "
+    "adamw"
 )
+
+QUANTIZATION_HELP = "frozen backbones in 8 or 4 bits (nf4) through bitsandbytes"
 LARGEST_SEED = 2**32 - 1
 """Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
 LARGEST_RANK = 2**14
@@ -55,25 +65,76 @@ class ModelOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowOptions(Options):
+    """Options for rows that are too long or cannot be used."""
+
+    max_bad_rows: float = option(
+        0.0, "rows that may be unusable before the run stops: a share below 1, or a whole number of rows", ge=0
+    )
+    truncation: Literal["error", "drop", "keep_end", "keep_start", "both"] = option(
+        "error",
+        "rows that are too long: error (a bad row), drop, keep_end (the prompt's oldest tokens go, of conversations "
+        "turns), keep_start (the answer's last tokens go) or both (the prompt's down to half of the length, then the "
+        "answer's)",
+    )
+    system_prompt: str | None = option(None, "system turn of conversations that have none", is_text=True)
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None,
+        "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'; a column of that name comes first",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_bad_rows > 1 and not self.max_bad_rows.is_integer():
+            raise ConfigError(
+                f"max_bad_rows: expected a share below 1 or a whole number of rows, got {self.max_bad_rows:g}"
+            )
+
+    def check_prompts_kept(self) -> None:
+        """Check that the truncation keeps the last tokens of prompts.
+
+        Raises:
+            ConfigError: `truncation` is `keep_start`.
+        """
+        if self.truncation == "keep_start":
+            raise ConfigError(
+                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
+                "answered, got 'keep_start'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(RowOptions):
+    """Options of where training rows come from."""
+
+    dataset_name: str = required(f"training data: {SOURCES}")
+    dataset_limit: int | None = option(
+        None, "use only the first so many rows of the training data; those of the Hub are fetched without a copy", ge=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset_name:
+            raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingOptions(DataOptions, ModelOptions):
     """Adapters, optimizer, logging, checkpoints and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
-    overwrite_output_dir: bool = option(False, "start afresh in an output_dir that already holds a run")
-    push_to_hub: str | None = option(
-        None, "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public"
-    )
-    logging_steps: int = option(1, "a line of metrics every so many steps", ge=1)
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
     )
     save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
-    resume_from_checkpoint: str | None = option(None, "auto (the newest in output_dir) or a checkpoint's path")
+    resume_from_checkpoint: str | None = option(
+        None,
+        "auto (the newest in output_dir) or a checkpoint's path; restart: begin afresh in an output_dir that already "
+        "holds a run; none: begin in one that holds none",
+    )
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
-    use_rslora: bool = option(False, "scale it by lora_alpha / √lora_r")
-    adapter_dtype: Dtype = option("float32", "dtype of the adapters; heads are in float32")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
@@ -84,7 +145,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
     optim: Optim = option("adamw", OPTIM_HELP)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
-    adam_beta1: float = option(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(
@@ -97,14 +157,16 @@ class TrainingOptions(DataOptions, ModelOptions):
         "rows; none: by rows alone",
         ge=1,
     )
-    ddp_timeout: float = option(
-        1800.0, "several processes: seconds that one waits for the others before it gives the run up", gt=0
-    )
     shard_base: bool = option(
         False,
         "several processes: each holds a share of every frozen backbone, as in any case of trained ones (FSDP2), and "
         "all of it to draw, score and evaluate; with rollout_backend vllm never all of it",
     )
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a run that output_dir holds is overwritten."""
+        return self.resume_from_checkpoint == "restart"
 
     @property
     def largest_grad_norm(self) -> float | None:
@@ -114,7 +176,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
-        check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
             for field in dataclasses.fields(self):
@@ -126,44 +187,30 @@ class TrainingOptions(DataOptions, ModelOptions):
         unknown = [name for name in self.report_to if name not in TRACKERS]
         if unknown:
             raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")
-        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
-            raise ConfigError(
-                "overwrite_output_dir: expected false together with resume_from_checkpoint, got true "
-                f"with {self.resume_from_checkpoint!r}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedOptions(TrainingOptions):
-    """Passes over rows of prompts and answers."""
+class HeldOutOptions(Options):
+    """Rows or prompts that are not trained on."""
 
-    mode: Literal["full", "lora"] = required(
-        "lora trains an adapter on the frozen base, full the base itself", switches=("full", "lora")
-    )
-    max_length: int | None = option(None, "most tokens of prompt and answer, for truncation; none: any", ge=1)
-    learning_rate: float = option(1e-4, "learning rate; for --full on a pretrained model rather 1e-5", ge=0)
-    num_train_epochs: float = option(1.0, "passes over the data", gt=0)
-    max_steps: int | None = option(None, "optimizer steps, in place of num_train_epochs", ge=1)
-    per_device_train_batch_size: int = option(16, "rows per forward and backward", ge=1)
-    gradient_accumulation_steps: int = option(
-        1, "batches per optimizer step, which several processes share out by rows", ge=1
+    eval_dataset_name: str | float | None = option(
+        None, "held-out rows, from what dataset_name may be, or the share of its rows to hold out, such as 0.1"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_steps is not None and self.warmup_steps > self.max_steps:
-            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
-        if self.mode == "full":
-            self._check_no_adapter()
+        value = self.eval_dataset_name
+        if isinstance(value, str):
+            not_empty("eval_dataset_name", value)
+            if re.fullmatch(r"[\d.]+", value):
+                object.__setattr__(self, "eval_dataset_name", float(value))
+        if self.eval_share is not None and not 0 < self.eval_share < 1:
+            raise ConfigError(f"eval_dataset_name: expected a source or a share between 0 and 1, got {value!r}")
 
-    def _check_no_adapter(self) -> None:
-        """Raise ConfigError where an option of adapters is set, although everything is trained."""
-        names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules", "adapter_dtype")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise ConfigError(f"{name}: expected it unset for --full, which has no adapter, got {value!r}")
+    @property
+    def eval_share(self) -> float | None:
+        """Share of the rows of dataset_name that is held out; None where others are, or none."""
+        return self.eval_dataset_name if isinstance(self.eval_dataset_name, float) else None
 
 
 def not_empty(name: str, value: str | list[Any]) -> None:
@@ -182,3 +229,8 @@ def check_device(name: str) -> None:
     """Raise ConfigError for what is no device's name."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+
+
+def adapter_dtype(optim: Optim) -> Dtype:
+    """Dtype of adapters; heads are in float32."""
+    return "bfloat16" if optim.endswith("stochastic") else "float32"
