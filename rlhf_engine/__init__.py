@@ -37,9 +37,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.tokenizing import encode_prompt as encode_prompt
     from rlhf_engine.tokenizing import eos_token_ids as eos_token_ids
     from rlhf_engine.tokenizing import load_tokenizer as load_tokenizer
-    from rlhf_engine.training.policy import Policy as Policy
     from rlhf_engine.training.rl import RlTrainer as RlTrainer
     from rlhf_engine.training.rl_policy import RlPolicy as RlPolicy
+    from rlhf_engine.training.run import Policy as Policy
     from rlhf_engine.training.sft import SftTrainer as SftTrainer
 
     __version__: str

@@ -16,13 +16,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from rlhf_engine.algorithms.sequences import whitened
 from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmOptions
-from rlhf_engine.hydra import Output, PackedBatch
+from rlhf_engine.hydra import LogprobLoss, Output, PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -282,3 +282,64 @@ def find_algorithm(name: str) -> type[Algorithm]:
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
     return cast(type[Algorithm], importlib.import_module(f"rlhf_engine.algorithms.{name}").ALGORITHM)
+
+
+# ---- kl controller ---------------------------------------------------------------------------------------------------
+
+
+_LARGEST_ERROR = 0.2
+_HORIZON = 10_000
+"""Answers over which an error of 1 would double the coefficient; a step of more doubles it at once."""
+
+
+def next_beta(beta: float, kl: float, *, target: float, n_answers: int) -> float:
+    """The coefficient after a step of `n_answers` answers whose mean KL to the reference was `kl` nats.
+
+    target: KL wanted, nats per answer.
+    """
+    error = min(max(kl / target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+    return beta * (1 + error * n_answers / max(_HORIZON, n_answers))
+
+
+# ---- logprob ---------------------------------------------------------------------------------------------------------
+
+
+class Loss(Protocol):
+    """Result of a loss function."""
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss, 0-d."""
+        ...
+
+
+class LogprobAlgorithm(Algorithm):
+    """A loss of log-probs, with an entropy bonus that is a mean over tokens."""
+
+    @abstractmethod
+    def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> Loss:
+        """The share of a micro-batch in the loss of its minibatch. logprobs_M: with a gradient."""
+
+    def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
+        """Further sums of the algorithm's own, by metric. result: what `loss` returned."""
+        return {}
+
+    def terms(self, micro: MicroBatch) -> list[Term]:
+        output = LogprobLoss(
+            loss=lambda logprobs_M: self.loss(logprobs_M, micro),
+            temperature=self.temperature,
+            entropy_coef=self.options.entropy_coef,
+            denom=micro.n_tokens,
+            mask_M=micro.mask_M,
+        )
+        return [Term(output, 1.0)]
+
+    def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
+        policy, n = results[0], micro.n_tokens
+        log_ratio_M = (policy.logprob - micro.before_logprobs_M) * micro.mask_M
+        sums = {
+            "policy/loss": policy.result.loss.detach(),
+            "entropy": (policy.entropy * micro.mask_M).sum() / n,
+            "approx_kl": (torch.expm1(log_ratio_M) - log_ratio_M).sum() / n,
+        }
+        return Measured(sums=sums | self.more_sums(micro, policy.result), most={"mismatch": log_ratio_M.abs().max()})

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from rlhf_engine.algorithms.base import Experience, MicroBatch
-from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.algorithms.base import Experience, LogprobAlgorithm, MicroBatch
 
 
 def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:

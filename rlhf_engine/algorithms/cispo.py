@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_engine.algorithms import grpo
-from rlhf_engine.algorithms.base import Experience, MicroBatch
-from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.algorithms.base import Experience, LogprobAlgorithm, MicroBatch
 from rlhf_engine.algorithms.policy_gradient import k3
 from rlhf_engine.algorithms.sequences import spread
 

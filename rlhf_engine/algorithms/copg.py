@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_engine.algorithms import sequences
-from rlhf_engine.algorithms.base import Experience, MicroBatch
-from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.algorithms.base import Experience, LogprobAlgorithm, MicroBatch
 from rlhf_engine.algorithms.sequences import group_sizes, sequence_sums, spread
 from rlhf_engine.hydra import PackedBatch
 

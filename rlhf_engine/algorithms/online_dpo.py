@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from rlhf_engine.algorithms import sequences
-from rlhf_engine.algorithms.base import Experience, MicroBatch
-from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.algorithms.base import Experience, LogprobAlgorithm, MicroBatch
 from rlhf_engine.algorithms.sequences import sequence_sums
 from rlhf_engine.hydra import PackedBatch
 

@@ -24,8 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rlhf_engine.algorithms.base import MicroBatch
-from rlhf_engine.algorithms.logprob import LogprobAlgorithm
+from rlhf_engine.algorithms.base import LogprobAlgorithm, MicroBatch
 from rlhf_engine.algorithms.sequences import spread, to_go
 from rlhf_engine.hydra import PackedBatch
 

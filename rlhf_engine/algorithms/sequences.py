@@ -5,6 +5,8 @@ Legend: N sequences, M completion tokens packed; groups_N int64 [N] says which p
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from rlhf_kernels.gae import gae, whiten
 
@@ -72,4 +74,60 @@ def _check_tokens(name: str, x_M: torch.Tensor, batch: PackedBatch) -> None:
     if x_M.shape != (batch.n_completion_tokens,):
         raise ValueError(
             f"{name}: expected one number per completion token, [{batch.n_completion_tokens}], got {list(x_M.shape)}"
+        )
+
+
+# ---- importance ------------------------------------------------------------------------------------------------------
+
+
+Mode = Literal["token_truncate", "sequence_truncate"]
+
+
+def sequence_log_ratio(log_ratio_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Σ_t log ratio of each answer, [N]."""
+    _check(log_ratio_M, batch)
+    return sequence_sums(log_ratio_M, batch)
+
+
+def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> torch.Tensor:
+    """w [M], each in [0, clip_max]."""
+    _check(log_ratio_M, batch)
+    if not clip_max > 0:
+        raise ValueError(f"clip_max: expected a positive number, got {clip_max}")
+    if mode == "token_truncate":
+        log_weight_M = log_ratio_M
+    elif mode == "sequence_truncate":
+        log_weight_M = sequence_log_ratio(log_ratio_M, batch)[batch.sequence_of_M]
+    else:
+        raise ValueError(f"mode: expected 'token_truncate' or 'sequence_truncate', got {mode!r}")
+    return log_weight_M.exp().clamp(max=clip_max)
+
+
+def weight_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> dict[str, float]:
+    """Metrics of how far the two distributions differ, and of what is left of the batch under the weights.
+
+    k3: mean of ratio − 1 − log ratio, Schulman's unbiased estimate of KL(π_roll ‖ π_old) per token.
+    worst_sequence: largest |log ratio| of a whole answer. truncated_ratio: share of weights that are truncated, and
+    effective_sample_size: (Σ w)² / (n Σ w²), both over tokens, or over answers in mode sequence_truncate.
+    """
+    weights = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    per_sequence = sequence_log_ratio(log_ratio_M, batch)
+    raw = log_ratio_M
+    if mode == "sequence_truncate":
+        raw, weights = per_sequence, per_sequence.exp().clamp(max=clip_max)
+    weights = weights.double()
+    return {
+        "k3": float((torch.expm1(log_ratio_M) - log_ratio_M).mean()),
+        "worst_sequence": float(per_sequence.abs().max()),
+        "truncated_ratio": float((raw.exp() > clip_max).float().mean()),
+        "effective_sample_size": float(weights.sum() ** 2 / (len(weights) * weights.square().sum())),
+        "importance_weight_mean": float(weights.mean()),
+    }
+
+
+def _check(log_ratio_M: torch.Tensor, batch: PackedBatch) -> None:
+    if log_ratio_M.shape != (batch.n_completion_tokens,):
+        raise ValueError(
+            f"log_ratio_M: expected one number per completion token, [{batch.n_completion_tokens}], got "
+            f"{list(log_ratio_M.shape)}"
         )

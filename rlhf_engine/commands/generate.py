@@ -39,7 +39,7 @@ def show_answers(session: AnswerSession) -> int:
     from rich.console import Console
 
     from rlhf_engine.rollout.answer import summary
-    from rlhf_engine.rollout.verify import report_check
+    from rlhf_engine.rollout.generate import report_check
 
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     if session.done:

@@ -32,10 +32,9 @@ from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.answer_model import build_answer_model
+from rlhf_engine.rollout.answer import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Request, SamplingConfig
-from rlhf_engine.rollout.stopping import StopTexts
+from rlhf_engine.rollout.request import Request, SamplingConfig, StopTexts
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens

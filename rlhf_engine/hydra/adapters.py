@@ -8,11 +8,13 @@ Each slot owns its Parameters, per layer A [r, in] and B [out, r].
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 ALL_LINEAR = "all-linear"
 
@@ -120,3 +122,28 @@ def encode(path: str) -> str:
 def decode(key: str) -> str:
     """Inverse of `encode`."""
     return key.replace("/", ".")
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+class ScalarHead(nn.Module):
+    """h ↦ w·h + b. A value head starts at zero, so that a fresh critic predicts 0 everywhere."""
+
+    def __init__(self, hidden_size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [*, H] in any float dtype → fp32 [*]."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).squeeze(-1)
+
+
+def warn_if_zero(head: nn.Module) -> None:
+    """Warn of a reward head that was neither loaded nor trained."""
+    if not any(weight.any() for weight in head.parameters()):
+        warnings.warn(
+            "role 'reward': expected a head that was loaded or trained, got one of zeros, so that every reward is 0.0",
+            stacklevel=4,  # whoever has called `score`, past its decorator
+        )

@@ -7,10 +7,13 @@ as it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rlhf_kernels.linear import linear
@@ -35,8 +38,7 @@ from rlhf_engine.hydra.gated_linear import (
     match_targets,
     path_of,
 )
-from rlhf_engine.hydra.positions import give_positions
-from rlhf_engine.hydra.takeover import base_model, give_own_configs, undone_on_error
+from rlhf_engine.hydra.probe import base_model, give_own_configs, undone_on_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,3 +408,57 @@ def _blocks_prefix(model: PreTrainedModel) -> str:
         if path.startswith(prefix) and isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return path + "."
     raise UnsupportedModelError(f"expected a list of {n_layers} decoder blocks, found none")
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+_COUNTS = "get_seq_length"
+"""Method of transformers' caches that attention counts by."""
+
+
+class PastOfRows:
+    """Stand-in for a cache, under which attention counts to the position of each row."""
+
+    def __init__(self, positions_T: torch.Tensor) -> None:
+        self._positions_T = positions_T
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """int64 [T], position of each row less its place in the call."""
+        positions_T = self._positions_T
+        return positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *others: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as they are: the engine's attention keeps them."""
+        return key, value
+
+
+def give_positions(blocks: Iterable[nn.Module]) -> int:
+    """Give every such attention in decoder blocks the positions of its rows; how many modules these are."""
+    given = 0
+    for block in blocks:
+        for module in block.modules():
+            if _counts_positions(module):
+                # not of the block: gradient checkpointing takes caches from blocks
+                names = inspect.signature(type(module).forward).parameters
+                keyword = "cache" if "cache" in names else "past_key_values"  # of transformers before 5.24
+                module.register_forward_pre_hook(functools.partial(_with_past, keyword), with_kwargs=True)
+                given += 1
+    return given
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether a module's own forward looks up how many tokens a cache holds."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and _COUNTS in code.co_names
+
+
+def _with_past(
+    keyword: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    call = gate.current()
+    if call is not None and call.positions_T is not None and keywords.get(keyword) is None:
+        keywords = {**keywords, keyword: PastOfRows(call.positions_T)}
+    return arguments, keywords

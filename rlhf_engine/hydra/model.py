@@ -25,15 +25,15 @@ from transformers import PreTrainedModel
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
-from rlhf_engine.hydra.adapters import SlotConfig
+from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
 from rlhf_engine.hydra.attention import SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
-from rlhf_engine.hydra.heads import ScalarHead, warn_if_zero
 from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
+from rlhf_engine.hydra.probe import undone_on_error
 from rlhf_engine.hydra.roles import (
     LM_HEAD,
     OFF,
@@ -46,7 +46,6 @@ from rlhf_engine.hydra.roles import (
     trainable_heads,
     trainable_slots,
 )
-from rlhf_engine.hydra.takeover import undone_on_error
 
 _CUDA_TOKEN_BUDGET = 16384
 _CPU_HIDDEN_BUDGET = 2**19

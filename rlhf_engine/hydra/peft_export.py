@@ -34,7 +34,7 @@ from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.backbone import digest
 from rlhf_engine.hydra.gated_linear import path_of
 from rlhf_engine.hydra.peft_io import ENGINE_FILE, PREFIX, SCORE_MODULES, WEIGHTS_FILE
-from rlhf_engine.hydra.takeover import base_model
+from rlhf_engine.hydra.probe import base_model
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone

@@ -20,6 +20,7 @@ While memory is planned, parameters are fake tensors, without numbers. The packe
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ import torch
 from rlhf_kernels.runtime import testing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
@@ -36,10 +37,61 @@ from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
-from rlhf_engine.hydra.takeover import base_model
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone
+
+
+@contextlib.contextmanager
+def undone_on_error(*models: nn.Module) -> Iterator[None]:
+    """Put every module of the models back as it was if the block raises.
+
+    That is its class, attributes, hooks, children, training mode, and which parameters have gradients. Numbers in
+    parameters and buffers are not looked after.
+    """
+    modules = {id(module): (module, type(module), _state(module)) for model in models for module in model.modules()}
+    gradients = [(p, p.requires_grad) for model in models for p in model.parameters()]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            for module, kind, state in modules.values():
+                module.__class__ = kind
+                module.__dict__.clear()
+                module.__dict__.update(state)
+            for parameter, required in gradients:
+                parameter.requires_grad_(required)
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; of its tables of children, parameters, buffers and hooks a copy."""
+    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that makes hidden states of tokens.
+
+    A model whose `base_model_prefix` names none of its parts is its own base model for transformers. Then it is the
+    innermost model that holds the input embeddings.
+    """
+    named: nn.Module = model.base_model
+    if named is not model:
+        return named
+    embeddings = model.get_input_embeddings()
+    models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]  # parents come before their children
+    return [x for x in models if any(part is embeddings for part in x.modules())][-1]
+
+
+def give_own_configs(model: nn.Module) -> None:
+    """Exchange the config objects of a model's modules for copies; modules that shared one share its copy."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))
+
 
 _LENGTHS = (5, 8)
 """Tokens of the two sequences in the packed row; the decoding step adds one to each."""

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.heads import ScalarHead
 from rlhf_engine.hydra.loading import (
     Quantization,
     can_be_headless,
@@ -33,8 +33,8 @@ from rlhf_engine.hydra.loading import (
     read_config,
 )
 from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.hydra.shares import state_of
-from rlhf_engine.hydra.takeover import base_model
 from rlhf_engine.manifest import check_model
 
 _SCORE = ("score", "classifier")

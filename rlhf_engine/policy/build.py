@@ -22,8 +22,7 @@ from rlhf_engine.distributed.process_group import SECONDS, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ALL_LINEAR
-from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.adapters import ALL_LINEAR, ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_bitsandbytes, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.persist import require_savable

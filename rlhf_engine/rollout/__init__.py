@@ -2,8 +2,15 @@
 
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import generate, generate_requests
-from rlhf_engine.rollout.prompts import PromptBatch
-from rlhf_engine.rollout.request import Answer, Request, Rollout, RolloutStats, SamplingConfig, check_prompts
+from rlhf_engine.rollout.request import (
+    Answer,
+    PromptBatch,
+    Request,
+    Rollout,
+    RolloutStats,
+    SamplingConfig,
+    check_prompts,
+)
 
 __all__ = [
     "Answer",

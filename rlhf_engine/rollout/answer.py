@@ -5,25 +5,68 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_engine.config import GenerateConfig
+from transformers import PreTrainedModel
+
+from rlhf_engine.config import EvaluateConfig, GenerateConfig
 from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
-from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
+from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.io import LineFile
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.answer_model import build_answer_model
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.generate import collect
-from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig
-from rlhf_engine.rollout.stopping import StopTexts
-from rlhf_engine.rollout.verify import RolloutCheck, check_rollout
+from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
+from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig, StopTexts
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
+
+
+def build_answer_model(
+    config: GenerateConfig | EvaluateConfig, adapters: Mapping[str, str | None], *, reward_for: str | None = None
+) -> HydraModel:
+    """Build the policies of a command, each a slot of the base.
+
+    Args:
+        config: options that name the base, the reward model, dtype and device.
+        adapters: role → PEFT folder of its adapter, or None for the base alone.
+        reward_for: option that wants a role `reward`, for messages; None: there is no such role.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: folders that cannot serve.
+    """
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    roles = {role: RoleSpec(slot=role if folder else OFF) for role, folder in adapters.items()}
+    slots = {role: peft_io.read_slot_config(folder) for role, folder in adapters.items() if folder}
+    base: str | PreTrainedModel = config.model_name_or_path
+    others: dict[str, str | PreTrainedModel] = {}
+    if reward_for is None:
+        return HydraModel.from_pretrained(base, roles=roles, slots=slots, dtype=dtype, device=device)
+    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    head = reward_model.require_reward_head(source, reward_for)
+    if config.reward_adapter is not None:
+        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
+    place = "base"
+    if config.reward_model_path is not None:
+        base, other = reward_model.load_beside(
+            config.model_name_or_path, config.reward_model_path, dtype=dtype, device=device
+        )
+        if other is not None:
+            others, place = {"reward": other}, "reward"
+    roles["reward"] = RoleSpec(backbone=place, slot="reward" if config.reward_adapter else OFF, head="reward")
+    model = HydraModel.from_pretrained(base, roles=roles, slots=slots, backbones=others, dtype=dtype, device=device)
+    scalar_head = model.heads["reward"]
+    assert isinstance(scalar_head, ScalarHead)
+    reward_model.load_reward_head(scalar_head, head, reward_for)
+    return model
 
 
 class AnswerSession:

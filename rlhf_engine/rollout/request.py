@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -289,3 +289,128 @@ def row_seed(seed: int, sample_id: int) -> int:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
     z ^= z >> 31
     return z - (1 << 64) if z >= 1 << 63 else z
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+_CONTEXT = 4
+"""Tokens before those that may hold a stop text: what a tokenizer does at the beginning of a text stays out of it."""
+
+
+_BROKEN = "\ufffd"
+"""Character that decoders put in place of bytes that are no character."""
+
+
+class StopTexts:
+    """Finds the token that completes a stop text."""
+
+    def __init__(self, texts: Sequence[str], decode: Decode) -> None:
+        self._texts = tuple(texts)
+        self._decode = decode
+        # every token is at least one byte of the text
+        self._window = max((len(text.encode()) for text in texts), default=0) + _CONTEXT
+
+    def completed_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these tokens of an answer completes a stop text; the ones before did not."""
+        window = self._window
+        text = self._decode(tokens[-window:])
+        while text.startswith(_BROKEN) and window < len(tokens):  # within a character, which may spoil those after it
+            window += 1
+            text = self._decode(tokens[-window:])
+        return any(stop in text for stop in self._texts)
+
+    def may_begin(self, text: str) -> int:
+        """Number of characters at the end of a text that a stop text may begin with."""
+        for n in range(min(len(text), max((len(stop) for stop in self._texts), default=1) - 1), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._texts):
+                return n
+        return 0
+
+    def cut(self, text: str) -> str:
+        """The text up to the first stop text in it."""
+        places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
+        return text[: min(places)] if places else text
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """N prompts, one per answer. The answers to a prompt stand next to each other."""
+
+    rows: tuple[int, ...]
+    """N rows of the training data."""
+    prompts: tuple[tuple[int, ...], ...]
+    """N lists of token ids."""
+    groups: tuple[int, ...]
+    """N numbers, which prompt of the step an answer belongs to."""
+    greedy: tuple[bool, ...]
+    """N flags, whether an answer is the greedy one: a baseline that nothing is learned from."""
+    sample_ids: tuple[int, ...]
+    """N ids that, with the seed, key the random numbers."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        generations: int,
+        with_greedy: bool = False,
+        first_id: int = 0,
+    ) -> PromptBatch:
+        """Repeat some prompts for `generations` answers each.
+
+        Args:
+            rows: rows of the training data, one per prompt.
+            ids: token ids of every row of the training data.
+            generations: answers to each prompt.
+            with_greedy: whether the last of them is the greedy one.
+            first_id: sample id of the first answer; the others count up from it.
+
+        Returns:
+            One entry per answer; the answers to a prompt stand next to each other.
+
+        Raises:
+            IndexError: a row that `ids` does not have.
+        """
+        tokens = [tuple(ids[row]) for row in rows]
+        places = [(group, j) for group in range(len(rows)) for j in range(generations)]
+        return cls(
+            rows=tuple(rows[group] for group, _ in places),
+            prompts=tuple(tokens[group] for group, _ in places),
+            groups=tuple(group for group, _ in places),
+            greedy=tuple(with_greedy and j == generations - 1 for _, j in places),
+            sample_ids=tuple(range(first_id, first_id + len(places))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def drawn(self) -> list[int]:
+        """Places of the answers that are not greedy."""
+        return [i for i, greedy in enumerate(self.greedy) if not greedy]
+
+    def part(self, first: int, last: int) -> PromptBatch:
+        """Select consecutive answers.
+
+        Args:
+            first: place of the first answer.
+            last: place after the last answer.
+
+        Returns:
+            The answers from `first` up to `last`.
+        """
+        return PromptBatch(
+            rows=self.rows[first:last],
+            prompts=self.prompts[first:last],
+            groups=self.groups[first:last],
+            greedy=self.greedy[first:last],
+            sample_ids=self.sample_ids[first:last],
+        )

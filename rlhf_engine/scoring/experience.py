@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -15,17 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.algorithms.ppo import token_kl
-from rlhf_engine.algorithms.sequences import sequence_sums
+from rlhf_engine.algorithms.sequences import Mode, importance_weights, sequence_sums, weight_metrics
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
 from rlhf_engine.data.types import Text
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.errors import MismatchError, NonFiniteError
+from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
-from rlhf_engine.scoring.gather import gather_answers, gather_scores
-from rlhf_engine.scoring.off_policy import Corrected, both, correct_age, correct_engine
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
 from rlhf_engine.scoring.score import FrozenRoles, score, score_some
 from rlhf_engine.tokenizing import warn_of_unknown
@@ -404,4 +404,108 @@ def _check_step0(difference_M: torch.Tensor, dtype: torch.dtype) -> None:
         raise MismatchError(
             f"the actor started as the reference, but before any update their log-probs differ by up to {gap:.3g}; "
             "is the reference the model that the actor was trained from (reference_adapter)?"
+        )
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather_scores(world: World, scores: Scores) -> Scores:
+    """Scores of the answers of all ranks."""
+    if world.size == 1:
+        return scores
+    parts = world.gather_tensors({field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)})
+    joined: dict[str, torch.Tensor | None] = {}
+    for name in parts[0]:
+        shares = [part[name] for part in parts]
+        joined[name] = None if shares[0] is None else torch.cat([part for part in shares if part is not None])
+    return Scores(**joined)
+
+
+def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
+    """Scores of the answers of all ranks."""
+    if world.size == 1:
+        return scored
+    parts = world.gather(scored)
+    logged = sorted({name for part in parts for name in part.logged})
+    return ScoredAnswers(
+        totals=[total for part in parts for total in part.totals],
+        sources={name: [value for part in parts for value in part.sources[name]] for name in scored.sources},
+        logged={name: [value for part in parts for value in part.logged.get(name, [])] for name in logged},
+    )
+
+
+# ---- off policy ------------------------------------------------------------------------------------------------------
+
+
+class Corrected(NamedTuple):
+    """Log-probs that the loss takes for the policy before the update, and the weights of its advantages."""
+
+    old_logprobs_M: torch.Tensor
+    weights_M: torch.Tensor | None
+    metrics: dict[str, float]
+
+
+def correct_engine(
+    logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
+) -> Corrected:
+    """Correct answers from another engine.
+
+    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary
+    that nobody knows.
+
+    Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
+    """
+    if filtered:
+        raise ConfigError(
+            "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "
+            "they leave, so that no ratio to its distribution can be made"
+        )
+    _require_finite(log_ratio_M, "training to rollout probabilities")
+    correction, clip_max = config.server_correction, config.off_policy_clip_max
+    mode: Mode = "token_truncate" if correction == "none" else correction
+    figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    metrics = {f"mismatch/{'rollout_k3' if name == 'k3' else name}": value for name, value in figures.items()}
+    if correction != "none":
+        weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    else:
+        weights_M = torch.ones_like(log_ratio_M)
+    return Corrected(logprobs_M, weights_M, metrics)
+
+
+def correct_age(
+    logprobs_M: torch.Tensor, past_logprobs_M: torch.Tensor, batch: PackedBatch, config: TrainConfig
+) -> Corrected:
+    """Correct answers of an older policy. Raises MismatchError for a token's ratio that is not finite."""
+    log_ratio_M = logprobs_M - past_logprobs_M
+    _require_finite(log_ratio_M, "the present policy's to the drawing one's probabilities")
+    correction = config.correction
+    mode: Mode = "sequence_truncate" if correction == "sequence_truncate" else "token_truncate"
+    clip_max = config.off_policy_clip_max if correction.endswith("truncate") else math.inf
+    figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    metrics = {f"staleness/{name}": value for name, value in figures.items()}
+    if correction == "behaviour":
+        return Corrected(past_logprobs_M, None, metrics)
+    if correction == "none":
+        return Corrected(logprobs_M, None, metrics)
+    return Corrected(logprobs_M, importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics)
+
+
+def both(engine: Corrected, age: Corrected) -> Corrected:
+    """Corrections of answers that another engine drew by an older policy: π_old of the age, and the product of weights.
+
+    The engine's ratio is between two engines at the weights that drew, the age's between two policies on one engine.
+    """
+    weights_M = engine.weights_M
+    if age.weights_M is not None:
+        weights_M = age.weights_M if weights_M is None else weights_M * age.weights_M
+    return Corrected(age.old_logprobs_M, weights_M, {**engine.metrics, **age.metrics})
+
+
+def _require_finite(log_ratio_M: torch.Tensor, what: str) -> None:
+    finite_M = log_ratio_M.isfinite() & log_ratio_M.exp().isfinite()
+    if not finite_M.all():
+        raise MismatchError(
+            f"ratios of {what}: expected finite ones, got log ratios of {log_ratio_M[~finite_M][:4].tolist()} for "
+            f"{int((~finite_M).sum())} of {len(log_ratio_M)} tokens; no update was made from this rollout"
         )

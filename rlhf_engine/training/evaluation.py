@@ -20,8 +20,7 @@ from rlhf_engine.runs.metrics import SampleLog, Samples, write_atomic
 from rlhf_engine.runs.text import samples_markdown
 from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
-from rlhf_engine.training.rl_inputs import RlInputs
-from rlhf_engine.training.rl_policy import RlPolicy
+from rlhf_engine.training.rl_policy import RlInputs, RlPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
-from rlhf_engine.rollout.build import make_rollouts, serve
+from rlhf_engine.rollout.backend import make_rollouts, serve
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
@@ -31,8 +31,7 @@ from rlhf_engine.training.data_parallel import (
     require_served,
 )
 from rlhf_engine.training.evaluation import Evaluator
-from rlhf_engine.training.rl_inputs import load_inputs, new_state
-from rlhf_engine.training.rl_policy import RlPolicy
+from rlhf_engine.training.rl_policy import RlPolicy, load_inputs, new_state
 from rlhf_engine.training.run import Run
 
 

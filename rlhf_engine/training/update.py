@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
-from rlhf_engine.data import side_by_side
+from rlhf_engine.data import pack, side_by_side
 from rlhf_engine.devices import is_out_of_memory, release_memory
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
-from rlhf_engine.training.micro_batches import divide, unit_lengths
 
 T = TypeVar("T")
 
@@ -349,3 +348,32 @@ def _floats(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}
+
+
+# ---- micro batches ---------------------------------------------------------------------------------------------------
+
+
+def divide(
+    model: HydraModel,
+    batch: PackedBatch,
+    units: Sequence[Sequence[int]],
+    *,
+    max_rows: int,
+    max_tokens: int | None,
+) -> list[list[int]]:
+    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of the units.
+
+    The model is in the mode that it will run in: whether prompts are shared is its own decision. A unit of more than
+    `max_tokens` (None: any number) raises ValueError.
+    """
+    shared = None
+    if model.shares(batch):
+        shared = [(batch.prompts_N[unit[0]], batch.prompt_lens[unit[0]]) for unit in units]
+    return pack(unit_lengths(model, batch, units), max_rows=max_rows, max_tokens=max_tokens, shared=shared)
+
+
+def unit_lengths(model: HydraModel, batch: PackedBatch, units: Sequence[Sequence[int]]) -> list[int]:
+    """Count the tokens of each unit, those of a prompt once where the model shares it in its present mode."""
+    shares = model.shares(batch)
+    copies = [(len(unit) - 1) * batch.prompt_lens[unit[0]] if shares else 0 for unit in units]
+    return [sum(batch.lengths[i] for i in unit) - more for unit, more in zip(units, copies, strict=True)]

@@ -8,8 +8,7 @@ import torch
 from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
-from rlhf_engine.algorithms.base import MicroBatch
-from rlhf_engine.algorithms.kl_controller import next_beta
+from rlhf_engine.algorithms.base import MicroBatch, next_beta
 from rlhf_engine.algorithms.policy_gradient import discounts, k3, kl_penalty, policy_gradient_loss
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
 from rlhf_engine.config.algorithm import AlgorithmOptions

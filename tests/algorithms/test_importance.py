@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_engine.algorithms.importance import importance_weights, sequence_log_ratio, weight_metrics
+from rlhf_engine.algorithms.sequences import importance_weights, sequence_log_ratio, weight_metrics
 from rlhf_engine.hydra import PackedBatch
 
 # answers of 2, 1 and 3 tokens; ratios 2, 1/2 | 4 | 1, 1/2, 1/2

@@ -53,7 +53,7 @@ FAULTS = [
         {"lora_dropout": 0.2, "method": "hydra_ppo"},
     ),
     Fault(
-        "rlhf_engine.hydra.heads",
+        "rlhf_engine.hydra.adapters",
         "ScalarHead.__init__",
         "torch.zeros(1, device=device)",
         "torch.zeros(1)",
@@ -99,7 +99,7 @@ FAULTS = [
         "rlhf_engine.training.update", "_Minibatch._micro", "device=rows_M.device", 'device="cpu"', {"algorithm": "ppo"}
     ),
     Fault(
-        "rlhf_engine.policy.adamw",
+        "rlhf_engine.policy.optimizer",
         "AdamW._write_back",
         "torch.Generator(p.device)",
         "torch.Generator()",

@@ -2,7 +2,7 @@
 
 import random
 
-from rlhf_engine.rollout.stopping import StopTexts
+from rlhf_engine.rollout.request import StopTexts
 
 
 def fallback(tokens) -> str:

@@ -22,7 +22,7 @@ from rlhf_engine.rollout.answer import AnswerSession
 from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.rl_inputs import load_inputs
+from rlhf_engine.training.rl_policy import load_inputs
 from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]

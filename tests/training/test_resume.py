@@ -467,7 +467,7 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
 
 
 def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_engine.training.rl_inputs.REWARD_SECONDS", 0.5)
+    monkeypatch.setattr("rlhf_engine.training.rl_policy.REWARD_SECONDS", 0.5)
     reward = write_reward(tmp_path, "import time\nif len(calls) == 3:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
     options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward]}
     with pytest.raises(RewardError, match=r"took longer than 0\.5 seconds") as raised:

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.off_policy import Corrected, both
+from rlhf_engine.scoring.experience import Corrected, both
 from rlhf_engine.training.rl import RlTrainer
 from tests.rollout.stand_in import StandIn
 from tests.training.test_data import train_config, write_model
@@ -109,7 +109,7 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
 
 def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path, monkeypatch):
     for name, seconds in (("SERVER_SECONDS", 0.5), ("SLOWEST", 1e9)):
-        monkeypatch.setattr(f"rlhf_engine.rollout.build.{name}", seconds)
+        monkeypatch.setattr(f"rlhf_engine.rollout.backend.{name}", seconds)
     trainer = RlTrainer(config(model, tmp_path / "run", server, save_steps=1))
     trainer.step()
     trainer.save()

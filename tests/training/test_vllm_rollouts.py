@@ -15,8 +15,7 @@ from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.experience import Scoring
-from rlhf_engine.scoring.off_policy import correct_age, correct_engine
+from rlhf_engine.scoring.experience import Scoring, correct_age, correct_engine
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
 from tests.distributed.test_data_parallel import assert_close, finish, start

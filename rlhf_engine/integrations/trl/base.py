@@ -51,7 +51,7 @@ from rlhf_engine.integrations.trl.hydra_from_peft import (
 )
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
-from rlhf_engine.policy.adamw import warn_without_masters
+from rlhf_engine.policy.optimizer import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.tokenizing import warn_of_unknown
 

@@ -23,7 +23,7 @@ from rlhf_engine.hydra import (
     peft_io,
     reward_model,
 )
-from rlhf_engine.hydra.heads import ScalarHead
+from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import require_savable

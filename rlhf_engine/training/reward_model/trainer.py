@@ -29,7 +29,7 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.policy.adamw import require_optim
+from rlhf_engine.policy.optimizer import require_optim
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     check,
