@@ -307,9 +307,7 @@ class Run(ABC, Generic[State]):
                     metrics = self.step()
                     evaluation = self.look()
                     # bound now: it runs before the loop goes on
-                    record = functools.partial(
-                        self._note, writer, trackers, {**metrics, **evaluation}, on_step, looked=bool(evaluation)
-                    )
+                    record = functools.partial(self._note, writer, trackers, {**metrics, **evaluation}, on_step)
                     with self._whole_state() if self.saves_now() else contextlib.nullcontext():
                         world.run_on_all_ranks("metrics and checkpoints", record)
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
@@ -323,8 +321,6 @@ class Run(ABC, Generic[State]):
         trackers: Trackers | None,
         metrics: dict[str, Any],
         on_step: OnStep | None,
-        *,
-        looked: bool,
     ) -> None:
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step

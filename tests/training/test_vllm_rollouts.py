@@ -198,7 +198,7 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path):
         with pytest.raises(MismatchError, match=said):
             correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
     server.alter = alter
-    for correction in (True, False):
+    for correction in (None, "none"):
         made = config(model, tmp_path / "other", server, off_policy_correction=correction)
         with pytest.raises(MismatchError, match=r"finite ones, got log ratios of \[19\d\..* for 8 of \d+ tokens"):
             RlTrainer(made).step()
