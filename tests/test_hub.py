@@ -237,6 +237,31 @@ def test_an_adapter_is_pushed_with_its_card_and_comes_back_by_name(writer, root,
     assert f"/api/models/{NAME}/revision/v1" in writer.asked or f"/{NAME}/resolve/v1/config.json" in writer.asked
 
 
+def test_a_run_pushes_its_result(writer, root, tmp_path, capsys, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the cat", "completion": " sat"}\n' * 4)
+    out, words = tmp_path / "sft", ("--max_steps", "1", "--per_device_train_batch_size", "2", "--lora_r", "4")
+    words = ("--lora", "--use_rslora", "--model_name_or_path", f"{NAME}@v1", "--dataset_name", str(rows), *words)
+    assert main(["sft", *words, "--output_dir", str(out), "--push_to_hub", "somebody/run"]) == 0
+    pushed = root / "models" / "somebody/run"
+    assert f"{writer.url}/somebody/run/commit/{commit_of(pushed)}" in capsys.readouterr().out
+    assert (pushed / "adapter_model.safetensors").read_bytes() == (out / "adapter_model.safetensors").read_bytes()
+    config = json.loads((pushed / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["use_rslora"]) == (NAME, 4, True)
+    assert (pushed / "README.md").is_file()
+    drawn = []
+    for adapter in (str(out), "somebody/run"):
+        generate = ("--model_name_or_path", f"{NAME}@v1", "--adapter", adapter, "--prompt", "the cat")
+        assert main(["generate", *generate, "--max_completion_length", "3"]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1]
+    writer.writers.clear()
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert main(["sft", *words, "--output_dir", str(tmp_path / "no"), "--push_to_hub", "somebody/run"]) == 2
+    assert "push_to_hub: expected a token for 'somebody/run', got none" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()  # before anything is trained
+
+
 def test_a_push_replaces_another_model_and_leaves_other_files(writer, root, adapter, tmp_path):
     name = "somebody/again"
     there = root / "models" / name

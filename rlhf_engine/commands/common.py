@@ -64,6 +64,10 @@ def launched_world(config: C) -> Iterator[tuple[C, World]]:
     """The ranks that a launcher has started, while a run lasts, and the options with what the launcher adds to them."""
     from rlhf_engine.distributed.process_group import World
 
+    if config.push_to_hub is not None and launched_rank() == 0:
+        from rlhf_engine.hub import require_push
+
+        require_push(config.push_to_hub)
     if asked_to_shard() and not config.shard_base:
         config = dataclasses.replace(config, shard_base=True)
     with contextlib.closing(World.from_environment(config.device)) as world:
@@ -108,8 +112,23 @@ def run_trainer(
     print(f"page {trainer.output / PAGE_FILE}, which follows the run in a browser", file=sys.stderr)
     code = _run_until_stopped(name, trainer)
     if not code:
-        _print_where_results_are(trainer.output, results())
+        pushed = {} if trainer.config.push_to_hub is None else {"pushed": _push(name, trainer.config, trainer.output)}
+        _print_where_results_are(trainer.output, {**results(), **pushed})
     return code
+
+
+def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
+    """Export a run's result to the folder `hub` in its own, and upload it; the address of the commit."""
+    from rlhf_engine.config.commands import ExportConfig, Format
+    from rlhf_engine.export.write import export
+    from rlhf_engine.io import remove
+
+    is_full = getattr(config, "mode", None) == "full" or getattr(config, "method", None) == "full_ppo"
+    to: Format = ("sequence_classification" if name == "reward" else "merged") if is_full else "peft"
+    place = output / "hub"
+    remove(place)
+    with as_request_errors():
+        return export(ExportConfig(source=str(output), to=to, output_dir=str(place), push_to_hub=config.push_to_hub))[0]
 
 
 def _run_until_stopped(name: str, trainer: Run) -> int:

@@ -123,6 +123,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     """Adapters, optimizer, logging, checkpoints and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
+    push_to_hub: str | None = option(
+        None, "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public"
+    )
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
     )
@@ -135,6 +138,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     )
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
+    use_rslora: bool = option(False, "scale it by lora_alpha / √lora_r")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
@@ -176,6 +180,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("output_dir", self.output_dir)
+        check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
             for field in dataclasses.fields(self):

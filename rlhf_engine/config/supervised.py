@@ -40,7 +40,7 @@ class SupervisedOptions(TrainingOptions):
 
     def _check_no_adapter(self) -> None:
         """Raise ConfigError where an option of adapters is set, although everything is trained."""
-        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+        names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in names:
             value = getattr(self, name)

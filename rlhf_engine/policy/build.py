@@ -43,6 +43,7 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
         targets = ALL_LINEAR
     return SlotConfig(
         r=config.lora_r,
+        use_rslora=config.use_rslora,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         target_modules=targets,

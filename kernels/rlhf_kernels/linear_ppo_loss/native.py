@@ -75,5 +75,6 @@ def forward(
         gradients = {name: x for name, x in zip(HeadGrads.names, sums, strict=True) if x is not None}
         if "hidden" in gradients:
             gradients["hidden"] = scatter(rows, gradients["hidden"], n_rows)
-    empties = (floats(0) if name not in gradients else gradients[name] for name in HeadGrads.names)
-    return (loss, statistics, made["logprob"], *empties)
+    # a head LoRA leaves columns of its own between the rows of these gradients
+    dense = (gradients[name].contiguous() if name in gradients else floats(0) for name in HeadGrads.names)
+    return (loss, statistics, made["logprob"], *dense)
