@@ -64,19 +64,6 @@ def pairwise(seed: int = 0) -> list[dict[str, Any]]:
     return [{name: FACTORS[name][row[name]] for name in FACTORS} for row in rows]
 
 
-def one_of_each(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row of each algorithm; every value of every factor is in one of them."""
-    chosen: dict[str, dict[str, Any]] = {}
-    seen: set[tuple[str, str]] = set()
-    for algorithm in FACTORS["algorithm"]:
-        values = lambda row: {(name, str(row[name])) for name in FACTORS}  # noqa: E731
-        chosen[algorithm] = max(
-            (row for row in rows if row["algorithm"] == algorithm), key=lambda row: len(values(row) - seen)
-        )
-        seen |= values(chosen[algorithm])
-    return chosen
-
-
 def _places(name: str) -> list[tuple[str, int]]:
     return [(name, i) for i in range(len(FACTORS[name]))]
 

@@ -28,7 +28,6 @@ from tests.devices.runs import (
     first_step,
     make_trainer,
     on_stand_in,
-    one_of_each,
     options_of,
     pairwise,
     write_small_model,
@@ -39,7 +38,6 @@ from tests.training.test_reward import reward_config, toy_pairs, toy_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = pairwise()
-SHORTLY = one_of_each(ROWS)
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=f"its kernels are C++: {native.missing()}")
 
 
@@ -64,20 +62,12 @@ def reward(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_has_the_numbers_of_the_cpu(algorithm, model, reward, tmp_path):
-    """Drawing, scoring and learning; every value of `FACTORS` is in a step of some algorithm."""
-    compare(model, tmp_path, reward, **options_of(SHORTLY[algorithm]))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_any_two_options_together_have_the_numbers_of_the_cpu(algorithm, model, reward, tmp_path):
+    """Drawing, scoring and learning; any two options of `FACTORS` together."""
     for i, row in enumerate(row for row in ROWS if row["algorithm"] == algorithm):
         compare(model, tmp_path / str(i), reward, **options_of(row))
 
 
 def test_every_pair_of_options_is_among_the_runs():
-    for name, values in FACTORS.items():
-        assert {str(row[name]) for row in SHORTLY.values()} == set(map(str, values)), name
     for (a, left), (b, right) in itertools.combinations(FACTORS.items(), 2):
         together = {(str(row[a]), str(row[b])) for row in ROWS}
         assert together == {(str(x), str(y)) for x in left for y in right}, (a, b)
