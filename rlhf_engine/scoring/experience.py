@@ -461,7 +461,7 @@ def correct_engine(
             "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "
             "they leave, so that no ratio to its distribution can be made"
         )
-    _require_finite(log_ratio_M, "training to rollout probabilities")
+    _require_finite_ratios(log_ratio_M, "training to rollout probabilities")
     correction, clip_max = config.server_correction, config.off_policy_clip_max
     mode: Mode = "token_truncate" if correction == "none" else correction
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
@@ -478,7 +478,7 @@ def correct_age(
 ) -> Corrected:
     """Correct answers of an older policy. Raises MismatchError for a token's ratio that is not finite."""
     log_ratio_M = logprobs_M - past_logprobs_M
-    _require_finite(log_ratio_M, "the present policy's to the drawing one's probabilities")
+    _require_finite_ratios(log_ratio_M, "the present policy's to the drawing one's probabilities")
     correction = config.correction
     mode: Mode = "sequence_truncate" if correction == "sequence_truncate" else "token_truncate"
     clip_max = config.off_policy_clip_max if correction.endswith("truncate") else math.inf
@@ -502,7 +502,7 @@ def both(engine: Corrected, age: Corrected) -> Corrected:
     return Corrected(age.old_logprobs_M, weights_M, {**engine.metrics, **age.metrics})
 
 
-def _require_finite(log_ratio_M: torch.Tensor, what: str) -> None:
+def _require_finite_ratios(log_ratio_M: torch.Tensor, what: str) -> None:
     finite_M = log_ratio_M.isfinite() & log_ratio_M.exp().isfinite()
     if not finite_M.all():
         raise MismatchError(
