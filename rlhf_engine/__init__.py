@@ -58,9 +58,9 @@ _NAMES = {
     "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),
     "rollout.generate": ("generate",),
     "tokenizing": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
-    "training.policy": ("Policy",),
     "training.rl": ("RlTrainer",),
     "training.rl_policy": ("RlPolicy",),
+    "training.run": ("Policy",),
     "training.sft": ("SftTrainer",),
 }
 """Module below this package → the names that it lends to the package."""

@@ -293,9 +293,16 @@ _HORIZON = 10_000
 
 
 def next_beta(beta: float, kl: float, *, target: float, n_answers: int) -> float:
-    """The coefficient after a step of `n_answers` answers whose mean KL to the reference was `kl` nats.
+    """The coefficient after a step, larger where the KL to the reference was above its target (Ziegler et al. 2019).
 
-    target: KL wanted, nats per answer.
+    Args:
+        beta: the coefficient before, at least 0.
+        kl: mean KL to the reference, nats per answer.
+        target: KL wanted, nats per answer.
+        n_answers: answers of the step.
+
+    Returns:
+        The coefficient after, at least 0.
     """
     error = min(max(kl / target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
     return beta * (1 + error * n_answers / max(_HORIZON, n_answers))
@@ -318,10 +325,26 @@ class LogprobAlgorithm(Algorithm):
 
     @abstractmethod
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> Loss:
-        """The share of a micro-batch in the loss of its minibatch. logprobs_M: with a gradient."""
+        """Share of a micro-batch in the loss of its minibatch.
+
+        Args:
+            logprobs_M: [M], float32; log-probs of the answers' tokens, with a gradient.
+            micro: the micro-batch.
+
+        Returns:
+            The loss [] and what it has beside.
+        """
 
     def more_sums(self, micro: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
-        """Further sums of the algorithm's own, by metric. result: what `loss` returned."""
+        """Further sums of the algorithm's own.
+
+        Args:
+            micro: the micro-batch.
+            result: what `loss` returned.
+
+        Returns:
+            The sums [] by metric.
+        """
         return {}
 
     def terms(self, micro: MicroBatch) -> list[Term]:

@@ -618,7 +618,10 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
             "reward_funcs: expected reward_model, code, format, json_schema, length, math, repetition, module:f",
         ),
         (["--reward_funcs", "none.py:good"], "reward_funcs: there is no file 'none.py'"),
-        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto' or a checkpoint folder"),
+        (
+            ["--resume_from_checkpoint", "nowhere"],
+            "resume_from_checkpoint: expected 'auto', 'restart' or a checkpoint folder",
+        ),
         (["--actor_adapter", "nowhere"], "adapter: expected a folder with adapter_config.json, got 'nowhere'"),
         (["--device", "cuda:7"], "device: expected one that is present (cpu), got 'cuda:7'"),
         (["--max_completion_length", "63"], "prompts.jsonl:1: expected at most 1 tokens"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rlhf_kernels.attention import attention
 
-from rlhf_engine.config import training as options
+from rlhf_engine.config import run as options
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.hydra import model as hydra_model
 from rlhf_engine.hydra import varlen

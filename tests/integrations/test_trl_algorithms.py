@@ -203,10 +203,14 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
 def test_options_that_cannot_be_served(folder, tmp_path):
     for kind, changes, message in (
         ("remax", {"num_generations": 2}, "num_generations: expected 1, got 2"),
-        ("remax", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: remax has no ratio"),
+        (
+            "remax",
+            {"num_iterations": 2},
+            "num_iterations: expected 1, one update per rollout: the loss sum of remax has no ratio",
+        ),
         ("remax", {"steps_per_generation": 4}, "steps_per_generation: expected gradient_accumulation_steps, one"),
         ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because remax does not read it, got 0\.1"),
-        ("remax", {"loss_type": "grpo"}, "loss_type: expected 'remax', got 'grpo'"),
+        ("remax", {"loss_type": "grpo"}, "loss_type: expected 'sum' or 'own_length', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
         ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("rloo", {"loss_type": "grpo"}, "loss_type: expected 'proximal' or 'vanilla', got 'grpo'"),

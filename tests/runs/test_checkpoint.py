@@ -122,7 +122,7 @@ def test_a_folder_that_is_no_checkpoint(base, tmp_path, lost):
         resolve_resume(str(folder), tmp_path)
     with pytest.raises(ConfigError, match=f"expected {lost}"):
         load_checkpoint(folder, *make(base))
-    with pytest.raises(ConfigError, match="expected 'auto' or a checkpoint folder, got 'newest'"):
+    with pytest.raises(ConfigError, match="expected 'auto', 'restart' or a checkpoint folder, got 'newest'"):
         resolve_resume("newest", tmp_path)
 
 

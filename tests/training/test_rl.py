@@ -94,13 +94,6 @@ def test_going_back_drops_the_steps_after(model, tmp_path):
     assert RlTrainer(train_config(model, output, resume_from_checkpoint="auto")).state.step == 3
 
 
-def test_checkpoints_may_come_before_the_first_line_of_metrics(model, tmp_path):
-    trainer = RlTrainer(train_config(model, tmp_path / "run", max_steps=2, save_steps=1, logging_steps=2))
-    trainer.run()
-    assert [row["step"] for row in metrics(trainer)] == [2]
-    assert (trainer.output / "curves.png").is_file()
-
-
 @pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
 def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, algorithm):
     many = {"num_generations": 4} if algorithm == "online_dpo" else {}
@@ -306,7 +299,10 @@ def other_model(make, *args, **options):
         (rewards("return [1.0]"), "reward function 'reward': expected 2 rewards, got 1"),
         (lambda p: {"reward_funcs": ["reward_model"] * 2}, "reward_funcs: expected 'reward_model' at most once, got"),
         (lambda p: {"reward_funcs": [f"{p}/none.py:f"]}, "reward_funcs: there is no file"),
-        (lambda p: {"resume_from_checkpoint": str(p / "none")}, "resume_from_checkpoint: expected 'auto' or a check"),
+        (
+            lambda p: {"resume_from_checkpoint": str(p / "none")},
+            "resume_from_checkpoint: expected 'auto', 'restart' or a check",
+        ),
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
         (lambda p: {"actor_adapter": str(p / "none")}, r"adapter: expected a folder with adapter_config\.json"),
         (lambda p: {MODEL: str(p / "no")}, "model_name_or_path: expected a model folder or owner/name"),
