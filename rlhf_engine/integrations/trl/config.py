@@ -263,7 +263,8 @@ class HydraConfig(GRPOConfig):
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
                 checks |= self._unread("epsilon", "epsilon_high")
-            why = f"one update per rollout: the loss {self.loss_type} of {self.algorithm} has no ratio that would correct the others"
+            loss = f"the loss {self.loss_type} of {self.algorithm}"
+            why = f"one update per rollout: {loss} has no ratio that would correct the others"
             once = self.steps_per_generation == self.gradient_accumulation_steps
             checks["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
             checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
