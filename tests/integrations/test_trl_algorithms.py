@@ -206,7 +206,7 @@ def test_options_that_cannot_be_served(folder, tmp_path):
         (
             "remax",
             {"num_iterations": 2},
-            "num_iterations: expected 1, one update per rollout: loss_type sum of remax has no ratio",
+            "num_iterations: expected 1, one update per rollout: sum of remax has no ratio",
         ),
         ("remax", {"steps_per_generation": 4}, "steps_per_generation: expected gradient_accumulation_steps, one"),
         ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because remax does not read it, got 0\.1"),

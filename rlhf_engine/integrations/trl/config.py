@@ -263,10 +263,8 @@ class HydraConfig(GRPOConfig):
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
                 checks |= self._unread("epsilon", "epsilon_high")
-            loss = self.algorithm
-            if self.loss_type != self.algorithm:
-                loss = f"loss_type {self.loss_type} of {self.algorithm}"
-            why = f"one update per rollout: {loss} has no ratio that would correct the others"
+            of = "" if self.loss_type == self.algorithm else f" of {self.algorithm}"
+            why = f"one update per rollout: {self.loss_type}{of} has no ratio that would correct the others"
             once = self.steps_per_generation == self.gradient_accumulation_steps
             checks["num_iterations"] = (self.num_iterations == 1, f"1, {why}")
             checks["steps_per_generation"] = (once, f"gradient_accumulation_steps, {why}")
