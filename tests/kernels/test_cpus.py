@@ -7,15 +7,19 @@ and names the tool. Debian has them in clang, libomp-dev, qemu-user and g++-aarc
 from __future__ import annotations
 
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rlhf_kernels.runtime import native
 
-from . import native_cases
+from . import native_case_file, native_cases
 from .native_build import CLEAN, DRIVERS, ROOT, Build, build, needs, run
+from .native_case_file import Case
 
 pytestmark = pytest.mark.long
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 CPU")
@@ -76,6 +80,16 @@ def sets_of(output: str) -> list[str]:
     return sets
 
 
+def spoiled(case: Case, name: str) -> Case:
+    """Return the case with twice the largest number in its answer `name`, which its label then ends with."""
+    want = case.wants[name]
+    flat = want.exact.flatten().clone()
+    largest = torch.where(flat.isfinite(), flat, 0).abs().argmax()
+    flat[largest] = 2 * flat[largest] if flat[largest] else 1
+    wrong = want._replace(exact=flat.view(want.exact.shape))
+    return case._replace(label=f"{case.label}/{name}", wants={**case.wants, name: wrong})
+
+
 @on_x86
 @pytest.mark.parametrize("name", HOST_BUILDS)
 def test_every_compiler_agrees_with_float64(built, case_file, name):
@@ -86,6 +100,24 @@ def test_every_compiler_agrees_with_float64(built, case_file, name):
         assert sets_of(output) == native.isas()
     for driver in ("decode_step", "head"):
         assert run([made.driver(driver)]).strip() == CLEAN
+
+
+@on_x86
+def test_the_cases_find_a_wrong_answer(built, tmp_path):
+    """The program names every wrong answer, of every op and on every set.
+
+    It gets each case of a seed once for each of its answers, of which one number is another.
+    """
+    program = built(*HOST_BUILDS["gcc"]).driver("cases")
+    wrong = [spoiled(case, name) for case in native_cases.cases(0) for name in case.wants]
+    native_case_file.write(tmp_path / "wrong", wrong)
+    done = subprocess.run([program, tmp_path / "wrong"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    found = re.findall(r"^FAILED (\S+) (\S+) (\S+): (\S+), ", done.stdout, re.MULTILINE)
+    sets = sets_of(done.stdout)
+    expected = [(isa, case.op, case.label, case.label.split("/")[1]) for isa in sets for case in wrong]
+    assert sorted(found) == sorted(expected)
+    assert "had cases" not in done.stdout, "an op is missing"
 
 
 @on_x86
