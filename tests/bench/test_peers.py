@@ -5,13 +5,10 @@ Nothing here needs a GPU. What needs a package that is not installed is skipped 
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import inspect
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,21 +34,6 @@ def cpu_case(op: str, name: str, device_type: str = "cpu", dtype: torch.dtype = 
 
 
 # --- which path runs -------------------------------------------------------------------------------------------------
-
-
-def test_every_head_peer_is_there_for_its_device() -> None:
-    labels = {device: [scorer.name for scorer in heads.scorers(device)] for device in ("cpu", "cuda")}
-    assert "FusedLinearScaledCrossEntropy" in labels["cpu"], "plain torch is what Liger has for a CPU"
-    assert heads.LIGER_SM90 not in labels["cpu"]
-    assert heads.LIGER_SM90 in labels["cuda"]
-    assert "FusedLinearScaledCrossEntropy" not in labels["cuda"], "its dispatch may end in plain torch"
-    frozen = next(c for c in load_cases("linear_logprob", "tiny", "cuda", torch.bfloat16) if c.name[:6] == "frozen")
-    different = {baseline.name for baseline in frozen.baselines if not baseline.same}
-    assert different == {
-        "F.linear_cross_entropy(sum)",
-        "chunked_linear_cross_entropy(sum)",
-        "linear_cross_entropy, small gradients dropped",
-    }
 
 
 @pytest.fixture
@@ -82,91 +64,6 @@ def test_liger_is_left_out_where_it_would_run_plain_torch(liger, monkeypatch) ->
     missing = candidates.find(found, found.make(CPU), "cuda", compiling=True, only=label).missing
     assert "Fallback" in missing[label]
     assert "\n" not in missing[label]
-
-
-def test_liger_for_hopper_is_called_by_its_class(monkeypatch) -> None:
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
-
-    monkeypatch.setenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    score = heads._liger_sm90("cuda")
-    assert inspect.getclosurevars(score).nonlocals["function"] is LigerFusedScaledCrossEntropySM90Function
-    inputs, _ = heads.make_head(HEAD[1], torch.bfloat16, CPU)
-    with pytest.raises(ValueError, match="same CUDA device"):  # its kernels, not torch, get a CPU's tensors
-        score(inputs["hidden"].to("meta"), inputs["weight"], inputs["target"], ("logprob",))
-
-
-def _parameters(package: str, path: str, owner: str, function: str) -> list[str]:
-    """Names of a function's parameters in a source file, which may not be importable here."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{package} is not installed")
-    tree = ast.parse((Path(next(iter(spec.submodule_search_locations))) / path).read_text(encoding="utf-8"))
-    nodes: list[Any] = tree.body
-    if owner:
-        nodes = next(n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == owner)
-    found = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == function)
-    return [a.arg for a in (*found.args.args, *found.args.kwonlyargs)]
-
-
-@pytest.mark.parametrize(
-    ("package", "path", "owner", "function", "leading"),
-    [
-        (
-            "liger_kernel",
-            "ops/cutedsl/ops/fused_scaled_cross_entropy_sm90.py",
-            heads.LIGER_SM90,
-            "forward",
-            "ctx _input weight target temperature ignore_index m_tiles_per_cluster return_entropy",
-        ),
-        (
-            "liger_kernel",
-            "ops/cross_entropy.py",
-            "LigerCrossEntropyFunction",
-            "forward",
-            "ctx _input target weight ignore_index lse_square_scale label_smoothing reduction",
-        ),
-        ("quack", "linear_cross_entropy.py", "", "linear_cross_entropy_func", "x weight bias target"),
-        ("quack", "linear_cross_entropy.py", "", "scaled_exp_lce_supported", "x weight chunk_size reduction"),
-        ("quack", "linear_cross_entropy.py", "", "chunked_linear_cross_entropy", "x weight target chunk_size"),
-        ("cut_cross_entropy", "linear_cross_entropy.py", "", "linear_cross_entropy", "e c targets"),
-        (
-            "trl",
-            "kernels/chunked_logprob.py",
-            "ChunkedLogProbFunction",
-            "forward",
-            "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
-        ),
-        (
-            "trl",
-            "kernels/chunked_divergence.py",
-            "ChunkedDivergenceFunction",
-            "forward",
-            "ctx student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta",
-        ),
-    ],
-    ids=lambda value: value.replace(" ", "_")[:40] if isinstance(value, str) else None,
-)
-def test_peers_take_what_they_are_given(package: str, path: str, owner: str, function: str, leading: str) -> None:
-    """Positions of the arguments in the real package, read from its source."""
-    names = _parameters(package, path, owner, function)
-    assert names[: len(leading.split())] == leading.split()
-    keywords = {
-        "linear_cross_entropy": {"reduction", "filter_eps", "impl"},
-        "linear_cross_entropy_func": {"reduction"},
-        "chunked_linear_cross_entropy": {"chunk_size", "reduction", "use_scaled_exp"},
-    }
-    assert keywords.get(function, set()) <= set(names)
-
-
-def test_quack_is_left_out_where_its_fused_kernels_would_not_run() -> None:
-    pytest.importorskip("quack.linear_cross_entropy", reason="quack-kernels is not installed", exc_type=ImportError)
-    inputs, _ = heads.make_head(HEAD[1], torch.bfloat16, CPU)
-    with pytest.raises(NotHereError, match=r"compute capability 9\.0"):
-        linear_logprob._quack_sum(HEAD[0]).prepare(inputs)
 
 
 def test_trl_is_left_out_where_it_would_run_plain_torch(monkeypatch) -> None:
@@ -277,14 +174,6 @@ def test_a_race_of_exponentials_draws_the_tokens_of_the_same_noise() -> None:
         assert torch.equal(sampling.race(z, (-inputs["noise"]).exp()), ours.token)
 
 
-def test_filters_of_the_race_keep_what_top_k_then_top_p_keep() -> None:
-    p = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05], [0.96, 0.01, 0.01, 0.01, 0.01]])
-    p = p[:, [2, 0, 4, 1, 3]]  # in no order
-    kept = sampling.kept(p.log(), top_k=3, top_p=0.8).isfinite()
-    # of .4 .3 .15, renormalised to .47 .35 .18, two reach .8; in the other row one does
-    assert kept.tolist() == [[False, True, False, True, False], [False, True, False, False, False]]
-
-
 # --- what is timed, and on what data ---------------------------------------------------------------------------------
 
 
@@ -357,17 +246,3 @@ def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
 
 
 # --- which cases -----------------------------------------------------------------------------------------------------
-
-
-def test_default_grids_of_a_cpu_stay_as_they_are() -> None:
-    """Kernel tables and the README's were recorded with these."""
-    counts = {
-        op: len(load_cases(op, "default", "cpu", torch.bfloat16)) for op in ("lora", "sample", "decode_attention")
-    }
-    assert counts == {"lora": 8, "sample": 4, "decode_attention": 4}
-    assert [lane.name for lane in lora.lora_shapes("default", "cpu")][:4] == [
-        "single/1024x1024x1024_r16",
-        "mixed/1024x1024x1024_r16",
-        "decode_mixed/8x1024x1024_r16",
-        "decode_single/8x1024x1024_r16",
-    ]

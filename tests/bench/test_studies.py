@@ -233,19 +233,6 @@ def test_busy_neighbours(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("op", ["sample", "decode_step", "lora"])
-def test_busy_neighbours_of_other_ops(tmp_path, op):
-    busy = load_script("studies/busy")
-    assert busy.main(["--tiny", "--rounds", "1", "--busy", "0", "1", "--op", op, "--json", str(tmp_path / "a")]) == 0
-    records = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
-    for name in {record["case"] for record in records}:
-        found = {record["arm"] for record in records if record["case"] == name}
-        assert (op in found) == (native.missing() is None and not name.startswith("filtered"))
-        assert "floor: torch.mm" in found
-        assert len(found - {op}) >= 3, "floors, and baselines in turns with them"
-
-
-@pytest.mark.long
 @pytest.mark.skipif(native.missing() is not None, reason="without it there is one set")
 def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
     """In a process that is held to the set, which appends."""
