@@ -1,7 +1,5 @@
 """The curves of short runs in tests: drawn once, copied afterwards, because drawing is most of such a run's time."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

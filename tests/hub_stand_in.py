@@ -4,8 +4,6 @@ Uploads of models are taken as the Hub takes them: a repository is made, modes o
 LFS, and a commit puts all of it in place.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

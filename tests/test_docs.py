@@ -1,7 +1,5 @@
 """The documentation says what is: code runs, commands parse, links lead somewhere, formulas count right."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Those of public functions and methods of API modules document every parameter and what comes back.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -85,9 +83,6 @@ def test_sentences_are_short():
             for sentence in long_sentences(text)
         ]
         assert found == []
-
-
-# ---- sections --------------------------------------------------------------------------------------------------------
 
 
 def in_project(thing: Any) -> bool:

@@ -3,8 +3,6 @@
 No GPU is needed: the registry is asked as if its CUDA and Triton backends were there.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib.util
 import json

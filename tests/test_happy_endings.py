@@ -1,7 +1,5 @@
 """The example reward orders stories as its text says, and each guard does the work it is there for."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests to a server that is slow, endless, away for a moment, or given up on."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading
@@ -63,9 +61,6 @@ def answering(send: Callable[[socket.socket], None]) -> Iterator[tuple[str, list
 
 def get(url: str, *, timeout: float, again: bool = True) -> tuple[int, bytes]:
     return Transport(url, VLLM, timeout=timeout).exchange("GET", "/x", again=again)
-
-
-# ---- a deadline for the whole answer ---------------------------------------------------------------------------------
 
 
 def test_a_byte_now_and_then_is_no_answer_in_time():
@@ -146,9 +141,6 @@ def test_an_address_of_another_form_is_refused():
             Transport(url, VLLM, timeout=1.0)
 
 
-# ---- again -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("short_pauses")
 def test_what_passes_is_tried_again(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
@@ -208,9 +200,6 @@ def test_other_failures_are_failures_at_once(server):
     with pytest.raises(RolloutServerError, match=r"got RemoteProtocolError: [^,]*$"):
         VllmClient(server.url, timeout=20).unload_adapter("a")
     assert server.passing[UNLOAD] == [0]
-
-
-# ---- together --------------------------------------------------------------------------------------------------------
 
 
 def no_threads_are_left() -> bool:

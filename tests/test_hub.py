@@ -1,7 +1,5 @@
 """Models, adapters and data by their names on the Hub: real huggingface_hub and datasets, a stand-in over loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -174,8 +172,6 @@ def test_from_names_to_an_adapter_and_on_without_a_network(server, root, tmp_pat
     again = run(server, home, "generate", *words, "--max_completion_length", "3")
     assert (again.returncode, again.stdout) == (0, drawn.stdout), again.stderr
 
-
-# ---- uploads ---------------------------------------------------------------------------------------------------------
 
 TOKEN = "hf_a_token_that_may_write"
 

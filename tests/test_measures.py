@@ -130,8 +130,6 @@ def option_counts() -> dict[str, int]:
     return {"options of train": len(names["train"]), "options of all commands": len(set().union(*names.values()))}
 
 
-# ---- one step --------------------------------------------------------------------------------------------------------
-
 KERNELS = {"loss": "linear_ppo_loss", "sampling": "sample", "scoring": "linear_logprob"}
 """Ops whose backends' `forward` ends the way of a step."""
 
@@ -198,9 +196,6 @@ def step_counts(folder: Path) -> dict[str, int]:
         "step: types of records": len(watch.records),
         **{f"step: frames to {name}": watch.depths[kernel] for name, kernel in KERNELS.items()},
     }
-
-
-# ---- ceilings --------------------------------------------------------------------------------------------------------
 
 
 def compare(measures: dict[str, int]) -> None:

@@ -1,7 +1,5 @@
 """The loop in examples/ runs as it stands, and what it saves is a model."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes of examples/recipes: every file is sound, and every `--tiny` runs from its data to its evaluation."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A language model small enough to list all of its answers: the gradient of every estimator is an exact sum."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """CISPO: its loss by hand, and behind TRL against TRL's own."""
 
-from __future__ import annotations
-
 import math
 import os
 

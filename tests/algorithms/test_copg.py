@@ -1,7 +1,5 @@
 """CoPG: its gradient over all pairs of answers, its fixed point for answers of any policy, pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Truncated importance weights: numbers worked out by hand, and what must not change them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark harness on tiny sizes: complete records, honest numbers, and nobody left out in silence."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Wheels for a GPU machine: cut, joined and unpacked beside its own packages, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

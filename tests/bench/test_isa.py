@@ -1,7 +1,5 @@
 """`--isa` and the kernel tables that are made of records."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -30,9 +28,6 @@ def record(backend: str = "cpu", ms: float = 1.0, **changes) -> dict:
     found = {"op": "gae", "case": "forward/4x8", "dtype": "float32", "backend": backend, "ms": ms, "device": "cpu"}
     found |= {"isa": "avx2", "isa_of_peers": "avx2", "cpu": "a CPU", "threads": 2, "torch": "2", "ok": True, "why": ""}
     return found | {"kernels": ["gae"], "shape": None} | changes
-
-
-# ---- one instruction set ---------------------------------------------------------------------------------------------
 
 
 def test_every_set_has_the_variables_of_the_libraries(no_variables):
@@ -73,9 +68,6 @@ def test_a_set_that_is_not_here_is_an_error():
     expected = "isa: expected one of portable" if native.missing() is None else "isa: expected it unset without"
     with pytest.raises(ValueError, match=f"{expected}.*got 'avx3'"):
         isa.run_held("avx3", [])
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_from_records():

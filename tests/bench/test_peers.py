@@ -3,8 +3,6 @@
 Nothing here needs a GPU. What needs a package that is not installed is skipped with its name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings
@@ -31,9 +29,6 @@ HEAD = linear_logprob.MODES[0], heads.HeadSize(8, 16, 128)
 def cpu_case(op: str, name: str, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> case.Case:
     """A tiny case by the part of its name before the sizes."""
     return next(c for c in load_cases(op, "tiny", device_type, dtype) if c.name.startswith(f"{name}/"))
-
-
-# --- which path runs -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -106,9 +101,6 @@ def test_every_package_that_is_compared_has_a_version() -> None:
     assert packages - {None, "transformers"} == set(PEERS)
 
 
-# --- that peers compute the case -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["full", "ragged", "paged"])
 def test_flex_attention_computes_decode_attention(name: str) -> None:
     """The masks and the paged layout, by torch's own formula: its decoding kernel exists for CUDA alone."""
@@ -172,9 +164,6 @@ def test_a_race_of_exponentials_draws_the_tokens_of_the_same_noise() -> None:
         )
         z = sampling._logits(inputs, bool(filters))
         assert torch.equal(sampling.race(z, (-inputs["noise"]).exp()), ours.token)
-
-
-# --- what is timed, and on what data ---------------------------------------------------------------------------------
 
 
 def test_the_reference_is_not_timed_on_a_gpu() -> None:
@@ -243,6 +232,3 @@ def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
         assert 0.9 < x.flatten()[:100_000].float().std() < 1.1
     assert products[0].data_ptr() != products[1].data_ptr(), "a product of a matrix with itself is a special one"
     assert 2 * copies["made"].nbytes == pytest.approx(2**28)
-
-
-# --- which cases -----------------------------------------------------------------------------------------------------

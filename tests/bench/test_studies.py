@@ -1,7 +1,5 @@
 """The studies in bench/studies/: grids that go on where they stopped, lanes together and apart, the paper's table."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Memory and times that a benchmark measures on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rlhf_bench import memory, runner, timing

@@ -1,7 +1,5 @@
 """bench/studies/vs_trl_ppo.py without TRL: our arm end to end on a tiny model, its numbers, and wrong requests."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`rlhf-engine generate --best_of`: the answers that are drawn one by one, of which the reward's favourite is kept."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

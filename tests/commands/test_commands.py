@@ -1,7 +1,5 @@
 """The command line end to end on a tiny model: results, exit codes, and one line for each thing that is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

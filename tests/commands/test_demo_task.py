@@ -1,7 +1,5 @@
 """The demo task: reproducible, held-out prompts held out, a true score that resists gaming, known words only."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exports of trained adapters and reward models: the same function in other libraries, and cards that say what is."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`rlhf-engine init`: what it writes, leaves alone and refuses. tests/test_docs.py runs the folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options: types, bounds, flags, YAML, and errors that name the option."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import typing

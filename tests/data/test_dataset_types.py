@@ -1,7 +1,5 @@
 """TRL's dataset types: recognised by columns, checked by column; bad rows counted with their places."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -28,9 +26,6 @@ def counts(*rows: str) -> Counter[frozenset[str]]:
 
 def parse(kind, **columns):
     return parse_row(columns, kind, place="here")
-
-
-# ---- recognising -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,9 +62,6 @@ def test_a_column_without_a_value_is_none(tmp_path):
     row = {"prompt": "x", "completion": "y", "chosen": None, "rejected": None, "label": None}
     rows, _ = load(write_lines(tmp_path / "a.jsonl", row))
     assert isinstance(rows[0], PromptCompletion)
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_type_standard_and_conversational():
@@ -148,9 +140,6 @@ def test_what_is_wrong_is_said_by_column(kind, columns, message):
         parse(kind, **columns)
 
 
-# ---- implicit prompts ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
@@ -197,9 +186,6 @@ def test_implicit_prompts_of_two_forms():
         parse("implicit_preference", chosen="x", rejected=[ASK, BLUE])
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------
-
-
 def test_groups_are_a_column_s_values_or_prompts(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "who": 7}, {"prompt": "x", "who": "b"})
     assert [row.group for row in load(path)[0]] == ["x", "x"]
@@ -209,9 +195,6 @@ def test_groups_are_a_column_s_values_or_prompts(tmp_path):
     for value in (None, "", True, 1.5, ["a"]):
         with pytest.raises(RowError, match="a string or an integer in column 'who'"):
             parse_row({"prompt": "x", "who": value}, "prompt_only", place="p", group_column="who")
-
-
-# ---- bad rows --------------------------------------------------------------------------------------------------------
 
 
 def seven(tmp_path):

@@ -1,7 +1,5 @@
 """Rows as others have them: conversations, ShareGPT, Alpaca, texts, tools, prefilled answers, thoughts, long talks."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """The order of rows is a function of (seed, epoch); micro-batches are what fits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -36,9 +34,6 @@ def test_equal_keys_become_neighbours_where_they_first_appear():
     assert side_by_side([4, 1, 4, 2, 1, 4]) == [0, 2, 5, 1, 4, 3]
     assert side_by_side([3, 1, 2]) == [0, 1, 2]
     assert side_by_side([]) == []
-
-
-# ---- packing ---------------------------------------------------------------------------------------------------------
 
 
 def lengths(n: int, seed: int = 0) -> list[int]:

@@ -1,7 +1,5 @@
 """Reading: every format gives the same rows with their places; broken files are errors, broken lines bad rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -200,9 +198,6 @@ def test_a_damaged_csv_names_its_line(tmp_path):
             read(path)
 
 
-# ---- the hub, with a stand-in for datasets ---------------------------------------------------------------------------
-
-
 def stand_in(monkeypatch, error: Exception | None = None) -> list[object]:
     """A module `datasets` that records its calls; nothing leaves this process."""
     calls: list[object] = []
@@ -257,9 +252,6 @@ def test_the_real_datasets_is_offline_here(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"expected to load 'hub:nobody-here/nothing', got .*"):
         read("hub:nobody-here/nothing")
-
-
-# ---- Parquet and save_to_disk ----------------------------------------------------------------------------------------
 
 
 def test_parquet(tmp_path):

@@ -1,7 +1,5 @@
 """Splits: functions of (seed, group), no group on both sides."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf_engine.data import PromptOnly, Tally, load_rows, split_by_group
@@ -49,9 +47,6 @@ def test_shares_that_are_none():
     for data in (rows(9, 1), []):
         with pytest.raises(ConfigError, match=r"expected a share that leaves groups on both sides, got 0.5 with [01]"):
             split_by_group(data, share=0.5)
-
-
-# ---- implicit prompts ------------------------------------------------------------------------------------------------
 
 
 def load_pairs(path, *pairs: tuple[str, str]):

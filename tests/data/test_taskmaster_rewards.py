@@ -1,7 +1,5 @@
 """The published Taskmaster reward files: counts, groups, text; and rows that are not like them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -108,9 +106,6 @@ def test_rows_of_another_kind_are_bad(tmp_path):
 def test_turns_with_two_contents_are_none():
     with pytest.raises(RowError, match="one of text, api and response"):
         render_turn({"role": "agent", "text": "x", "api": {}})
-
-
-# ---- the published data ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

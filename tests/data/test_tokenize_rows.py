@@ -1,7 +1,5 @@
 """Rows as tokens: strings as before, conversations by the chat template, and every way of being too long."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -26,9 +24,6 @@ def row(kind="preference", **columns):
 
 
 PAIR = row(prompt="one two three", chosen="four five", rejected="six")  # 4 tokens with <bos>; 3 and 2 with <eos>
-
-
-# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def test_strings_are_tokens_as_ever():
@@ -149,8 +144,6 @@ def test_an_answer_may_have_an_empty_prompt(tokenizer, first):
     assert tally.text() == "a: 3 rows read, 3 used, 2 with an empty prompt"
     assert not tally.is_plain
 
-
-# ---- too long --------------------------------------------------------------------------------------------------------
 
 WHOLE = tokenize_row(PAIR, WORDS)
 

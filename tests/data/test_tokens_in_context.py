@@ -1,7 +1,5 @@
 """Tokens of an answer are those that it has after its prompt, for every family of tokenizers."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import processors
 

@@ -1,7 +1,5 @@
 """What tests of data share: files of rows, a byte-level tokenizer with a ChatML template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Planted faults: places where a tensor, an index, a mask or a generator comes to lie on the wrong side."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Runs on the stand-in device and on the CPU, and the combinations of options that have to agree there."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Runs on a device that refuses what a GPU refuses: every algorithm and method, and what else computes on a device."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json
@@ -57,9 +55,6 @@ def reward(tmp_path_factory) -> str:
     return write_reward(tmp_path_factory.mktemp("reward"), HALVES)
 
 
-# ---- whole steps -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_has_the_numbers_of_the_cpu(algorithm, model, reward, tmp_path):
     """Drawing, scoring and learning; any two options of `FACTORS` together."""
@@ -90,8 +85,6 @@ def test_all_options_together(algorithm, method, model, reward, tmp_path):
 def test_a_generator_beside_the_learner(mode, model, reward, tmp_path):
     compare(model, tmp_path, reward, async_mode=mode, dtype="bfloat16", exact=True)
 
-
-# ---- what else computes ----------------------------------------------------------------------------------------------
 
 SUPERVISED: dict[str, Callable[..., Any]] = {
     "sft": lambda *place, **more: SftTrainer(sft_config(*place, **more)),
@@ -139,9 +132,6 @@ def test_answers_and_an_evaluation_are_those_of_the_cpu(model, tmp_path, capsys)
     assert results[0] == results[1]
 
 
-# ---- waiting for the device ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "reads", "uploads"),
     [
@@ -177,9 +167,6 @@ def test_a_token_waits_for_nothing(model, reward, tmp_path):
     assert reads[0] == reads[1]
 
 
-# ---- planted faults --------------------------------------------------------------------------------------------------
-
-
 def runs_with(fault: Fault) -> list[dict[str, Any]]:
     """Steps of the tests above that have a fault's options."""
     assert isinstance(fault.runs, Mapping)
@@ -211,9 +198,6 @@ def test_planted_faults_fit_the_sources():
         assert isinstance(fault.runs, str) or runs_with(fault), fault
         with planted(fault):
             pass
-
-
-# ---- tests of a device's type ----------------------------------------------------------------------------------------
 
 
 def looks_at_the_type(node: ast.AST) -> bool:

@@ -1,7 +1,5 @@
 """The stand-in device refuses what CUDA refuses, allows what CUDA allows, and counts what makes the host wait."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

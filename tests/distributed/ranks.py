@@ -5,8 +5,6 @@ FOLDER holds `plan.json`, {"processes", "timeout", "jobs"}. Each job, {"name", "
 They are forked from one that has imported everything, which takes longer than most jobs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Two processes train as one does: gradients, metrics, checkpoints; and what ends a run ends it on both of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

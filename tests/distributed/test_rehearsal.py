@@ -5,8 +5,6 @@ thread beside it, generators on Ray or a server, a run ends on all processes whe
 checkpoint. The server is the protocol stand-in, which is not vLLM.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

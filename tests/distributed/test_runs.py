@@ -3,8 +3,6 @@
 Supervised runs, and those that train whole backbones, in shares. Steps of RL with adapters: `test_data_parallel`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

@@ -1,7 +1,5 @@
 """`rlhf-engine evaluate`: its figures beside transformers' and our own, resumption, bad input, and the page."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Judges: functions as TRL has them, and a server with chat completions on a loopback address."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Statistics of evaluations, beside enumeration and simulation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Win rates beside the preference that many more answers show: two policies of a real model, and the demo's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose answers are drawn beside the updates: the same floats as one after the other, stopped or not."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -119,9 +117,6 @@ def test_ratios_are_to_the_policy_that_drew(model, tmp_path):
     assert found["decoupled"] == found["none"] == 0
 
 
-# ---- stopped and taken up --------------------------------------------------------------------------------------------
-
-
 RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
 
 
@@ -192,9 +187,6 @@ def test_copies_of_the_policy_are_not_saved(model, tmp_path):
     final = load_pretrained(trainer.output / "final")
     assert set(final.roles) == {"actor", "reference", "critic", "reward"}
     assert sorted(p.name for p in (trainer.output / "final" / "slots").iterdir()) == ["critic"]
-
-
-# ---- what a generator sees -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [pytest.param("fixed", marks=pytest.mark.long), "newest", "in_flight"])
@@ -288,9 +280,6 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
             assert rollout.versions_M[a:b].tolist() == sorted(rollout.versions_M[a:b].tolist())
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_generator_that_raises_ends_the_run_with_its_cause(model, tmp_path, monkeypatch):
     options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1}
     whole, _ = steps_of(model, tmp_path / "whole", **options)
@@ -361,9 +350,6 @@ def test_a_wrong_policy_in_the_slot_is_noticed(model, tmp_path, monkeypatch):
         pytest.raises(MismatchError, match="rollout and training log-probs differ"),
     ):
         trainer.step()
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def test_requests_that_contradict_themselves(model, tmp_path):

@@ -1,7 +1,5 @@
 """Answers drawn beside the updates on one GPU: a stream of its own, graphs captured while the learner allocates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -108,9 +108,6 @@ def require_same_answers(run: Run, replay: Run) -> None:
     assert [row["staleness/max"] for row in run.rows] == [row["staleness/max"] for row in replay.rows]
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("generators", "steps"), [(1, 3), pytest.param(2, 6, marks=pytest.mark.long)], ids=["one", "two"]
 )
@@ -157,9 +154,6 @@ def test_a_run_that_is_taken_up_draws_what_it_would_have_drawn(ray, model, tmp_p
     assert (len(first.drawn), len(second.drawn)) == (3, 2)
     second.drawn, second.rows = first.drawn + second.drawn, first.rows + second.rows
     require_same_answers(second, whole)
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -224,9 +218,6 @@ def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch)
     assert [loss.worker for loss in run.transport.losses] == ["generator 1"]
 
 
-# ---- requests --------------------------------------------------------------------------------------------------------
-
-
 def test_more_generators_than_there_is_room_for(ray, model, tmp_path):
     config = train_config(model, tmp_path / "run", async_mode="ray", ray_generators=4)
     message = r"ray_generators: expected at most 3, .* where Ray has 3 CPUs .*; got 4"
@@ -249,9 +240,6 @@ def test_an_address_where_nobody_answers(model, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=message), generators_on_ray(config):
             pass
     assert time.monotonic() - began < 15
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def command(model: Path, output: Path, **options: Any) -> list[str]:

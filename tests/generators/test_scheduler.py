@@ -1,7 +1,5 @@
 """Work for generators: in time, none too early, none twice, none lost."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -18,9 +16,6 @@ from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
 SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
-
-
-# ---- which policy draws for which step -------------------------------------------------------------------------------
 
 
 def ages(rule: StalenessRule, steps: int) -> list[int]:
@@ -51,9 +46,6 @@ def test_ages_by_the_rule():
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             StalenessRule(**options)
-
-
-# ---- work for generators ---------------------------------------------------------------------------------------------
 
 
 def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:

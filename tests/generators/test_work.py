@@ -1,7 +1,5 @@
 """Past policies are whole and unchanged; they, work items and answers arrive as what was sent, or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time
@@ -27,9 +25,6 @@ ITEM = WorkItem(
     sampling=SamplingConfig(max_completion_length=4, eos_token_ids=(2, 5), temperature=0.7, seed=9),
 )
 FROZEN = Scores(past_logprobs_M=torch.randn(3), rewards_N=torch.randn(2))
-
-
-# ---- policies --------------------------------------------------------------------------------------------------------
 
 
 def make_slot(seed: int = 0, r: int = 4) -> AdapterSlot:
@@ -114,9 +109,6 @@ def test_no_reader_sees_half_a_policy(monkeypatch):
     thread.join()
     assert not torn
     assert len(seen) > 10
-
-
-# ---- on their way ----------------------------------------------------------------------------------------------------
 
 
 def test_policies_arrive_whole_or_not_at_all():

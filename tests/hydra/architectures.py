@@ -1,7 +1,5 @@
 """Tiny random models of every architecture family that the engine claims, from their configs."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -4,8 +4,6 @@
 flash-attn 2.8.3, flash-attn 3 (its Hopper folder), flash-attn-4 4.0.0b36 and torch 2.11 and 2.13.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One mechanism for every decoder: OFF is the plain model, a slot is PEFT's LoRA, packed rows are padded rows."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable

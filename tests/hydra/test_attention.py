@@ -1,7 +1,5 @@
 """Our attention against transformers' own: packed rows, padded buckets, gradients, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that cannot be served by a HydraModel: each error names the argument, what was expected, what came."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Several models on one base, and roles that come and go while a model lives."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

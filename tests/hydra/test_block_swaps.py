@@ -1,7 +1,5 @@
 """Modules that run on the block kernels, by architecture: their numbers are the ops' and close to what they were."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -4,8 +4,6 @@ A plan's lengths are Python numbers that the compiler guards on: other lengths c
 shape comes back, as in a benchmark or with answers of one length.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Base and adapters in fp32 or bf16, and autocast: PEFT's numbers within the dtype, finite gradients, equal rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -125,9 +123,6 @@ def test_adapters_keep_their_dtype_on_disk(tmp_path):
     for ours, theirs in zip(loaded.backbone().slots.parameters(), model.backbone().slots.parameters(), strict=True):
         assert ours.dtype == torch.bfloat16
         assert torch.equal(ours, theirs)
-
-
-# ---- padded batches --------------------------------------------------------------------------------------------------
 
 
 def test_a_padded_batch_is_packed():

@@ -1,7 +1,5 @@
 """The five methods of the Hydra paper are five role tables: what each holds, trains and shares, and that they agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -1,7 +1,5 @@
 """The model on a GPU: architectures against the plain model and against the CPU, and a step of each method."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

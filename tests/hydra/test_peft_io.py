@@ -1,7 +1,5 @@
 """PEFT folders and PeftModels in and out: the same function on both sides, and refusals of what is not plain LoRA."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """A base in 4 or 8 bits through bitsandbytes: off is the quantised model, LoRA and its gradients go on top."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rlhf_kernels.runtime import registry

@@ -1,7 +1,5 @@
 """A trained base in the shares of a group of one process: gradients, steps and files are those of the plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

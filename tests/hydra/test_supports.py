@@ -1,7 +1,5 @@
 """Supports: what is stored of the words that a token was drawn among, and log-probs over them."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -101,9 +99,6 @@ def test_what_is_no_support_is_refused():
         build()(batch, (Logprobs(temperature=0.0),))
     with pytest.raises(ValueError, match=r"outputs: expected none of the whole vocabulary .* got 'mean_logit'"):
         build()(batch, (Logprobs(outputs=("mean_logit",)),))
-
-
-# ---- in a batch ------------------------------------------------------------------------------------------------------
 
 
 def with_supports(batch: PackedBatch, *, whole: tuple[int, ...] = ()) -> PackedBatch:

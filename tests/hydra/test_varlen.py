@@ -3,8 +3,6 @@
 No GPU is needed: stand-ins have the packages' names and signatures, and the CPU takes the GPU's place.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The model of the trainers behind TRL."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.test_data import write_model

@@ -1,7 +1,5 @@
 """`fuse_lora`: PEFT's outputs and gradients from our kernels, for whatever PEFT can do with a model, and undone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -306,9 +304,6 @@ def test_models_that_cannot_be_fused():
         rlhf_engine.fuse_loras  # noqa: B018
 
 
-# ---- what PEFT's own forward serves ----------------------------------------------------------------------------------
-
-
 class Wrapped(nn.Module):
     """As FSDP wraps a linear: its weight is there while it is called."""
 
@@ -349,9 +344,6 @@ def test_calls_of_one_layer():
     layer.scaling["default"] = torch.tensor(2.0, requires_grad=True)
     layer(x).sum().backward()
     assert layer.scaling["default"].grad is not None
-
-
-# ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 def test_checkpointing_of_one_s_own_does_not_know_the_names():

@@ -1,7 +1,5 @@
 """Trainers behind TRL beside PPO's: what they learn from by hand, one base, resuming, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -241,9 +239,6 @@ def test_options_that_cannot_be_served(folder, tmp_path):
         make("remax", folder, tmp_path, peft_config=embedded)
     with pytest.raises(ConfigError, match=r"algorithm: expected an algorithm that learns from single answers; .*, got"):
         HydraConfig(str(tmp_path), algorithm="online_dpo", use_cpu=True, bf16=False)
-
-
-# ---- online DPO ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])

@@ -3,8 +3,6 @@
 Ratios are over the words that drew, in the update as well.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any
@@ -157,8 +155,6 @@ def test_tokens_that_nothing_is_learned_from_are_in_no_denominator(folder, tmp_p
     assert 0 < int(out["num_items_in_batch"]) == int(out["loss_mask"].sum()) < int(out["answer_mask"].sum())
 
 
-# ---- draws among some words ------------------------------------------------------------------------------------------
-
 _FILTERS = {"top_k": 30, "top_p": 0.8, "min_p": 0.01}
 FILTERED: dict[str, dict[str, Any]] = {name: _FILTERS for name in ("HydraPPO", "ReMax", "HydraOnlineDPO")}
 FILTERED["HydraGRPO"] = {**_FILTERS, "num_generations": 4}
@@ -201,8 +197,6 @@ def test_a_run_stopped_in_the_middle_of_a_rollout_goes_on_to_the_same_floats(kin
     expected, found = trained(whole), trained(resumed)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
-
-# ---- model cards -----------------------------------------------------------------------------------------------------
 
 CARDS = {
     "HydraPPO": ("Hydra-PPO", "2309.00754", "Efficient RLHF"),

@@ -1,7 +1,5 @@
 """What our trainers behind TRL write beside PEFT's and transformers' files, read again, and refuse."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 

@@ -1,7 +1,5 @@
 """Options of TRL's configurations: each is served, harmless or refused, and what is served has TRL's numbers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path
@@ -60,9 +58,6 @@ ONE_BATCH = {
 
 def options(*configs) -> dict[str, dataclasses.Field]:
     return {option.name: option for config in configs for option in dataclasses.fields(config)}
-
-
-# ---- which options there are -----------------------------------------------------------------------------------------
 
 
 def test_every_option_of_trl_is_served_harmless_or_refused():
@@ -168,9 +163,6 @@ def test_values_that_cannot_be_served(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def beside(ours, kind, config, folder):

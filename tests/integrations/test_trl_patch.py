@@ -1,7 +1,5 @@
 """`patch`: stock TRL trainers take every log-prob from our kernel, with the losses that they had, and lose it again."""
 
-from __future__ import annotations
-
 import sys
 import types
 

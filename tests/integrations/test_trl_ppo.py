@@ -1,7 +1,5 @@
 """`HydraPPOTrainer`: PPO behind TRL on one base; its folders, its resumption, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

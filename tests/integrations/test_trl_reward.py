@@ -1,7 +1,5 @@
 """`PerlRewardTrainer`: labels by hand, pairs as in TRL, and a reward model that the policy's base serves."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards beside stock TRL: what functions are called with, and the advantages of what they give."""
 
-from __future__ import annotations
-
 import copy
 import json
 

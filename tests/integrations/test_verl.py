@@ -1,7 +1,5 @@
 """verl's plug points: signatures as published, numbers as verl's own, importable where verl is not."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect
@@ -198,9 +196,6 @@ def test_an_exchange_is_made_and_taken_back_in_any_order(monkeypatch):
     second.undo()
     assert (core.compute_gae_advantage_return, core.ADV_ESTIMATOR_REGISTRY) == (theirs, before)
     assert kernel.linear_cross_entropy() == "triton"
-
-
-# ---- beside verl itself, where it is ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

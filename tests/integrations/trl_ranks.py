@@ -5,8 +5,6 @@ python -m tests.integrations.trl_ranks MODEL OUTPUT ANSWERS_PER_MICRO_BATCH [sav
 Two steps, or with `save` four with a checkpoint of each and two steps to a rollout; from CHECKPOINT the rest of those.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

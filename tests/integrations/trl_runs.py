@@ -1,7 +1,5 @@
 """Runs of our trainers behind TRL that take a second: what their tests share."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Names importable from `rlhf_engine`: all there, listed, typed, and imported when they are used."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The notebook in examples/ runs from its first cell to its last, and its curve rises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Versions come from git's tags; a clone without tags, an archive and a folder without git have one all the same."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

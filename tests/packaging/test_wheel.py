@@ -4,8 +4,6 @@ The default lane builds without the extension and looks into the files. The long
 checkout into the wheel and tries it elsewhere; then it builds the files of a release and tries them as a user would.
 """
 
-from __future__ import annotations
-
 import email
 import os
 import re
@@ -77,9 +75,6 @@ def hook(source: Path, name: str, out: Path) -> Path:
     return out / done.stdout.strip().splitlines()[-1]
 
 
-# ---- what is in the files --------------------------------------------------------------------------------------------
-
-
 @needs_build_requirements
 def test_the_source_distribution_holds_what_a_build_reads(files):
     names = build.sdist_names(files[0])
@@ -124,9 +119,6 @@ def test_the_metadata_of_the_wheel(files):
     links = re.findall(r"\]\(([^)\s]+)", found.get_payload())
     assert len(links) > 20
     assert [link for link in links if not link.startswith("https://")] == []
-
-
-# ---- what the release script refuses ---------------------------------------------------------------------------------
 
 
 @needs_build_requirements
@@ -177,9 +169,6 @@ def test_bad_input_is_refused(tmp_path, capsys):
     )
 
 
-# ---- the wheel elsewhere ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @needs_build_requirements
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -212,9 +201,6 @@ def test_the_files_of_a_release_work_in_a_bare_environment(tmp_path):
     if subprocess.run(fetch, capture_output=True, check=False).returncode != 0:
         pytest.skip("built and tried beside these packages; the bare environment needs a package index")
     assert "native: " in bare.try_wheel(wheel)
-
-
-# ---- images ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)

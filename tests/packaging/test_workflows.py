@@ -1,7 +1,5 @@
 """Workflows, issue forms and community files parse, and name what exists here."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

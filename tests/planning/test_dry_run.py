@@ -1,7 +1,5 @@
 """`train --dry_run`: a real step with the longest prompts and answers, its memory by phase, and nothing on disk."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

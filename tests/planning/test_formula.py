@@ -1,7 +1,5 @@
 """The formula of `rlhf-engine plan`: against a GPU's and a CPU's measured peaks, real models, published sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`rlhf-engine plan`: table, JSON, and requests that cannot be served."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """AdamW over half-precision parameters: small steps are kept, in every kind of state, also through a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import sys

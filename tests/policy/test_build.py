@@ -1,7 +1,5 @@
 """From options to a model: existing reward models, where the critic starts, and what is refused before weights load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """RoleOptimizer: who owns a parameter, schedule, clipping, state, and gradients that must not be applied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -94,8 +94,6 @@ def test_tokens_of_a_real_pretrained_model(stories):
         assert rollout.batch.completion_tokens(0) == expected
 
 
-# ---- which backbones the native step serves --------------------------------------------------------------------------
-
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 

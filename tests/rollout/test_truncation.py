@@ -1,7 +1,5 @@
 """Draws among some words: what is drawn, with which log-probs, among which words, and that scoring says the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -175,9 +173,6 @@ def test_a_filter_that_keeps_every_word_is_a_support_like_any_other():
     supports = rollout.batch.supports
     assert set(supports.sizes.tolist()) == {VOCAB}
     assert set(supports.lengths.tolist()) == {2}
-
-
-# ---- ratios ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("exact", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -1,7 +1,5 @@
 """Rollouts from a server, and every way it may fail, against a protocol stand-in (`stand_in.py`), which is not vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket

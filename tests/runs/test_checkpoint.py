@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or not there, only what belongs to them, and errors for folders that are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

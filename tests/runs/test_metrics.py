@@ -1,7 +1,5 @@
 """Metrics files: whole lines, no repeated steps after a resume, values JSON cannot hold; the run record."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`rlhf-engine report`: what is on the page is what the runs wrote, and no text of a run becomes markup."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """A run's own page: written while the run goes on, at rest afterwards, and never a burden or the end of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

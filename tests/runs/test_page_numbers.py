@@ -1,7 +1,5 @@
 """Headline numbers of a run by its kind, and the table that compares runs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -103,9 +101,6 @@ def test_lost_numbers_are_no_numbers():
     rows = [{"step": 1, "reward": None, "kl": None}, {"step": 2, "reward": 3.0, "kl": True}]
     assert shown(rows)["Reward, training"].text == "3.000"
     assert "KL to the reference, training" not in shown(rows)
-
-
-# ---- several runs ----------------------------------------------------------------------------------------------------
 
 
 def table_of(configs, all_rows):

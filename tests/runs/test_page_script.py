@@ -1,7 +1,5 @@
 """Script of the page: its functions under node, and whole pages in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -84,9 +82,6 @@ def test_a_shared_page_does_not_read_itself_again():
     left = evaluate(functions, f"atRest({json.dumps(source)})")
     assert left == '<!doctype html>\n<html lang="en"><head></head> data-refresh="7"'
     assert evaluate(functions, f"atRest({json.dumps(left)})") == left
-
-
-# ---- in a browser ----------------------------------------------------------------------------------------------------
 
 
 def folder_of(place, *, reward=1.0, samples=(), steps=3, **config):

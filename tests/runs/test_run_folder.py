@@ -1,7 +1,5 @@
 """One process at a time runs in an output folder, and what a stop left half-way of a checkpoint is mended."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Reports: curves from the metrics there are, samples that stay text, tables, progress off a terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """`report_to`: TensorBoard gets what metrics.jsonl has, of every command; what is not installed is refused at once."""
 
-from __future__ import annotations
-
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -1,7 +1,5 @@
 """Reward functions: loading, results that are right, and results that are refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Rewards that are checked without a model: right, wrong and hostile answers of each, options, and a run."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

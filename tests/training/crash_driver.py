@@ -6,8 +6,6 @@ Standard output has one JSON object for each scenario: how many operations a che
 became of it. A process is forked for each, so that being killed ends no more than that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

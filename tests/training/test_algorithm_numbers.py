@@ -4,8 +4,6 @@ Everything differs from everything: policy, policy before and reference, KL, val
 algorithm that hands on the wrong one, or leaves one out, is found.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Every algorithm through the training loop: what it holds, what it learns, what it leaves out, and that it resumes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 A kind is one trainer in one mode. Tests of what is particular to one trainer lie in that trainer's own file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -124,9 +122,6 @@ def names(output: Path) -> list[str]:
     return [folder.name for folder in list_checkpoints(output)]
 
 
-# ---- stop and go on --------------------------------------------------------------------------------------------------
-
-
 # test_adamw has sft-full, the next test rl-full
 @pytest.mark.parametrize("trainers", kinds("sft-lora", "reward-lora", "rl"), indirect=True)
 def test_a_run_goes_on_with_the_same_floats(trainers, tmp_path):
@@ -224,9 +219,6 @@ def test_a_step_that_fails_half_way_is_no_checkpoint(trainers, tmp_path, monkeyp
     assert names(tmp_path / "run")[-1] == "checkpoint-2"
 
 
-# ---- the end of a run ------------------------------------------------------------------------------------------------
-
-
 def test_a_finished_run_has_nothing_to_do_and_a_half_written_result_is_written_again(trainers, tmp_path):
     output = tmp_path / "run"
     config = trainers.config(output, save_steps=4, resume_from_checkpoint="auto")
@@ -252,9 +244,6 @@ def test_a_finished_run_has_nothing_to_do_and_a_half_written_result_is_written_a
     assert trainers.result(output).exists()
     assert same(tensors(output), held)
     assert json.loads((output / "run.json").read_text()).get("result") == json.loads(record).get("result")
-
-
-# ---- the output folder -----------------------------------------------------------------------------------------------
 
 
 def test_what_an_output_folder_is_refused_for(trainers, tmp_path, models):

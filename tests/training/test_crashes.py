@@ -3,8 +3,6 @@
 Real operations of real processes fail: `faults.cpp` stands between them and the C library.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Damaged folders of every kind that is written: refused by name, or read as the same tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import shutil

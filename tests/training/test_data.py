@@ -1,7 +1,5 @@
 """What the trainers make of their data; the tiny model, tokenizer and data folders that tests of training share."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
@@ -29,8 +27,6 @@ WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sin
 MEASURED = ("seconds/step", "tokens_per_second", "samples_per_second", "peak_memory_bytes")
 """Metrics of a supervised step that are not floats of the training."""
 PROMPTS = [f"{a} {b}" for a in ("red", "blue", "the", "a one") for b in ("cat", "dog runs", "moon and star")]
-
-# ---- what other tests of training use --------------------------------------------------------------------------------
 
 
 def write_model(folder: Path, *, seed: int = 0, reward_head: bool = True, **options: Any) -> Path:
@@ -121,8 +117,6 @@ def sft_config(model: Path, output: Path, **changes: Any) -> SFTConfig:
     lora = {"lora_r": 4, "lora_alpha": 8.0} if changes.get("mode") == "lora" else {}
     return SFTConfig(**{**options, **lora, **changes})
 
-
-# ---- tests -----------------------------------------------------------------------------------------------------------
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}and {% endif %}"
 TALKS = [

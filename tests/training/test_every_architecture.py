@@ -1,7 +1,5 @@
 """Every architecture through the whole of it: supervised training of a new base, PPO on it, stop and go on."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run's kernels: in every checkpoint, kept by the run that goes on, refused where they cannot be had."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Running out of memory: micro-batches and backbone forwards shrink, the gradient and the dropout masks stay."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

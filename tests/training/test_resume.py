@@ -1,7 +1,5 @@
 """A run stopped at any step, for any reason, goes on to the same floats; and every entry of its state matters."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import io

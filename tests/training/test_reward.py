@@ -1,7 +1,5 @@
 """Reward models: losses by hand, learning, resuming bit for bit, folders that other libraries and RL take, refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Metrics of reward models against their definitions by brute force, with many ties, in any order of rows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The PPO loop: stop and go on with the same floats, reward sources, and everything that must stop a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

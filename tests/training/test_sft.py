@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the loss by hand, exact accumulation, and folders that plain libraries and PPO take."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -54,9 +52,6 @@ def gradients(model: HydraModel, examples, **options) -> dict[str, torch.Tensor]
     loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return found
-
-
-# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -170,9 +165,6 @@ def test_a_step_of_small_batches_is_a_step_of_a_large_one(base, tmp_path):
             torch.testing.assert_close(found[other][1][name], p, rtol=1e-3, atol=1e-4, msg=name)
 
 
-# ---- what it writes --------------------------------------------------------------------------------------------------
-
-
 def test_full_writes_a_base_that_plain_transformers_loads(base, tmp_path):
     trainer = SftTrainer(sft_config(base, tmp_path / "out", max_steps=3))
     start = trainer.model.backbone().base_hash()
@@ -223,9 +215,6 @@ def _as_actor(model: HydraModel) -> HydraModel:
     """The slot `sft` read by the role that scoring calls actor."""
     model.roles["actor"] = RoleSpec(slot="sft")
     return model.eval()
-
-
-# ---- data and refusals -----------------------------------------------------------------------------------------------
 
 
 def test_rows_with_completions_train_without_a_reward_head(base, tmp_path):
@@ -335,9 +324,6 @@ def test_options_that_would_do_nothing(base, tmp_path):
 def test_adapters_have_the_dtype_of_their_optimizer(base, tmp_path):
     trainer = SftTrainer(sft_config(base, tmp_path / "out", mode="lora", optim="adamw_stochastic"))
     assert {p.dtype for p in trainer.model.backbone().slots.parameters()} == {torch.bfloat16}
-
-
-# ---- stop and go on --------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_written_leaves_a_checkpoint(base, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Pairs of `sft` and `reward` share their prompt's pass: micro-batches count it once, and numbers stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,8 +88,6 @@ def test_a_micro_batch_holds_as_many_pairs_as_share_its_tokens(base, tmp_path, r
     all_six = once + 5 * (2 * once - twice)  # a prompt, and two answers six times
     assert rows_of_a_step(pairs(3, 6), 0.0, all_six) == [all_six] * 3
 
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 ANSWERS = [((7, 8, 9, 2), (10, 2)), ((12, 2), (13, 14, 15, 2)), ((19, 20, 2), (21, 22, 2))]
 PROMPTS = [tuple(range(3, 24)), (11,), tuple(range(3, 24))]

@@ -1,7 +1,5 @@
 """Runs that draw among some words: what they learn from, that they go on, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two policies of different rank, method, algorithm and seed on one base: each makes the floats that it makes alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """A server beside the learner (`--vllm_server_base_url … --async overlap`): a protocol stand-in, which is not vLLM."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

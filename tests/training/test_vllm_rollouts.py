@@ -1,7 +1,5 @@
 """PPO on answers from a server: a protocol stand-in (`tests/rollout/stand_in.py`), which is not vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -103,9 +101,6 @@ def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not server.adapters
     assert not (tmp_path / "served" / "vllm").exists()
-
-
-# ---- importance weights ----------------------------------------------------------------------------------------------
 
 
 def off_by(shift: float):
@@ -232,9 +227,6 @@ def test_the_canary_stops_what_the_correction_would_hide(model, server, tmp_path
     with pytest.raises(MismatchError, match=r"differ by 0\.1\d*;"):
         RlTrainer(config(model, tmp_path / "run", server)).run()
     assert not server.adapters
-
-
-# ---- servers that fail -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
