@@ -251,6 +251,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama with a tokenizer and a reward head that counts as trained."""
+    from tests.training.test_data import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
 @pytest.fixture
 def stories() -> Path:
     """Folder of the real pretrained 260 K-parameter story model."""

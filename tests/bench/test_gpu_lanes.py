@@ -131,7 +131,7 @@ def test_a_budget_leaves_out_what_cannot_end_and_cuts_what_does_not(tmp_path, ca
 
 
 def test_a_signal_while_a_lane_is_started_leaves_no_child_and_what_is_missing_runs_later(tmp_path, monkeypatch):
-    started, real, count = [], subprocess.Popen, tmp_path / "count"
+    started, real, count, out = [], subprocess.Popen, tmp_path / "count", tmp_path / "out"
     counts = lane("counts", counting(count), replaces=count)
     count.write_text("half\n")  # of an interrupted lane: not appended to
 
@@ -143,12 +143,12 @@ def test_a_signal_while_a_lane_is_started_leaves_no_child_and_what_is_missing_ru
 
     monkeypatch.setattr(gpu_lanes.subprocess, "Popen", start)
     with pytest.raises(gpu_lanes.Stopped), gpu_lanes.stopped_by_signals():
-        run([counts, lane("sleeps", "import time; time.sleep(600)")], tmp_path)
+        run([counts, lane("sleeps", "import time; time.sleep(600)")], out)
     assert_dead(str(started[1].pid))
-    assert not (tmp_path / "sleeps.json").exists()
-    with tarfile.open(tmp_path / gpu_lanes.ARCHIVE) as archive:
+    assert not (out / "sleeps.json").exists()
+    with tarfile.open(out / gpu_lanes.ARCHIVE) as archive:
         assert archive.getnames() == ["counts.json"]
-    assert run([counts, lane("sleeps", "pass")], tmp_path) == 0
+    assert run([counts, lane("sleeps", "pass")], out) == 0
     assert count.read_text() == "x\n"
 
 

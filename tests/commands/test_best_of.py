@@ -27,11 +27,6 @@ def classifier(folder, seed=4):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def drawn(model):
     """(prompt, N answers) of each prompt, by the Python API."""
     tokenizer = load_tokenizer(str(model))

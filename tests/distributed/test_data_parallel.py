@@ -32,7 +32,7 @@ from rlhf_engine.training.update import StepPlan, update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.rollout.stand_in import StandIn
-from tests.training.test_data import train_config, write_model, write_reward
+from tests.training.test_data import train_config, write_reward
 from tests.training.test_rl import without_timings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,11 +154,6 @@ def assert_ended(folder: Path, name: str, kinds: Sequence[str], messages: Sequen
         assert found_kind == kind
         assert message in text
         assert seconds < WAIT / 2  # at once rather than after the longest wait
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def short(names: Iterable[str], shortly: Container[str]) -> list[Any]:

@@ -22,7 +22,7 @@ from rlhf_engine.training.rl import RlTrainer
 from tests.distributed.ranks import trainer_of
 from tests.distributed.test_data_parallel import WAIT, assert_same_numbers, finish, left, made, start
 from tests.rollout.stand_in import StandIn
-from tests.training.test_data import write_model, write_reward
+from tests.training.test_data import write_reward
 from tests.training.test_rl import without_timings
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -50,11 +50,6 @@ if len(calls) > 3 and os.environ.get("RANK") == "2":
 return [float(sum(7 + i == t % 50 for i, t in enumerate(row))) + len(row) for row in completion_ids]
 """
 """A reward that ends a process in its third step; its first call is the dry run."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from tests.distributed.test_data_parallel import (
     short,
     start,
 )
-from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_data import sft_config, train_config
 from tests.training.test_resume import steps_logged, wait_for
 from tests.training.test_reward import reward_config, toy_pairs
 from tests.training.test_rl import without_timings
@@ -99,11 +99,6 @@ def alone(folder: Path, name: str, case: str, model: Path, **changes: Any) -> Ru
     trainer = make(config(**found))
     trainer.run()
     return trainer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,10 @@ from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
-from tests.training.test_data import train_config, write_model
+from tests.training.test_data import train_config
 from tests.training.test_rl import Stop, same, stop_after, trained
 
 TIMINGS = ("seconds/", "tokens_per_second", "samples_per_second", "peak_memory_bytes", "async/")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def without_timings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,16 +23,11 @@ from rlhf_engine.rollout import Rollout
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from tests.generators.test_ray_transport import pids
-from tests.training.test_data import train_config, write_model
+from tests.training.test_data import train_config
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +204,7 @@ def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch)
     monkeypatch.setattr(ray_transport, "Generator", Failing)
     monkeypatch.setattr("rlhf_engine.generators.ray.RESTARTS", 0)
     run = Run(model, tmp_path / "ray", async_mode="ray")
-    with pytest.raises(
-        GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
-    ) as found:
+    with pytest.raises(GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the thir") as found:
         run()
     assert isinstance(found.value.__cause__, ZeroDivisionError)
     assert "in draw" in str(found.value.__cause__.__cause__)  # where, in the other process

@@ -172,9 +172,7 @@ def test_what_a_generator_raises_reaches_the_learner():
         return 0.0
 
     scheduler, _ = scheduler_of(Stage(raises), StalenessRule(max_staleness=1), 5)
-    with pytest.raises(
-        GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the third"
-    ) as found:
+    with pytest.raises(GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the thir") as found:
         learn(scheduler, range(5))
     assert isinstance(found.value.__cause__, ZeroDivisionError)
     scheduler.close()

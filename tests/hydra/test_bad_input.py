@@ -60,10 +60,7 @@ def test_names_that_would_be_paths():
 def test_requests_at_load():
     for options, message in [
         ({"roles": {}}, "roles: expected at least one role, got none"),
-        (
-            {"slots": {"teacher": SlotConfig()}},
-            r"slots: expected names that a role uses \(\['actor', 'critic'\]\), got",
-        ),
+        ({"slots": {"teacher": SlotConfig()}}, r"slots: expected names that a role uses \(\['actor', 'critic'\]\)"),
         ({"roles": {"a": RoleSpec(slot="keys")}}, r"roles\['a'\]: expected another name than 'keys', which torch uses"),
         ({"roles": {"a": RoleSpec(head="values")}}, r"roles\['a'\]: expected another name than 'values'"),
         ({"roles": {"actor": RoleSpec(backbone="big")}}, r"backbones: expected a source for \['big'\], got \['base'\]"),
@@ -82,10 +79,7 @@ def test_requests_at_load():
             "init_from: expected an origin outside of the slots .*which start from each other",
         ),
         ({"slots": {"actor": SlotConfig(init_from="actor")}}, "init_from: expected an origin outside of the slots"),
-        (
-            {"slots": {"actor": SlotConfig(init_from="sft")}},
-            r"adapter: expected a folder with adapter_config\.json, got 'sft'",
-        ),
+        ({"slots": {"actor": SlotConfig(init_from="sft")}}, r"adapter: expected a folder with adapter_config\.json"),
         (
             {"slots": {"critic": SlotConfig(init_from="actor", target_modules=("q_proj",))}},
             "init_from='actor': expected the same target modules as 'critic', got others",
@@ -96,17 +90,11 @@ def test_requests_at_load():
 
 
 def test_a_source_of_another_kind(tmp_path):
-    with pytest.raises(
-        TypeError, match="source: expected a folder, a transformers PreTrainedModel or a PeftModel, got L"
-    ):
+    with pytest.raises(TypeError, match="source: expected a folder, a transformers PreTrainedModel or a PeftModel"):
         HydraModel.from_pretrained(torch.nn.Linear(2, 2), roles=ACTOR)
-    with pytest.raises(
-        ValueError, match="model_name_or_path: expected a model folder or owner/name of the Hub, got '/nowhere'"
-    ):
+    with pytest.raises(ValueError, match="model_name_or_path: expected a model folder or owner/name of the Hub, got '"):
         HydraModel.from_pretrained("/nowhere", roles=ACTOR)
-    with pytest.raises(
-        ValueError, match=r"model_name_or_path: expected a folder with config\.json, got '.*' which has"
-    ):
+    with pytest.raises(ValueError, match=r"model_name_or_path: expected a folder with config\.json, got '.*' which ha"):
         HydraModel.from_pretrained(tmp_path, roles=ACTOR)
     tiny_llama().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"short")
@@ -214,9 +202,7 @@ def test_pickled_weights_are_not_read(tmp_path):
 def test_one_backbone_cannot_belong_to_two_models():
     plain = tiny_llama()
     HydraModel.from_pretrained(plain, roles=ACTOR)
-    with pytest.raises(
-        ValueError, match="source: expected a plain LlamaForCausalLM, got the backbone of another Hydra"
-    ):
+    with pytest.raises(ValueError, match="source: expected a plain LlamaForCausalLM, got the backbone of another Hydr"):
         HydraModel.from_pretrained(plain, roles=ACTOR)
 
 
@@ -225,9 +211,7 @@ def test_heads_of_another_size_are_refused(tmp_path):
 
     tiny_llama().save_pretrained(tmp_path)
     save_file({"reward.weight": torch.ones(1, 7), "reward.bias": torch.ones(1)}, tmp_path / "heads.safetensors")
-    with pytest.raises(
-        ValueError, match=r"heads\.safetensors: expected head 'reward' with .*\(1, 24\).*got .*\(1, 7\)"
-    ):
+    with pytest.raises(ValueError, match=r"heads\.safetensors: expected head 'reward' with .*\(1, 24\).*got .*\(1, 7"):
         HydraModel.from_pretrained(tmp_path, roles=hydra_roles())
 
 

@@ -198,9 +198,7 @@ def test_a_quantised_base_is_not_trained(base):
             quantization="4bit",
         )
     plain = load_model(base, dtype=torch.float32, device="cpu", quantization="8bit")
-    with pytest.raises(
-        ValueError, match="source: expected weights that can be trained for full fine-tuning, got quant"
-    ):
+    with pytest.raises(ValueError, match="source: expected weights that can be trained for full fine-tuning, got quan"):
         HydraModel.from_pretrained(
             plain,
             roles=METHODS["full_ppo"](),

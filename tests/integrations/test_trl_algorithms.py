@@ -201,11 +201,7 @@ def test_an_evaluation_may_draw_another_number_of_answers(folder, tmp_path):
 def test_options_that_cannot_be_served(folder, tmp_path):
     for kind, changes, message in (
         ("remax", {"num_generations": 2}, "num_generations: expected 1, got 2"),
-        (
-            "remax",
-            {"num_iterations": 2},
-            "num_iterations: expected 1, one update per rollout: sum of remax has no ratio",
-        ),
+        ("remax", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: sum of remax has no rat"),
         ("remax", {"steps_per_generation": 4}, "steps_per_generation: expected gradient_accumulation_steps, one"),
         ("remax", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because remax does not read it, got 0\.1"),
         ("remax", {"loss_type": "grpo"}, "loss_type: expected 'sum' or 'own_length', got 'grpo'"),
@@ -219,14 +215,10 @@ def test_options_that_cannot_be_served(folder, tmp_path):
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: expected False, because no KL is weighed"),
         ("grpo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
-        ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others, got"),
+        ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others"),
         ("best_of_n", {"beta": 0.1}, r"beta: expected 0\.05, because best_of_n does not read it, got 0\.1"),
         ("online_dpo", {"answers_per_prompt": 1}, "answers_per_prompt: expected at least 2, got 1"),
-        (
-            "online_dpo",
-            {"num_generations": 2},
-            "num_generations: expected 1: answers_per_prompt says how many",
-        ),
+        ("online_dpo", {"num_generations": 2}, "num_generations: expected 1: answers_per_prompt says how many"),
         ("online_dpo", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because online_dpo does not read it, got 0\.1"),
         ("online_dpo", {"beta": 0.0}, "beta: expected a number > 0"),
         ("online_dpo", {"loss_type": "hinge"}, "loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"),
@@ -237,7 +229,7 @@ def test_options_that_cannot_be_served(folder, tmp_path):
     embedded = LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="peft_config"):
         make("remax", folder, tmp_path, peft_config=embedded)
-    with pytest.raises(ConfigError, match=r"algorithm: expected an algorithm that learns from single answers; .*, got"):
+    with pytest.raises(ConfigError, match=r"algorithm: expected an algorithm that learns from single answers; .*"):
         HydraConfig(str(tmp_path), algorithm="online_dpo", use_cpu=True, bf16=False)
 
 

@@ -55,10 +55,7 @@ def test_an_epoch_s_last_step_may_be_short(folder, tmp_path):
 
 def test_a_rollout_is_not_cut_up_otherwise(folder, tmp_path, whole):
     for changes, message in (
-        (
-            {"steps_per_generation": 8},
-            "steps_per_generation: expected 4, because .* is of the middle of a rollout, got 8",
-        ),
+        ({"steps_per_generation": 8}, "steps_per_generation: expected 4, because .* is of the middle of a rollout"),
         ({"num_iterations": 2}, "num_iterations: expected 1, because"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: expected 2, because"),
         ({"per_device_train_batch_size": 2}, "per_device_train_batch_size: expected 4, because"),

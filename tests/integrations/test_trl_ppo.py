@@ -364,15 +364,9 @@ def test_models_and_arguments_that_cannot_be_served(folder, tmp_path):
     no_lora: dict[str, Any] = {"peft_config": None}
     for given, message in (
         (no_lora, "peft_config: expected a LoraConfig"),
-        (
-            {**no_lora, "model": adapted(adapter_name="mine")},
-            r"model: expected an adapter called 'default', got \['mine",
-        ),
+        ({**no_lora, "model": adapted(adapter_name="mine")}, r"model: expected an adapter called 'default', got \['mi"),
         ({**no_lora, "model": adapted(embedded)}, "peft_config: expected LoRA on linears alone, got .*embed_tokens"),
-        (
-            {**no_lora, "model": unfrozen},
-            "peft_config: expected LoRA alone to be trained, got .*norm.weight and 0 more",
-        ),
+        ({**no_lora, "model": unfrozen}, "peft_config: expected LoRA alone to be trained, got .*norm.weight and 0 mor"),
         ({"peft_config": dora}, "the adapter 'default': expected use_dora=False"),
         ({"steps_per_generation": 256}, "train_dataset: expected at least the 1024 prompts of a rollout .* got 48"),
         ({"optimizers": (own, None)}, "optimizers: expected one that has every trained parameter, got one without act"),

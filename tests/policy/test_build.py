@@ -29,11 +29,6 @@ from tests.training.test_data import train_config, write_model
 BATCH = random_batch(((3, 5), (4, 2), (1, 7)), seed=1)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def batch_for(folder: Path) -> PackedBatch:
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokens = BATCH.tokens_T % vocabulary
@@ -240,15 +235,9 @@ def test_contradictory_options():
             "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the rew",
         ),
         ({"critic_init": "reward", "reward_funcs": ["m:f"]}, "critic_init: expected 'reward_model' among reward_funcs"),
-        (
-            {"critic_init": "actor", "method": "dynamic_lora_ppo"},
-            "critic_init: expected 'base' or 'reward' for dynamic",
-        ),
+        ({"critic_init": "actor", "method": "dynamic_lora_ppo"}, "critic_init: expected 'base' or 'reward' for dynami"),
         ({"reward_adapter": "a", "reward_model_path": "b"}, "reward_model_path: expected either reward_adapter or"),
-        (
-            {"reward_model_path": "b", "reward_funcs": ["m:f"]},
-            "reward_model_path: expected 'reward_model' among reward_funcs",
-        ),
+        ({"reward_model_path": "b", "reward_funcs": ["m:f"]}, "reward_model_path: expected 'reward_model' among rewar"),
         ({"method": "hydra"}, r"method: expected one of .*full_ppo.*hydra_ppo.*got 'hydra'"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -282,17 +271,13 @@ def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
         HydraModel.from_pretrained(base, roles=hydra_roles())
     (base / "config.json").write_text(json.dumps(config))
     (base / "heads.safetensors").unlink()
-    with pytest.raises(
-        ConfigError, match=r"reward_funcs: 'reward_model': expected a trained reward head .*reward_model_path"
-    ):
+    with pytest.raises(ConfigError, match=r"reward_funcs: 'reward_model': expected a trained reward head .*reward_mod"):
         build(base, tmp_path)
     other = tmp_path / "other_base"
     shutil.copytree(lora_reward, other)
     recorded = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps({**recorded, "base_model_name_or_path": "x/vicuna"}))
-    with pytest.raises(
-        ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of 'vicuna'"
-    ):
+    with pytest.raises(ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of 'vicun"):
         build(base, tmp_path, actor_adapter=str(other), reward_adapter=str(lora_reward))
 
 
@@ -324,9 +309,7 @@ def test_the_hash_of_a_base_says_more_than_its_name(model, lora_reward, tmp_path
     check_sources(
         train_config(model, tmp_path / "run", actor_adapter=of_hub, reference_adapter=of_snapshot, reward_adapter=third)
     )
-    with pytest.raises(
-        ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of hash 111"
-    ):
+    with pytest.raises(ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of hash 1"):
         check(of_hub, adapter("c", "org/tiny", "2" * 64))
     with pytest.raises(ConfigError, match=r"actor_adapter of 'tiny', reward_adapter of '0f3e'; if these are one"):
         check(of_hub, adapter("d", "/cache/0f3e", None))
@@ -363,9 +346,7 @@ def test_a_reward_model_reads_the_policy_s_tokens(model, same_decoder, lora_rewa
     with pytest.raises(ConfigError, match=r"reward_model_path: expected the policy's tokenizer in .* 2 of its tokens"):
         trainer(larger)
 
-    with pytest.raises(
-        ConfigError, match=r"reward_model_path: expected a model folder or owner/name of the Hub, got 'none'"
-    ):
+    with pytest.raises(ConfigError, match=r"reward_model_path: expected a model folder or owner/name of the Hub"):
         trainer(Path("none"))
     with pytest.raises(ConfigError, match=r"reward_model_path: expected a model in .*, got an adapter; give it as rew"):
         trainer(lora_reward)

@@ -301,7 +301,7 @@ def test_the_server_may_see_the_folder_elsewhere(model, server, tmp_path):
 
 def test_a_folder_that_cannot_be_written_to(model, server, tmp_path):
     (tmp_path / "adapters").write_text("a file")
-    with pytest.raises(ConfigError, match=r"vllm_adapter_dir: expected a folder that can be written to, got"):
+    with pytest.raises(ConfigError, match=r"vllm_adapter_dir: expected a folder that can be written to"):
         connect(model, server, tmp_path).sync(0)
 
 
@@ -397,9 +397,7 @@ def test_nobody_answers(model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(
-        RolloutServerError, match=rf"vllm_server_base_url {url}: expected a vLLM server .*Connection refused"
-    ):
+    with pytest.raises(RolloutServerError, match=rf"vllm_server_base_url {url}: expected a vLLM server .*Connection r"):
         VllmClient(url, timeout=5).health()
 
 
@@ -485,8 +483,8 @@ def named(name: str):
 
 BAD_ANSWERS = [
     (lambda p, r: json.dumps(p).encode(), "RemoteProtocolError: peer closed"),
-    (lambda p, r: {"choices": []}, "expected one choice, got"),
-    (lambda p, r: {**p, "choices": p["choices"] * 2}, "expected one choice, got"),
+    (lambda p, r: {"choices": []}, "expected one choice"),
+    (lambda p, r: {**p, "choices": p["choices"] * 2}, "expected one choice"),
     (lambda p, r: {**p, "model": "base"}, "expected an answer of that model, got one of 'base'"),
     (changed(index=1), "expected the choice of index 0, got 1"),
     (changed(prompt_token_ids=[1, 2]), r"expected an answer to the prompt .*, got one to \[1, 2\]"),
@@ -526,7 +524,7 @@ def test_a_server_that_dies_during_a_rollout(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
     server.answers_left = 2
-    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions, got"):
+    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions"):
         rollouts.generate(PROMPTS, sampling())
     server.answers_left = None
     assert rollouts.generate(PROMPTS, sampling()).batch.n_sequences == 4

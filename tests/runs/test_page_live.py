@@ -12,12 +12,7 @@ from rlhf_engine.runs.folder import locked
 from rlhf_engine.runs.metrics import MetricsWriter
 from rlhf_engine.runs.page import PAGE_FILE, LivePage, write_page
 from rlhf_engine.training.rl import RlTrainer
-from tests.training.test_data import train_config, write_model, write_prompts
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("live") / "model")
+from tests.training.test_data import train_config, write_prompts
 
 
 def start(folder, steps=1):

@@ -17,13 +17,8 @@ from rlhf_engine.runs.folder import locked, require_unlocked
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
-from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_data import sft_config, train_config
 from tests.training.test_reward import reward_config
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def hold(folder: Path, held: Connection) -> None:

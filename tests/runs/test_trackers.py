@@ -7,12 +7,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import Trackers, read_metrics, require_trackers
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
-from tests.training.test_data import sft_config, train_config, write_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.training.test_data import sft_config, train_config
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:

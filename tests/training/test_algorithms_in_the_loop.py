@@ -14,7 +14,7 @@ from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
 from rlhf_engine.training.update import Schedule, update
-from tests.training.test_data import train_config, write_model, write_reward
+from tests.training.test_data import train_config, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
 
 ALGORITHMS = {
@@ -46,11 +46,6 @@ def slowly(*names: str) -> list[Any]:
 HALVES = """
 return [float(sum(7 + 2 * i == t % 50 for i, t in enumerate(row))) + 0.1 * sum(row) / 50 for row in completion_ids]
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -212,9 +212,7 @@ def test_sft_leaves_out_what_it_may_and_says_so(base, tmp_path):
     rows[2]["completion"] = ""
     rows[5]["prompt"] = "red " * 70
     data = str(write_rows(tmp_path / "rows.jsonl", rows))
-    with pytest.raises(
-        ConfigError, match=r"^.*rows\.jsonl:3: expected text in column 'completion', got an empty compl"
-    ):
+    with pytest.raises(ConfigError, match=r"^.*rows\.jsonl:3: expected text in column 'completion', got an empty comp"):
         SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data))
     with pytest.raises(ConfigError, match=r"^.*rows\.jsonl:3: .* 2 of 12 rows cannot be used, where max_bad_rows is 1"):
         SftTrainer(sft_config(base, tmp_path / "out", dataset_name=data, max_bad_rows=1))
@@ -259,9 +257,7 @@ def test_rl_cuts_prompts_and_writes_down_what_it_left_out(base, tmp_path):
     assert record["bad"][0]["places"] == [f"{data}:2"]
     dropping = RlTrainer(train_config(base, tmp_path / "other", truncation="drop", **common))
     assert len(dropping.train_set.rows) == 1
-    with pytest.raises(
-        ConfigError, match=r"2 of 3 rows cannot be used, .*; expected at most 10 tokens \(max_prompt_len"
-    ):
+    with pytest.raises(ConfigError, match=r"2 of 3 rows cannot be used, .*; expected at most 10 tokens \(max_prompt_l"):
         RlTrainer(train_config(base, tmp_path / "third", **common))
 
 
@@ -280,7 +276,5 @@ def test_options_of_data_that_mean_nothing(base, tmp_path):
 def test_conversations_need_a_template(tmp_path):
     model = write_model(tmp_path / "m")
     data = write_rows(tmp_path / "talks.jsonl", TALKS)
-    with pytest.raises(
-        ConfigError, match="model_name_or_path: expected a tokenizer with a chat template for rows of messages"
-    ):
+    with pytest.raises(ConfigError, match="model_name_or_path: expected a tokenizer with a chat template for rows of"):
         SftTrainer(sft_config(model, tmp_path / "out", dataset_name=str(data)))

@@ -23,11 +23,6 @@ of_table = functools.partial(train_config, exact=False)
 """Options of a run whose kernels the table chooses: exact mode goes before it."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def table(tmp_path) -> Path:
     """A table that prefers the reference wherever it can be told to."""

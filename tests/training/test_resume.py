@@ -33,7 +33,7 @@ from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.progress import StopSignals, TrainingProgress
 from rlhf_engine.training.rl import RlTrainer
-from tests.training.test_data import train_config, write_model, write_prompts, write_reward
+from tests.training.test_data import train_config, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
 
 CROSSING = {
@@ -44,11 +44,6 @@ CROSSING = {
     "critic_warmup_steps": 1,
 }
 """A run that crosses ends of epochs (a step takes 8 of 6 prompts), changes of the learning rate and of beta."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def all_steps(config) -> RlTrainer:

@@ -364,7 +364,7 @@ def test_margins_are_those_of_the_formula(base, tmp_path):
     by_hand = float((1 + (margins - rewards[:, 0] + rewards[:, 1]).exp()).log().mean())
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval/loss"] == pytest.approx(by_hand, rel=1e-5)
     for value in (None, "much", math.inf, True):
-        with pytest.raises(ConfigError, match="expected a finite number in column 'margin', got"):
+        with pytest.raises(ConfigError, match="expected a finite number in column 'margin'"):
             RewardTrainer(reward_config(base, tmp_path / "bad", [*rows, {**rows[0], "margin": value}]))
 
 
@@ -616,7 +616,7 @@ def test_contradictory_options(tmp_path):
         ({"eval_dataset_name": 1.0}, "eval_dataset_name: expected a source or a share between 0 and 1, got 1.0"),
         ({"eval_dataset_name": "0"}, "eval_dataset_name: expected a source or a share between 0 and 1, got '0'"),
         ({"group_column": "c"}, "group_column: expected it with a share as eval_dataset_name, .* got 'c' without"),
-        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name, got"),
+        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name"),
         ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),
@@ -636,9 +636,7 @@ def test_tokens_and_ends_that_the_model_does_not_have(tmp_path):
             trainer(config(small, tmp_path / "run"))
         for end in (999, -1, [2, 999], "x") if trainer is not RewardTrainer else ():
             generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": end}))
-            with pytest.raises(
-                ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*, g"
-            ):
+            with pytest.raises(ConfigError, match=r"expected end-of-sequence tokens among the model's ids of 0 to .*,"):
                 trainer(config(base, tmp_path / "run"))
 
 

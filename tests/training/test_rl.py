@@ -24,11 +24,6 @@ TIMINGS = ("seconds/", "tokens_per_second", "samples_per_second", "peak_memory_b
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def sft_adapter(model, tmp_path_factory) -> Path:
     """A LoRA slot with its reward head, made by supervised fine-tuning on the same base."""
     output = tmp_path_factory.mktemp("sft") / "out"
@@ -295,16 +290,13 @@ def other_model(make, *args, **options):
         (lambda p: {"dataset_name": str(p / "none.jsonl")}, "^dataset_name: expected .* which is not a file"),
         (lambda p: {"eval_dataset_name": str(p / "no.jsonl")}, "^eval_dataset_name: expected .* which is not a file"),
         (rewards("return [1.0]"), "reward function 'reward': expected 2 rewards, got 1"),
-        (lambda p: {"reward_funcs": ["reward_model"] * 2}, "reward_funcs: expected 'reward_model' at most once, got"),
+        (lambda p: {"reward_funcs": ["reward_model"] * 2}, "reward_funcs: expected 'reward_model' at most once"),
         (lambda p: {"reward_funcs": [f"{p}/none.py:f"]}, "reward_funcs: there is no file"),
-        (
-            lambda p: {"resume_from_checkpoint": str(p / "none")},
-            "resume_from_checkpoint: expected 'auto', 'restart' or a check",
-        ),
+        (lambda p: {"resume_from_checkpoint": str(p / "none")}, "resume_from_checkpoint: expected 'auto', 'restart' o"),
         (lambda p: {"resume_from_checkpoint": str(p)}, r"resume_from_checkpoint: expected trainer_state\.json in"),
         (lambda p: {"actor_adapter": str(p / "none")}, r"adapter: expected a folder with adapter_config\.json"),
         (lambda p: {MODEL: str(p / "no")}, "model_name_or_path: expected a model folder or owner/name"),
-        (lambda p: {MODEL: str(p)}, "model_name_or_path: expected a folder with config.json, got"),
+        (lambda p: {MODEL: str(p)}, "model_name_or_path: expected a folder with config.json"),
         (other_model(without_tokenizer), "model_name_or_path: expected a tokenizer in"),
         (other_model(without_eos), "expected a tokenizer with an end-of-sequence token, got one without"),
         (other_model(write_model, reward_head=False), r"reward_funcs: 'reward_model': expected a trained reward head"),
@@ -332,9 +324,7 @@ def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
     def construct(**options):
         RlTrainer(train_config(model, tmp_path / "run", **options))
 
-    with pytest.raises(
-        ValueError, match=r"target_modules: expected name endings among \['down_proj'.*got \['c_attn'\]"
-    ):
+    with pytest.raises(ValueError, match=r"target_modules: expected name endings among \['down_proj'.*got \['c_attn'"):
         construct(lora_target_modules=["c_attn"])
     other = write_model(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"expected an adapter of this base .* got one of another base"):
@@ -529,9 +519,7 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
     with torch.no_grad():
         for p in trainer.model.backbone().slot("sft").parameters():
             p.zero_()
-    with pytest.raises(
-        MismatchError, match=r"the actor started as the reference, but before any update .*reference_adap"
-    ):
+    with pytest.raises(MismatchError, match=r"the actor started as the reference, but before any update .*reference_a"):
         trainer.step()
     # an actor that brings weights of its own may differ
     own = RlTrainer(train_config(model, tmp_path / "own", actor_adapter=str(sft_adapter)))

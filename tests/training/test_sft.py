@@ -100,7 +100,7 @@ def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path
     assert stats["reward_loss"].item() == pytest.approx(sum(by_hand) / 4, rel=1e-4)
     assert loss.item() == pytest.approx(stats["lm_loss"].item() + 0.7 * sum(by_hand) / 4, rel=1e-5)
     for value in (None, "much", math.inf, True):
-        with pytest.raises(ConfigError, match="expected a finite number in column 'margin', got"):
+        with pytest.raises(ConfigError, match="expected a finite number in column 'margin'"):
             trainer([*pairs, {**pairs[0], "margin": value}])
     with pytest.raises(ConfigError, match="expected pairs of different answers, got the same answer twice in all"):
         trainer([same])
@@ -238,10 +238,7 @@ CHOSEN = {"prompt": "red", "chosen": "a"}
 BAD_ROWS = [
     ([CHOSEN], COLUMNS + r"\['chosen', 'prompt'\]"),
     ([{"completion": "a"}], COLUMNS + r"\['completion'\]"),
-    (
-        [{**CHOSEN, "rejected": x} for x in ("b", None)],
-        r"rows\.jsonl:2: expected a string or .* in column 'rejected', g",
-    ),
+    ([{**CHOSEN, "rejected": x} for x in ("b", None)], r"rows\.jsonl:2: expected a string or .* in column 'rejected',"),
     ([{**CHOSEN, "rejected": "b " * 30}], r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer, got 33"),
     ([{"prompt": "red " * 64, "completion": "a"}], r"rows\.jsonl:1: expected at most 20 tokens of prompt and answer"),
 ]
@@ -260,7 +257,7 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
 def test_output_folders(base, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "note.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="output_dir: expected an empty or new folder, got"):
+    with pytest.raises(ConfigError, match="output_dir: expected an empty or new folder"):
         SftTrainer(sft_config(base, tmp_path / "out"))
     SftTrainer(sft_config(base, tmp_path / "out", resume_from_checkpoint="restart"))
 
@@ -312,10 +309,7 @@ def test_options_that_would_do_nothing(base, tmp_path):
         ({"lora_r": 4}, "lora_r: expected it unset for --full, which has no adapter, got 4"),
         ({"warmup_steps": 3}, r"warmup_steps: expected at most max_steps \(2\), got 3"),
         ({"max_steps": None, "warmup_steps": 30}, "warmup_steps: expected at most the run's .* steps, got 30"),
-        (
-            {"max_tokens_per_micro_batch": 3},
-            r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the long",
-        ),
+        ({"max_tokens_per_micro_batch": 3}, r"max_tokens_per_micro_batch: expected at least \d+, the tokens of the lo"),
     ):
         with pytest.raises(ConfigError, match=message):
             SftTrainer(sft_config(base, tmp_path / "out", **options))

@@ -1,7 +1,5 @@
 """Runs that draw among some words: what they learn from, that they go on, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rlhf_kernels.runtime import native
@@ -11,13 +9,8 @@ from rlhf_engine.errors import ConfigError, MismatchError
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.training.rl import RlTrainer
 from tests.generators.test_async_runs import steps_of, without_timings
-from tests.training.test_data import train_config, write_model
+from tests.training.test_data import train_config
 from tests.training.test_rl import same, trained
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_every_algorithm_learns_from_them(model, tmp_path):

@@ -18,11 +18,6 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def reward(tmp_path):
     return write_reward(tmp_path, "return [float(len(set(row))) + 0.01 * sum(row) for row in completion_ids]")
@@ -79,11 +74,7 @@ def test_options_that_ask_for_another_base(model, reward, tmp_path):
     first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
     other = write_model(tmp_path / "other")
     for folder, changes, message in (
-        (
-            model,
-            {"method": "lora_ppo"},
-            r"method: expected one whose backbones the given model has, \['base'\], got 'lo",
-        ),
+        (model, {"method": "lora_ppo"}, r"method: expected one whose backbones the given model has, \['base'\], got '"),
         (model, {"dtype": "bfloat16"}, "dtype: expected that of the given model, torch.float32, got torch.bfloat16"),
         (other, {}, "model_name_or_path: expected that of the given model"),
     ):

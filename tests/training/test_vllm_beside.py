@@ -13,17 +13,12 @@ from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import Corrected, both
 from rlhf_engine.training.rl import RlTrainer
 from tests.rollout.stand_in import StandIn
-from tests.training.test_data import train_config, write_model
+from tests.training.test_data import train_config
 from tests.training.test_rl import same, trained, without_timings
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 BESIDE = {"async_mode": "overlap", "max_staleness": 1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

@@ -28,11 +28,6 @@ MISMATCH += ("mismatch/effective_sample_size", "mismatch/importance_weight_mean"
 SERVER = ("mismatch/canary_mean", "mismatch/canary_max", "vllm/adapters_left")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
 def server(model):
     with StandIn(model, name="tiny") as stand_in:
@@ -240,14 +235,12 @@ def test_a_run_goes_on_after_its_server_has_died(model, server, tmp_path):
         if step == 2:
             server.answers_left = 7  # canaries and three answers of the next step
 
-    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions, got"):
+    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions"):
         trainer.run(on_step)
     assert [row["step"] for row in read_metrics(trainer.output / "metrics.jsonl")] == [1, 2]
     assert [name.split("-")[0] for name in server.adapters] == ["whole"]
     server.close()
-    with pytest.raises(
-        RolloutServerError, match=r"vllm_server_base_url .*: expected a vLLM server that answers /health"
-    ):
+    with pytest.raises(RolloutServerError, match=r"vllm_server_base_url .*: expected a vLLM server that answers /heal"):
         RlTrainer(dataclasses.replace(made, resume_from_checkpoint="auto"))
     with StandIn(model, name="tiny") as another:
         again = dataclasses.replace(made, resume_from_checkpoint="auto", vllm_server_base_url=another.url)
@@ -316,10 +309,7 @@ def test_options_that_contradict_each_other(tmp_path):
         ({"kv_cache_memory": "2GB"}, "kv_cache_memory: expected it unset with vllm_server_base_url, got '2GB'"),
         ({"decode_step": "graph"}, "decode_step: expected it unset with vllm_server_base_url, got 'graph'"),
         ({"exact": True}, "exact: expected it unset with vllm_server_base_url, got True"),
-        (
-            {"off_policy_correction": "behaviour"},
-            "expected one of token_truncate, sequence_truncate, none for ppo",
-        ),
+        ({"off_policy_correction": "behaviour"}, "expected one of token_truncate, sequence_truncate, none for ppo"),
         ({"off_policy_correction": "none", "off_policy_clip_max": 3.0}, "off_policy_clip_max: expected it unset"),
     ):
         options = {"vllm_server_base_url": "http://localhost:1", **changes}
