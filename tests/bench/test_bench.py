@@ -125,8 +125,7 @@ def test_the_fastest_baseline_that_computes_the_same_is_the_record_s():
     quick = Baseline(name="quick", prepare=prepared(1.0, 100_000))
     other = Baseline(name="other", prepare=prepared(2.0, 1), same=False)
     wrong = Baseline(name="wrong", prepare=prepared(1.5, 1_000_000))
-    nan = Baseline(name="nan", prepare=prepared(math.nan, 1))
-    result = measure(toy(slow, quick, other, wrong, nan))
+    result = measure(toy(slow, quick, other, wrong))
     assert result.baseline is not None
     assert result.baseline.label == "quick"
     (record,) = (r for r in result.records() if r["backend"] == "reference")
@@ -136,8 +135,8 @@ def test_the_fastest_baseline_that_computes_the_same_is_the_record_s():
     assert found["wrong"] is not None
     assert not found["wrong"].ok
     assert found["wrong"].error == pytest.approx(0.5)
-    file = io.StringIO()
-    write_records(result.records(), file)
+    file, nan = io.StringIO(), Baseline(name="nan", prepare=prepared(math.nan, 1))
+    write_records(measure(toy(nan)).records(), file)
     for line in file.getvalue().splitlines():  # an infinite error is null
         written = json.loads(line)["baselines"]["nan"]
         assert (written["error"], written["ok"]) == (None, False)
