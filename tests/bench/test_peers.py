@@ -14,7 +14,7 @@ import pytest
 import torch
 from rlhf_bench import OPS, PEERS, candidates, case, floor, heads, roofline
 from rlhf_bench.case import NotHereError, differentiate, leaves_of
-from rlhf_bench.ops import decode_attention, linear_logprob, load_cases, lora
+from rlhf_bench.ops import decode_attention, load_cases, lora
 from rlhf_bench.ops import sample as sampling
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.sample import sample
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_engine.hydra import kv_cache
 
 CPU = torch.device("cpu")
-HEAD = linear_logprob.MODES[0], heads.HeadSize(8, 16, 128)
 
 
 def cpu_case(op: str, name: str, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> case.Case:

@@ -1,6 +1,5 @@
 """The demo task: reproducible, held-out prompts held out, a true score that resists gaming, known words only."""
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -46,14 +45,6 @@ def test_heldout_complaints_are_disjoint_but_made_of_known_parts(seed: int) -> N
     assert {t for t, _ in task.heldout_complaints} == {t for t, _ in task.train_complaints}
     assert {p for _, p in task.train_complaints} == set(FIXES)
     assert {complaint(row["prompt"]) for row in task.sft_pairs(500)} <= set(task.train_complaints)
-
-
-def test_train_prompts_repeat_only_after_all_have_come() -> None:
-    many = TASK.train_prompts(10_000)
-    size = len(set(many))
-    assert len(set(many[:size])) == size
-    assert len(set(many[size : 2 * size])) == size
-    assert many[:size] != many[size : 2 * size]
 
 
 def test_more_heldout_prompts_than_there_are_is_an_error() -> None:
@@ -120,20 +111,6 @@ def test_length_is_guarded_and_the_score_bounded() -> None:
 def test_prompts_outside_the_task_are_refused() -> None:
     with pytest.raises(ValueError, match=r"prompt: expected a complaint such as .* got 'the sky is blue'"):
         true_score("the sky is blue", BEST)
-
-
-def test_corpus_leaves_room_and_preferences_are_noisy_but_informative() -> None:
-    rows = TASK.sft_pairs(1500)
-    chosen = [true_score(r["prompt"], r["chosen"]) for r in rows]
-    rejected = [true_score(r["prompt"], r["rejected"]) for r in rows]
-    right = statistics.mean(prefer(r["prompt"], r["chosen"], r["rejected"]) for r in rows)
-    assert 1.0 < statistics.mean(chosen) < 2.5  # BEST_SCORE is far above
-    assert statistics.mean(chosen) - statistics.mean(rejected) > 1
-    assert max(chosen) == BEST_SCORE  # good answers can be learned from the corpus
-    assert 0.8 < right < 0.97  # Bradley-Terry noise: neither useless nor perfect
-    lengths = sorted(len(r["chosen"].split()) for r in rows)
-    assert lengths[len(rows) // 10] >= 6
-    assert lengths[len(rows) * 9 // 10] <= 26
 
 
 def test_tokenizer_covers_the_task_and_round_trips(tmp_path: Path) -> None:

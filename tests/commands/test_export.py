@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -18,8 +17,6 @@ pytest.importorskip("peft")
 from peft import PeftModel
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.config import parse_config
-from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.export import card
 from rlhf_engine.hydra import (
     HydraModel,
@@ -39,7 +36,6 @@ from tests.training.test_every_architecture import write
 from tests.training.test_reward import gpt2_folder
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guides" / "export.md"
 IDS = torch.randint(3, 12, (3, 8), generator=torch.Generator().manual_seed(0))
 BATCH = PackedBatch.from_lists([row[:3].tolist() for row in IDS], [row[3:].tolist() for row in IDS])
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
@@ -539,15 +535,3 @@ def test_options_that_do_not_fit_are_refused(place, tmp_path, capsys):
     ):
         assert main(["export", str(place / "ppo"), "--output_dir", str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_commands_of_the_guide_are_commands():
-    text = GUIDE.read_text(encoding="utf-8")
-    lines = [
-        line
-        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for line in block.splitlines()
-    ]
-    found = [shlex.split(line) for line in lines if line.startswith("rlhf-engine export ")]
-    formats = {parse_config(ExportConfig, ["--source", *words[2:]]).to for words in found}
-    assert formats == {"merged", "peft", "sequence_classification"}

@@ -32,72 +32,34 @@ def parse(*argv: str) -> TrainConfig:
     return parse_config(TrainConfig, [*ARGV, *argv])
 
 
-def test_defaults_and_flag_names_of_ppo() -> None:
-    # flag names are a promise to users: a renamed or lost option must be a decision, not an accident
-    values = parse().to_dict()
-    expected = dict(
-        REQUIRED, method="hydra_ppo", algorithm="ppo", num_generations=None, loss_type=None, scale_rewards="group",
-        kl_in="to_go", advantage_clip=None, max_bad_rows=0.0, truncation="error",
-        system_prompt=None, chat_template_kwargs=None, dry_run=False,
-        dtype="float32", lora_r=16, lora_alpha=32.0, use_rslora=False, push_to_hub=None, lora_dropout=0.0,
-        lora_target_modules="all-linear", actor_adapter=None, reference_adapter=None, reward_adapter=None,
-        critic_init="base", quantization="none", reward_model_path=None,
-        eval_dataset_name=None, dataset_limit=None, max_prompt_length=None,
-        max_completion_length=64, temperature=1.0, top_k=None, top_p=None, min_p=None,
-        reward_funcs=["reward_model"], reward_weights=None,
-        missing_eos_penalty=None, missing_eos_score=None, beta=0.05, kl_target=None,
-        kl_estimator="k1", gamma=1.0, lam=0.95, cliprange=0.2, cliprange_high=None, delta=None,
-        cliprange_value=0.2, vf_coef=0.1, entropy_coef=0.0, whiten_advantages=True,
-        generation_batch_size=64, num_mini_batches=None, num_ppo_epochs=None,
-        per_device_train_batch_size=16, max_steps=100, num_train_epochs=None, learning_rate=1e-4,
-        critic_learning_rate=None,
-        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta2=0.999,
-        adam_epsilon=1e-8, optim="adamw", max_grad_norm=None, critic_warmup_steps=0,
-        gradient_checkpointing=False, kernels="auto", rollout_mismatch_bound=None,
-        max_tokens_per_micro_batch=None,
-        kv_cache_memory=None, exact=None, decode_step="auto",
-        save_steps=50, save_total_limit=2, eval_steps=0, num_samples=4, seed=0, resume_from_checkpoint=None,
-        device="auto", report_to=[],
-        vllm_server_base_url=None,
-        vllm_adapter_dir=None,
-        async_mode="off", max_staleness=1, async_policy="fixed",
-        ray_generators=1,
-        batches_per_policy=1, off_policy_correction=None, off_policy_clip_max=2.0, shard_base=False,
-    )  # fmt: skip
-    assert values == expected
+TRAIN = """
+method algorithm num_generations loss_type scale_rewards kl_in advantage_clip max_bad_rows truncation
+system_prompt chat_template_kwargs dry_run dtype lora_r lora_alpha use_rslora push_to_hub lora_dropout
+lora_target_modules actor_adapter reference_adapter reward_adapter critic_init quantization reward_model_path
+eval_dataset_name dataset_limit max_prompt_length max_completion_length temperature top_k top_p min_p
+reward_funcs reward_weights missing_eos_penalty missing_eos_score beta kl_target kl_estimator gamma lam
+cliprange cliprange_high delta cliprange_value vf_coef entropy_coef whiten_advantages generation_batch_size
+num_mini_batches num_ppo_epochs per_device_train_batch_size max_steps num_train_epochs learning_rate
+critic_learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 adam_epsilon optim max_grad_norm
+critic_warmup_steps gradient_checkpointing kernels rollout_mismatch_bound max_tokens_per_micro_batch
+kv_cache_memory exact decode_step save_steps save_total_limit eval_steps num_samples seed resume_from_checkpoint
+device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness async_policy ray_generators
+batches_per_policy off_policy_correction off_policy_clip_max shard_base
+"""
+REWARD = """
+mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column per_device_eval_batch_size
+eval_steps metric_for_best_model save_steps save_total_limit resume_from_checkpoint export max_length
+learning_rate num_train_epochs max_steps per_device_train_batch_size max_bad_rows truncation system_prompt
+chat_template_kwargs dataset_limit gradient_accumulation_steps lora_r lora_alpha use_rslora push_to_hub
+lora_dropout lora_target_modules lr_scheduler_type warmup_steps weight_decay adam_beta2 adam_epsilon optim
+max_grad_norm gradient_checkpointing max_tokens_per_micro_batch dtype device kernels seed report_to shard_base
+"""
 
 
-def test_defaults_and_flag_names_of_reward() -> None:
-    values = parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()
-    assert values == dict(
-        REQUIRED, mode="lora", objective="auto", pos_weight="none", center_rewards_coefficient=None,
-        eval_dataset_name=None, group_column=None, per_device_eval_batch_size=16, eval_steps=50,
-        metric_for_best_model=None, save_steps=50, save_total_limit=2, resume_from_checkpoint=None, export="adapter",
-        max_length=None, learning_rate=1e-4, num_train_epochs=1.0, max_steps=None, per_device_train_batch_size=16,
-        max_bad_rows=0.0, truncation="error",
-        system_prompt=None, chat_template_kwargs=None, dataset_limit=None,
-        gradient_accumulation_steps=1, lora_r=16, lora_alpha=32.0, use_rslora=False, push_to_hub=None, lora_dropout=0.0,
-        lora_target_modules="all-linear", lr_scheduler_type="constant", warmup_steps=0,
-        weight_decay=0.0, adam_beta2=0.999, adam_epsilon=1e-8, optim="adamw", max_grad_norm=None,
-        gradient_checkpointing=False, max_tokens_per_micro_batch=None, dtype="float32", device="auto",
-        kernels="auto", seed=0, report_to=[], shard_base=False,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("seed", str(2**70), r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
-        ("lora_r", "99999999", r"^lora_r: expected an integer .*16384, got 99999999"),
-        ("learning_rate", "1" + "0" * 400, "^learning_rate: expected a number"),
-        ("generation_batch_size", str(2**70), r"^generation_batch_size: expected an integer .*2147483647, got 118"),
-        ("num_ppo_epochs", "100000000000000000000", r"^num_ppo_epochs: expected an integer .*2147483647, got 1000"),
-    ],
-    ids=["seed", "lora_r", "learning_rate", "batch", "epochs"],
-)
-def test_numbers_that_nothing_could_hold(option: str, value: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(f"--{option}", value)
+def test_flag_names() -> None:
+    """A promise to users: a renamed or lost option must be a decision, not an accident."""
+    assert set(parse().to_dict()) == {*REQUIRED, *TRAIN.split()}
+    assert set(parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()) == {*REQUIRED, *REWARD.split()}
 
 
 @pytest.mark.parametrize(
@@ -226,18 +188,7 @@ def test_functions_are_options_in_python() -> None:
 
 
 def test_printed_config_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "--learning_rate",
-        "1e-5",
-        "--reward_funcs",
-        "reward_model",
-        "x:y",
-        "--reward_weights",
-        "1",
-        "2",
-        "--kl_target",
-        "0.1",
-    ]
+    argv = shlex.split("--learning_rate 1e-5 --reward_funcs reward_model x:y --reward_weights 1 2 --kl_target 0.1")
     with pytest.raises(SystemExit) as stop:
         parse(*argv, "--print-config")
     assert stop.value.code == 0
@@ -277,27 +228,21 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
     ("argv", "message"),
     [
         (["--lerning_rate", "1"], r"unknown option --lerning_rate; did you mean --learning_rate\?"),
-        (["--zzzz"], r"unknown option --zzzz$"),
         (["--epochs", "3"], r"unknown option --epochs; did you mean --num_train_epochs\?"),
         (["--bf16"], r"unknown option --bf16; did you mean --dtype bfloat16\?"),
         (["--max-new-tokens", "9"], r"max_new_tokens; did you mean --max_completion_length\?"),
         (["--use_vllm"], r"unknown option --use_vllm; did you mean --vllm_server_base_url\?"),
         (["--use_liger_kernel"], r"unknown option --use_liger_kernel; losses never hold the logits; kernels says whos"),
-        (["--packing"], r"unknown option --packing; rows are always packed, without padding$"),
         (["stray"], r"output_dir: expected a string, got 'o stray'"),
         (["--whiten_advantages", "maybe"], r"whiten_advantages: expected true or false, got 'maybe'"),
-        (["--max_steps", "many"], r"max_steps: expected an integer, got 'many'"),
         (["--max_steps", "1_0"], r"max_steps: expected an integer, got '1_0'"),
-        (["--learning_rate", "1_0"], r"learning_rate: expected a number, got '1_0'"),
         (["--max_steps", "2.5"], r"max_steps: expected an integer, got '2\.5'"),
         (["--max_steps"], r"max_steps: needs a value"),
         (["--max_steps", "0"], r"max_steps: expected an integer >= 1, got 0"),
-        (["--lam", "1.01"], r"lam: expected a number <= 1, got 1\.01"),
         (["--lora_dropout", "1"], r"lora_dropout: expected a number < 1, got 1\.0"),
         (["--beta", "nan"], r"beta: expected a number, got nan"),
         (["--kl_estimator", "k2"], r"kl_estimator: expected one of 'k1', 'k3', 'exact', got 'k2'"),
         (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--max_grad_norm", "-1"], r"max_grad_norm: expected a number or none >= 0, got -1\.0"),
         (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
         (["--reward_adapter", "x", "--reward_funcs", "a:b"], r"reward_adapter: expected 'reward_model' among"),
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
@@ -309,6 +254,10 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name, got 5"),
         (["--eval_dataset_name", "1.5"], r"eval_dataset_name: expected a source or a share between 0 and 1, got '1.5'"),
         (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; it is gone: resume_from_checkpoint"),
+        (["--seed", str(2**70)], r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
+        (["--lora_r", "99999999"], r"^lora_r: expected an integer .*16384, got 99999999"),
+        (["--learning_rate", "1" + "0" * 400], "^learning_rate: expected a number"),
+        (["--generation_batch_size", str(2**70)], r"expected an integer .*2147483647, got 118"),
         (["--beta", "1", "--beta", "2"], r"beta: given twice, as 1\.0 and as 2\.0"),
         (["--config", "no/such.yaml"], r"config: expected the path of a YAML file, but there is no file"),
     ],

@@ -368,12 +368,7 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
     """As the other commands say it: adapters of every other kind, classifiers as policies, two outputs as a reward."""
     kinds = {
         "use_dora": {"use_dora": True},
-        "rank_pattern": {"rank_pattern": {"q_proj": 8}},
-        "modules_to_save": {"modules_to_save": ["lm_head"]},
-        "trainable_token_indices": {"trainable_token_indices": [1]},
         "lora_embedding_A": {"target_modules": ["embed_tokens"]},
-        "pissa": {"init_lora_weights": "pissa"},
-        "bias": {"bias": "all"},
     }
     for said, unusual in kinds.items():
         base = AutoModelForCausalLM.from_pretrained(place / "base")

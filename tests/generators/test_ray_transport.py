@@ -170,14 +170,6 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     assert ray.killed == ray.actors
 
 
-def test_a_whole_run_of_shares(monkeypatch):
-    _, transport = transport_of(monkeypatch, Stub)
-    scheduler = scheduler_of(transport, 30)
-    learn(scheduler, range(30))
-    scheduler.close()
-    assert not transport.losses
-
-
 class Damaging(Stub):
     def hold(self, version, digest, data):
         return super().hold(version, digest, data[:-1] + bytes([data[-1] ^ 1]) if version == 1 else data)

@@ -113,15 +113,6 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
     return found
 
 
-def test_ages_are_0_1_1_1():
-    stage = Stage()
-    scheduler, store = scheduler_of(stage, StalenessRule(max_staleness=1), 8)
-    assert learn(scheduler, range(8)) == [0, 1, 1, 1, 1, 1, 1, 1]
-    scheduler.close()
-    assert [item.step for item in stage.items] == list(range(8))  # each once, and none beyond the last
-    assert sorted(store._held) == [7, 8]  # the others are forgotten
-
-
 @pytest.mark.parametrize("newest", [False, True], ids=["fixed", "newest"])
 @pytest.mark.parametrize(
     ("most", "steps"), [(1, 200), (3, 300), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (1, 3))]
@@ -130,11 +121,12 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most, steps):
     random.seed(most)
     delays = [random.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(2 * steps)]
     stage = Stage(lambda item: delays[item.step])
-    scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=most, newest=newest), steps)
+    scheduler, store = scheduler_of(stage, StalenessRule(max_staleness=most, newest=newest), steps)
     found = learn(scheduler, range(steps), lambda step: delays[steps + step])
     scheduler.close()
     assert max(found) <= most
-    assert [item.step for item in stage.items] == list(range(steps))
+    assert [item.step for item in stage.items] == list(range(steps))  # each once, and none beyond the last
+    assert min(store._held) >= steps - 1 - most  # the others are forgotten
     if not newest:
         assert found == [min(step, most) for step in range(steps)]
     elif most == 3:
@@ -163,32 +155,6 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
     )
     assert learn(scheduler, range(5, 9)) == [2, 3, 2, 2]  # step 6 had been begun by version 3
     scheduler.close()
-
-
-def test_what_a_generator_raises_reaches_the_learner():
-    def raises(item: WorkItem) -> float:
-        if item.step == 2:
-            raise ZeroDivisionError("of the third step")
-        return 0.0
-
-    scheduler, _ = scheduler_of(Stage(raises), StalenessRule(max_staleness=1), 5)
-    with pytest.raises(GeneratorError, match="step 3; the last one ended with ZeroDivisionError: of the thir") as found:
-        learn(scheduler, range(5))
-    assert isinstance(found.value.__cause__, ZeroDivisionError)
-    scheduler.close()
-
-
-def test_a_generator_that_hangs_is_given_up():
-    release = threading.Event()
-
-    stage = Stage(lambda item: item.step == 1 and release.wait(20) and 0.0)
-    scheduler, _ = scheduler_of(stage, StalenessRule(max_staleness=1), 5, timeout=0.5)
-    began = time.monotonic()
-    with pytest.raises(GeneratorError, match="no token of the answers of step 2 for"):
-        learn(scheduler, range(5))
-    assert time.monotonic() - began < 5
-    scheduler.close()  # does not wait for what hangs
-    release.set()
 
 
 class Crowd:
@@ -340,14 +306,6 @@ def test_when_the_last_one_on_its_way_is_lost_as_well_its_cause_is_shown():
     crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
     with pytest.raises(GeneratorError, match="OSError: did not come up"):
         scheduler.take(0)
-    scheduler.close()
-
-
-def test_bytes_are_counted_where_something_is_published():
-    crowd, scheduler = crowd_of(["a"], 3)
-    assert scheduler.publish(1, policy(1)) == policy(1).n_bytes
-    assert scheduler.publish(2, policy(1)) == 0  # nothing was learned, and nothing is sent
-    assert crowd.published == [0, 1]
     scheduler.close()
 
 

@@ -180,16 +180,22 @@ def test_a_critic_that_starts_as_the_reward_model_predicts_its_rewards(model, lo
             assert ours.heads["value"].weight.data_ptr() != ours.heads["reward"].weight.data_ptr()
 
 
-@pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
-def test_a_critic_that_starts_as_the_actor_has_its_adapter(model, tmp_path, method):
-    source = AutoModelForCausalLM.from_pretrained(model)
-    theirs = get_peft_model(source, LoraConfig(r=3, lora_alpha=6, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+@pytest.fixture
+def lora(model, tmp_path) -> Path:
+    """A policy's adapter made with plain PEFT."""
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if "lora_B" in name:
                 p.normal_()
-    theirs.save_pretrained(tmp_path / "actor")
-    ours = build(model, tmp_path, method=method, critic_init="actor", actor_adapter=str(tmp_path / "actor"))
+    theirs.save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+@pytest.mark.parametrize("method", ["lora_ppo", "hydra_ppo"])
+def test_a_critic_that_starts_as_the_actor_has_its_adapter(model, lora, tmp_path, method):
+    ours = build(model, tmp_path, method=method, critic_init="actor", actor_adapter=str(lora))
     actor, critic = (dict(ours.role_backbone(r).slot(r).items()) for r in ("actor", "critic"))
     for path, pair in actor.items():
         assert torch.equal(pair.B, critic[path].B)
@@ -197,17 +203,10 @@ def test_a_critic_that_starts_as_the_actor_has_its_adapter(model, tmp_path, meth
         assert pair.B.data_ptr() != critic[path].B.data_ptr()
 
 
-def test_the_reference_on_a_slot_is_where_the_actor_starts(model, tmp_path):
-    source = AutoModelForCausalLM.from_pretrained(model)
-    theirs = get_peft_model(source, LoraConfig(r=3, lora_alpha=6, target_modules=["v_proj"], task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if "lora_B" in name:
-                p.normal_()
-    theirs.save_pretrained(tmp_path / "sft")
+def test_the_reference_on_a_slot_is_where_the_actor_starts(model, lora, tmp_path):
     batch = batch_for(model)
     for method in ("lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"):
-        ours = build(model, tmp_path, method=method, reference_adapter=str(tmp_path / "sft"))
+        ours = build(model, tmp_path, method=method, reference_adapter=str(lora))
         scores = ours.score(batch, ("actor", "reference"))
         torch.testing.assert_close(scores.logprobs_M, scores.ref_logprobs_M, rtol=1e-5, atol=1e-5)
         plain = ours._backbone_call(batch, ours.backbone(), [None], None)

@@ -183,45 +183,6 @@ def test_options_of_a_request_are_its_own():
     assert mixed.batch.completion_lens[4] <= 3
 
 
-def full_logits(model, rollout) -> torch.Tensor:
-    """[M, V] of the actor before each completion token."""
-    from rlhf_engine.hydra.backbone import head_logits
-    from rlhf_engine.hydra.outputs import HiddenStates
-
-    class Logits:
-        roles = ("actor",)
-
-        def compute(self, states: HiddenStates) -> torch.Tensor:
-            return head_logits(states.predicting("actor"), states.lm_head("actor"))
-
-    with torch.no_grad():
-        (logits,) = model(rollout.batch, (Logits(),))
-    return logits
-
-
-def test_answers_of_at_least_some_length(step):
-    model, asked = build(), prompts(24)
-    ends = (2, 5, 9, 11, 13, 17)
-    free = generate(model, asked, sampling(eos_token_ids=ends), options=EngineOptions(decode_step=step))
-    assert min(free.batch.completion_lens) < 5
-    least = generate(
-        model, asked, sampling(eos_token_ids=ends, min_completion_length=5), options=EngineOptions(decode_step=step)
-    )
-    assert min(least.batch.completion_lens) >= 5
-    assert 5 in least.batch.completion_lens  # the fifth may be the end
-    z = full_logits(model, least)
-    place = torch.cat([torch.arange(n) for n in least.batch.completion_lens])
-    z[:, list(ends)] = torch.where(place[:, None] < 4, -torch.inf, z[:, list(ends)])
-    expected = z.log_softmax(-1).gather(1, least.batch.targets_M[:, None])[:, 0]
-    torch.testing.assert_close(least.logprobs_M, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_early_ends_left_out_are_a_filter():
-    assert sampling(min_completion_length=3).filters
-    assert not sampling(min_completion_length=1).filters
-    assert not sampling(min_completion_length=3, eos_token_ids=()).filters
-
-
 def test_running_out_of_memory_names_what_bounds_it(monkeypatch):
     def fails(self, layer, key, value):
         raise torch.OutOfMemoryError("no memory")
@@ -528,8 +489,3 @@ def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):
         found, _, sizes = run_graphs(model, asked, how)
         assert bool(sizes) == captured  # once they may end
         assert found == tokens(generate(model, asked, how, options=EngineOptions(decode_step="transformers")))
-
-
-def test_graphs_are_refused_where_they_cannot_be():
-    with pytest.raises(ValueError, match=r"decode_step: expected one that serves the backbone, got 'graph': graphs ar"):
-        generate(build(), [[5]], sampling(), options=EngineOptions(decode_step="graph"))

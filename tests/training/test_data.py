@@ -7,8 +7,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -177,32 +179,16 @@ def test_every_command_gives_conversations_a_system_prompt_and_the_template_its_
     assert len(SftTrainer(sft_config(folder, tmp_path / "s", **few)).rows) == 3
 
 
-def test_sft_finds_the_prompt_in_pairs_without_one(base, tmp_path):
-    answers = {"chosen": "sings the sun", "rejected": "sea sea"}
-    explicit = write_rows(tmp_path / "explicit.jsonl", [{"prompt": p, **answers} for p in PROMPTS])
-    rows = [{name: f"{p} {answer}" for name, answer in answers.items()} for p in PROMPTS]
-    implicit = write_rows(tmp_path / "implicit.jsonl", rows)
-    found = [SftTrainer(sft_config(base, tmp_path / "o", dataset_name=str(f))).rows for f in (explicit, implicit)]
-    assert found[0] == found[1]
-
-
 def test_every_format_trains_the_same(base, tmp_path):
     plain = sft_config(base, tmp_path / "plain")
     text = Path(plain.dataset_name).read_bytes()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "pairs.jsonl.gz").write_bytes(gzip.compress(text))
     expected = SftTrainer(plain).run()
-    sources = [tmp_path / "folder"]
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        pass  # the Parquet reader's own tests say so
-    else:
-        table = pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines()])
-        parquet.write_table(table, tmp_path / "pairs.parquet")
-        sources.append(tmp_path / "pairs.parquet")
-    for source in sources:
+    parquet.write_table(
+        pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines()]), tmp_path / "pairs.parquet"
+    )
+    for source in (tmp_path / "folder", tmp_path / "pairs.parquet"):
         found = SftTrainer(sft_config(base, tmp_path / f"from_{source.name}", dataset_name=str(source))).run()
         assert {k: found[k] for k in found if k not in MEASURED} == {k: expected[k] for k in found if k not in MEASURED}
 
@@ -265,9 +251,6 @@ def test_options_of_data_that_mean_nothing(base, tmp_path):
     for make, options, message in (
         (train_config, {"truncation": "keep_start"}, "truncation: expected error, drop or keep_end for prompts"),
         (sft_config, {"max_bad_rows": 1.5}, "max_bad_rows: expected a share below 1 or a whole number of rows, got 1"),
-        (sft_config, {"max_bad_rows": -1}, "max_bad_rows: expected a number >= 0, got -1"),
-        (sft_config, {"truncation": "left"}, "truncation: expected one of 'error', 'drop', 'keep_end', 'keep_start'"),
-        (sft_config, {"dataset_name": ""}, "dataset_name: expected something that is not empty, got ''"),
     ):
         with pytest.raises(ConfigError, match=message):
             make(base, tmp_path / "run", **options)

@@ -33,7 +33,7 @@ from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.conftest import tiny_llama
-from tests.training.test_data import WORDS, sft_config, train_config, write_model, write_pairs, write_rows
+from tests.training.test_data import WORDS, sft_config, train_config, write_model, write_rows
 from tests.training.test_every_architecture import write
 from tests.training.test_rl import same
 
@@ -371,10 +371,7 @@ def test_margins_are_those_of_the_formula(base, tmp_path):
 def test_a_metric_of_which_the_smallest_is_the_best(base, tmp_path):
     common = {"eval_dataset_name": 0.4, "metric_for_best_model": "brier"}
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", **common))
-    assert trainer._note_best(0.3)
-    assert trainer._note_best(0.2)
-    assert not trainer._note_best(0.2)
-    assert not trainer._note_best(0.25)
+    assert [trainer._note_best(x) for x in (0.3, 0.2, 0.2, 0.25)] == [True, True, False, False]
     assert trainer.state.best_metric == 0.2
 
 
@@ -614,14 +611,11 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
 def test_contradictory_options(tmp_path):
     for options, message in [
         ({"eval_dataset_name": 1.0}, "eval_dataset_name: expected a source or a share between 0 and 1, got 1.0"),
-        ({"eval_dataset_name": "0"}, "eval_dataset_name: expected a source or a share between 0 and 1, got '0'"),
         ({"group_column": "c"}, "group_column: expected it with a share as eval_dataset_name, .* got 'c' without"),
         ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name"),
         ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),
-        ({"mode": "half"}, "mode: expected one of .*full.*lora.*got 'half'"),
-        ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient: expected .* >= 0, got -1.0"),
     ]:
         with pytest.raises(ConfigError, match=message):
             reward_config(tmp_path / "m", tmp_path / "out", **options)
@@ -654,37 +648,14 @@ def test_held_out_rows_of_the_other_kind_or_of_one_class(base, tmp_path):
     assert line["eval/accuracy"] is not None
     assert "nonfinite" not in line
     assert json.loads((tmp_path / "b" / "run.json").read_text())["notes"] == trainer.notes
-
-
-def test_prompts_on_both_sides_are_told(base, tmp_path):
-    held = write_rows(tmp_path / "held.jsonl", [ROW, {**OTHER, "prompt": "sea sea sea"}])
-    trainer = RewardTrainer(reward_config(base, tmp_path / "b", [ROW, OTHER], eval_dataset_name=str(held)))
+    write_rows(held, [ROW, {**OTHER, "prompt": "sea sea sea"}])
+    trainer = RewardTrainer(reward_config(base, tmp_path / "c", [ROW, OTHER], eval_dataset_name=str(held)))
     assert trainer.notes == ["prompts that are in dataset_name and in eval_dataset_name: 1"]
 
 
 def test_an_adapter_on_the_lm_head_is_refused(base, tmp_path):
     with pytest.raises(ConfigError, match=r"lora_target_modules: expected linears of the blocks, .*\['lm_head'\]"):
         RewardTrainer(reward_config(base, tmp_path / "a", lora_target_modules=["q_proj", "lm_head"]))
-
-
-def test_rows_of_supervised_training_serve_too(base, tmp_path):
-    config = reward_config(base, tmp_path / "run", dataset_name=str(write_pairs(tmp_path)), max_steps=1)
-    trainer = RewardTrainer(config)
-    assert trainer.objective == "pairwise"
-    assert trainer.step()["reward_loss"] == pytest.approx(math.log(2))  # a fresh head tells nothing apart
-
-
-def test_micro_batches_of_so_many_tokens_are_the_same_step(base, tmp_path):
-    def steps(tokens: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
-        config = reward_config(base, tmp_path / str(tokens) / "run", toy_rows(16), lora_dropout=0.2, max_steps=2)
-        trainer = RewardTrainer(dataclasses.replace(config, max_tokens_per_micro_batch=tokens, adam_epsilon=1e-3))
-        losses = [trainer.step()["reward_loss"] for _ in range(2)]
-        return losses, trainer.model.trainable_parameters("reward")
-
-    whole, parts = steps(None), steps(30)
-    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
-    for name, p in whole[1].items():
-        torch.testing.assert_close(parts[1][name], p, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_a_run_does_not_go_on_by_another_metric_or_with_other_rows(base, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from rlhf_kernels.runtime import native, registry
 from safetensors.torch import save_file
 
-from rlhf_engine.errors import ConfigError, EngineError, MismatchError, NonFiniteError, RewardError
+from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError, RewardError
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.runs.headline import headlines
 from rlhf_engine.runs.metrics import read_metrics
@@ -329,10 +329,6 @@ def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
     other = write_model(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"expected an adapter of this base .* got one of another base"):
         RlTrainer(train_config(other, tmp_path / "run", reference_adapter=str(sft_adapter)))
-    with pytest.raises(ConfigError, match=r"generation_batch_size: expected an integer >= 1, got 0"):
-        construct(generation_batch_size=0)
-    with pytest.raises(ConfigError, match=r"lora_r: expected an integer >= 1, got 0"):
-        construct(lora_r=0)
     with pytest.raises(ValueError, match=r"model_name_or_path: .* cannot be loaded"):
         RlTrainer(train_config(broken_model(tmp_path / "broken"), tmp_path / "run"))
     with pytest.raises(ValueError, match=r"model_name_or_path: expected a model folder, got .* which holds an adapter"):
@@ -444,13 +440,6 @@ def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path):
         poisoned[0] = kept
         assert same(trained(trainer), before), message
         assert all(p.grad is None for p in trainer.model.parameters())
-
-
-def test_an_optimizer_that_does_nothing_is_noticed(model, tmp_path, monkeypatch):
-    trainer = RlTrainer(train_config(model, tmp_path / "run"))
-    monkeypatch.setattr(trainer.optimizer.adamw, "step", lambda: None)
-    with pytest.raises(EngineError, match="actor: its gradient was not zero, yet the first update changed none of its"):
-        trainer.step()
 
 
 def test_later_steps_draw_other_answers_to_the_same_prompt(model, tmp_path):
