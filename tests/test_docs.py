@@ -41,18 +41,10 @@ from rlhf_engine.scoring.reward_functions import check_reward, load_reward
 from rlhf_engine.scoring.verifiable import is_built_in
 
 CONFIGS: dict[str, type[Options]] = {
-    "bench": BenchConfig,
-    "demo": DemoConfig,
-    "evaluate": EvaluateConfig,
-    "export": ExportConfig,
-    "generate": GenerateConfig,
-    "init": InitConfig,
-    "plan": PlanConfig,
-    "report": ReportConfig,
-    "reward": RewardConfig,
-    "sft": SFTConfig,
-    "train": TrainConfig,
-}
+    "bench": BenchConfig, "demo": DemoConfig, "evaluate": EvaluateConfig, "export": ExportConfig,
+    "generate": GenerateConfig, "init": InitConfig, "plan": PlanConfig, "report": ReportConfig,
+    "reward": RewardConfig, "sft": SFTConfig, "train": TrainConfig,
+}  # fmt: skip
 """Options by command; doctor has none."""
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -135,14 +135,9 @@ def grpo_terms(loss_type):
     options = AlgorithmOptions(algorithm="grpo", loss_type=loss_type, beta=0.5, cliprange=0.2, cliprange_high=0.3)
     algorithm = grpo.Grpo(options, max_completion_length=8)
     micro = MicroBatch(
-        batch=batch,
-        old_logprobs_M=old,
-        ref_logprobs_M=old - 0.5,
-        advantages_M=torch.ones(5),
-        mask_M=torch.ones(5, dtype=torch.bool),
-        n_tokens=5.0,
-        n_answers=2.0,
-    )
+        batch=batch, old_logprobs_M=old, ref_logprobs_M=old - 0.5, advantages_M=torch.ones(5),
+        mask_M=torch.ones(5, dtype=torch.bool), n_tokens=5.0, n_answers=2.0,
+    )  # fmt: skip
     (term,) = algorithm.terms(micro)
     return algorithm, micro, term.output
 

@@ -153,14 +153,9 @@ def test_a_race_of_exponentials_draws_the_tokens_of_the_same_noise() -> None:
         inputs = sampling._case(size, torch.float32, kind).make(CPU)
         filters = {"top_k": sampling.TOP_K, "top_p": sampling.TOP_P} if kind == "filtered" else {}
         ours = sample(
-            inputs["hidden"],
-            inputs["weight"],
-            seed=inputs["seed"],
-            position=inputs["position"],
-            temperature=sampling.TEMPERATURE,
-            backend="reference",
-            **filters,
-        )
+            inputs["hidden"], inputs["weight"], seed=inputs["seed"], position=inputs["position"],
+            temperature=sampling.TEMPERATURE, backend="reference", **filters,
+        )  # fmt: skip
         z = sampling._logits(inputs, bool(filters))
         assert torch.equal(sampling.race(z, (-inputs["noise"]).exp()), ours.token)
 

@@ -35,18 +35,10 @@ def _same_backend_afterwards():
 
 def train_flags(model: Path, folder: Path, *more: str) -> list[str]:
     values = {
-        "model_name_or_path": model,
-        "dataset_name": write_prompts(folder),
-        "output_dir": folder / "run",
-        "device": "cpu",
-        "max_steps": 2,
-        "generation_batch_size": 4,
-        "num_mini_batches": 1,
-        "num_ppo_epochs": 1,
-        "max_completion_length": 6,
-        "lora_r": 4,
-        "num_samples": 0,
-    }
+        "model_name_or_path": model, "dataset_name": write_prompts(folder), "output_dir": folder / "run",
+        "device": "cpu", "max_steps": 2, "generation_batch_size": 4, "num_mini_batches": 1, "num_ppo_epochs": 1,
+        "max_completion_length": 6, "lora_r": 4, "num_samples": 0,
+    }  # fmt: skip
     kept = {name: value for name, value in values.items() if f"--{name}" not in more}  # a flag twice is an error
     return ["train", *[part for name, value in kept.items() for part in (f"--{name}", str(value))], *more]
 
@@ -227,15 +219,8 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     reward = ["reward", "--lora", "--model_name_or_path", str(model), "--device", "cpu", "--lora_r", "4"]
     reward += ["--dataset_name", str(write_rows(tmp_path / "rows.jsonl", rows)), "--output_dir", str(tmp_path / "rm")]
     reward += [
-        "--max_steps",
-        "2",
-        "--eval_dataset_name",
-        "0.4",
-        "--eval_steps",
-        "1",
-        "--per_device_train_batch_size",
-        "4",
-    ]
+        "--max_steps", "2", "--eval_dataset_name", "0.4", "--eval_steps", "1", "--per_device_train_batch_size", "4",
+    ]  # fmt: skip
     code, out, err = run(capsys, *reward)
     assert code == 0, err
     final = tmp_path / "rm" / "final"
@@ -405,16 +390,8 @@ def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, mon
     out = tmp_path / "answers.jsonl"
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "6"]
     common += [
-        "--prompt",
-        "red cat",
-        "blue dog",
-        "the",
-        "--num_generations",
-        "3",
-        "--kv_cache_memory",
-        "40kB",
-        "--json",
-    ]
+        "--prompt", "red cat", "blue dog", "the", "--num_generations", "3", "--kv_cache_memory", "40kB", "--json",
+    ]  # fmt: skip
     expected = run(capsys, *common)[1].splitlines()
     assert len(expected) == 9
     step = RolloutEngine.step

@@ -21,15 +21,8 @@ def demo_here(capsys, folder: Path, *options: str) -> tuple[dict[str, float], st
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
     """The JSON object on the last line of `rlhf-engine demo --json`, and everything before it."""
     command = [
-        sys.executable,
-        "-m",
-        "rlhf_engine",
-        "demo",
-        "--json",
-        "--output_dir",
-        str(folder),
-        *options,
-    ]
+        sys.executable, "-m", "rlhf_engine", "demo", "--json", "--output_dir", str(folder), *options,
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *shown, last = done.stdout.splitlines()

@@ -273,14 +273,9 @@ def test_generators_end_with_the_learner(model, tmp_path, how):
     line = command(model, tmp_path / "run", max_steps=100_000)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
-        line,
-        cwd=tmp_path / "here",
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        line, cwd=tmp_path / "here", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     until = time.monotonic() + 90
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.is_file() and metrics.stat().st_size):

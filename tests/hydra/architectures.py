@@ -30,17 +30,10 @@ _LATENT = {  # keys and values from a low-rank projection, a part of each key wi
     "v_head_dim": 8,  # keys of 12 numbers a head, values of 8
 }
 _BESIDE = {  # one dense layer, then one with a shared expert
-    "n_routed_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "n_group": 1,
+    "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "n_group": 1,
     "topk_group": 1,
-}
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 CONFIGS = {

@@ -215,15 +215,9 @@ def test_somebody_elses_change_of_attention_is_noticed():
 
 
 _SMALL = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-}
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 1,
+}  # fmt: skip
 
 
 def test_a_window_that_attention_is_not_told_is_refused():

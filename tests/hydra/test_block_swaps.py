@@ -222,16 +222,10 @@ def test_a_decorated_attention_is_exchanged_beneath_its_decorators(decorator, fu
 
 
 KINDS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "silu": "silu",
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu",
     "swish": "silu",
-}
+}  # fmt: skip
 ACTIVATIONS = {name: (lambda name=name: ACT2FN[name], kind) for name, kind in KINDS.items()} | {
     "torch's GELU": (nn.GELU, "gelu"),
     "torch's GELU by tanh": (lambda: nn.GELU(approximate="tanh"), "gelu_tanh"),

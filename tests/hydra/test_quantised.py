@@ -35,15 +35,9 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     config = LlamaConfig(  # bitsandbytes packs 64 weights at a time
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=64, initializer_range=0.1,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -38,14 +38,9 @@ from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
 from tests.training.test_data import PROMPTS
 
 CONFIGS = {
-    "PPO": HydraPPOConfig,
-    "REINFORCE": HydraReinforceConfig,
-    "ReMax": ReMaxConfig,
-    "RLOO": HydraRLOOConfig,
-    "GRPO": HydraGRPOConfig,
-    "best of N": HydraBestOfNConfig,
-    "online DPO": HydraOnlineDPOConfig,
-}
+    "PPO": HydraPPOConfig, "REINFORCE": HydraReinforceConfig, "ReMax": ReMaxConfig, "RLOO": HydraRLOOConfig,
+    "GRPO": HydraGRPOConfig, "best of N": HydraBestOfNConfig, "online DPO": HydraOnlineDPOConfig,
+}  # fmt: skip
 KWARGS = '{"use_reentrant": false}'
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "trl.md"
 ONE_BATCH = {

@@ -48,20 +48,10 @@ def train(kind: str, folder, output) -> tuple[list[dict[str, float]], dict[str, 
     """Metrics of three steps of a stock trainer, and the weights after them."""
     trainer_class, config_class, rows, options = KINDS[kind]
     config = config_class(
-        output_dir=str(output),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        seed=0,
-        **options,
-    )
+        output_dir=str(output), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        disable_tqdm=True, seed=0, **options,
+    )  # fmt: skip
     extra = {"reward_funcs": lengths} if kind in ("grpo", "rloo") else {}
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_class(

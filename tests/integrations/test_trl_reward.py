@@ -40,19 +40,10 @@ def make(
     folder, output, rows, *, trainer_class=PerlRewardTrainer, config_class=PerlRewardConfig, tokenizer=None, **changes
 ):
     options = {
-        "output_dir": str(output),
-        "max_steps": 30,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "seed": 0,
-    }
+        "output_dir": str(output), "max_steps": 30, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
     return trainer_class(
         model=str(folder),
         args=config_class(**{**options, **changes}),

@@ -17,19 +17,10 @@ from tests.training.test_data import PROMPTS
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 QUICK = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "max_completion_length": 8,
-    "disable_tqdm": True,
-}
+    "max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
+    "gradient_checkpointing": False, "max_completion_length": 8, "disable_tqdm": True,
+}  # fmt: skip
 """Options of every run."""
 
 

@@ -79,14 +79,8 @@ def hook(source: Path, name: str, out: Path) -> Path:
 def test_the_source_distribution_holds_what_a_build_reads(files):
     names = build.sdist_names(files[0])
     wanted = {
-        "LICENSE",
-        "README.md",
-        "MANIFEST.in",
-        "setup.py",
-        "pyproject.toml",
-        "csrc/bindings.cpp",
-        "csrc/cpu/simd.h",
-    }
+        "LICENSE", "README.md", "MANIFEST.in", "setup.py", "pyproject.toml", "csrc/bindings.cpp", "csrc/cpu/simd.h",
+    }  # fmt: skip
     assert wanted <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "bench/results/", ".", "build/"))]
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

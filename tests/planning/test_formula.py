@@ -18,44 +18,22 @@ from tests.hydra.architectures import CONFIGS, plain_model
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "bench" / "results" / "avx512_bf16" / "plan" / "cpu.json"
 PARAMETERS = {
-    "gpt2": 124_439_808,
-    "pythia-410m": 405_334_016,
-    "pythia-1b": 1_011_781_632,
-    "pythia-2.8b": 2_775_208_960,
-    "pythia-6.9b": 6_857_302_016,
-    "llama-7b": 6_738_415_616,
-    "llama-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-8b": 8_030_261_248,
-    "llama-70b": 70_553_706_496,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "mistral-7b": 7_241_732_096,
-    "gemma-2-2b": 2_614_341_888,
-}
+    "gpt2": 124_439_808, "pythia-410m": 405_334_016, "pythia-1b": 1_011_781_632, "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016, "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192, "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096, "gemma-2-2b": 2_614_341_888,
+}  # fmt: skip
 """As published, tied weights once."""
 
 
 def setting(model: str = "llama-3.2-1b", **changes) -> Setting:
     options = {
-        "config": find_config(model),
-        "dtype": torch.bfloat16,
-        "adapter_dtype": torch.float32,
-        "device_type": "cuda",
-        "slot": SlotConfig(r=16),
-        "prompt_length": 512,
-        "completion_length": 512,
-        "batch": 64,
-        "num_mini_batches": 1,
-        "micro_batch": 8,
-        "token_budget": 16384,
-        "gradient_checkpointing": False,
-    }
+        "config": find_config(model), "dtype": torch.bfloat16, "adapter_dtype": torch.float32, "device_type": "cuda",
+        "slot": SlotConfig(r=16), "prompt_length": 512, "completion_length": 512, "batch": 64, "num_mini_batches": 1,
+        "micro_batch": 8, "token_budget": 16384, "gradient_checkpointing": False,
+    }  # fmt: skip
     return Setting(**{**options, **changes})
 
 

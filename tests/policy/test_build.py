@@ -359,14 +359,9 @@ def test_a_reward_model_reads_the_policy_s_tokens(model, same_decoder, lora_rewa
 def test_a_folder_without_a_tokenizer_has_none_whatever_transformers_makes_up(model, tmp_path):
     """Qwen2's tokenizer class comes with a vocabulary of one token where there are no files."""
     small = {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_labels": 1,
-        "pad_token_id": 0,
-    }
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_labels": 1, "pad_token_id": 0,
+    }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
     Qwen2ForSequenceClassification(Qwen2Config(**small, vocab_size=len(tokenizer))).save_pretrained(tmp_path / "rm")
     require_same_tokens(tokenizer, tmp_path / "rm", len(tokenizer))

@@ -219,16 +219,9 @@ def enumerated():
     """A model of seven words in float64, its answers of two tokens under top_p 0.8, and a reward for each."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        max_position_embeddings=16,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-    )
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=WORDS, max_position_embeddings=16, initializer_range=0.15, tie_word_embeddings=False,
+    )  # fmt: skip
     plain = LlamaForCausalLM(config).double().eval()
     model = HydraModel.from_pretrained(
         plain, roles=hydra_roles(), slots={"actor": SlotConfig(r=3, alpha=6.0)}, adapter_dtype=torch.float64

@@ -26,18 +26,11 @@ def numbers(seed: int) -> torch.Tensor:
 
 
 SCORED = Experience(
-    batch=random_batch(LENGTHS),
-    groups_N=torch.tensor([0, 0, 1, 1]),
-    scores_N=torch.tensor(SCORES),
-    greedy_scores_N=torch.tensor(GREEDY),
-    logprobs_M=-1 - 0.3 * numbers(6).abs(),
-    old_logprobs_M=-1 - 0.3 * numbers(0).abs(),
-    ref_logprobs_M=-1 - 0.3 * numbers(1).abs(),
-    kl_M=0.1 * numbers(2),
-    values_M=numbers(3),
-    weights_M=1 + 0.1 * numbers(4),
-    metrics={},
-)
+    batch=random_batch(LENGTHS), groups_N=torch.tensor([0, 0, 1, 1]), scores_N=torch.tensor(SCORES),
+    greedy_scores_N=torch.tensor(GREEDY), logprobs_M=-1 - 0.3 * numbers(6).abs(),
+    old_logprobs_M=-1 - 0.3 * numbers(0).abs(), ref_logprobs_M=-1 - 0.3 * numbers(1).abs(), kl_M=0.1 * numbers(2),
+    values_M=numbers(3), weights_M=1 + 0.1 * numbers(4), metrics={},
+)  # fmt: skip
 POLICY_M = SCORED.old_logprobs_M + 0.3 * numbers(5)
 """Log-probs of the policy in the update."""
 

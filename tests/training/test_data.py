@@ -36,19 +36,11 @@ def write_model(folder: Path, *, seed: int = 0, reward_head: bool = True, **opti
     tokenizer = build_tokenizer([" ".join(WORDS)])
     torch.manual_seed(seed)
     config = {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": False,
-    }
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 64,
+        "initializer_range": 0.2, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
+    }  # fmt: skip
     LlamaForCausalLM(LlamaConfig(**{**config, **options})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if reward_head:
@@ -83,22 +75,11 @@ def train_config(model: Path, output: Path, **changes: Any) -> TrainConfig:
     """A run of a few fast steps on prompts beside the output folder."""
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
-        "model_name_or_path": str(model),
-        "output_dir": str(output),
-        "dataset_name": str(write_prompts(output.parent)),
-        "lora_r": 4,
-        "lora_alpha": 8.0,
-        "max_completion_length": 8,
-        "generation_batch_size": 8,
-        "num_mini_batches": 2,
-        "num_ppo_epochs": 1,
-        "per_device_train_batch_size": 3,
-        "learning_rate": 1e-2,
-        "max_steps": 4,
-        "save_steps": 0,
-        "num_samples": 0,
-        "device": "cpu",
-    }
+        "model_name_or_path": str(model), "output_dir": str(output),
+        "dataset_name": str(write_prompts(output.parent)), "lora_r": 4, "lora_alpha": 8.0, "max_completion_length": 8,
+        "generation_batch_size": 8, "num_mini_batches": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 3,
+        "learning_rate": 1e-2, "max_steps": 4, "save_steps": 0, "num_samples": 0, "device": "cpu",
+    }  # fmt: skip
     return TrainConfig(**{**options, **changes})
 
 
@@ -106,16 +87,10 @@ def sft_config(model: Path, output: Path, **changes: Any) -> SFTConfig:
     """A run of a few fast steps on pairs beside the output folder."""
     output.parent.mkdir(parents=True, exist_ok=True)
     options = {
-        "model_name_or_path": str(model),
-        "output_dir": str(output),
-        "dataset_name": str(write_pairs(output.parent)),
-        "mode": "full",
-        "gamma": 0.5,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
+        "model_name_or_path": str(model), "output_dir": str(output), "dataset_name": str(write_pairs(output.parent)),
+        "mode": "full", "gamma": 0.5, "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
         "device": "cpu",
-    }
+    }  # fmt: skip
     lora = {"lora_r": 4, "lora_alpha": 8.0} if changes.get("mode") == "lora" else {}
     return SFTConfig(**{**options, **lora, **changes})
 

@@ -72,17 +72,10 @@ def reward_config(model: Path, output: Path, rows: list[dict[str, Any]] | None =
     output.parent.mkdir(parents=True, exist_ok=True)
     data = write_rows(output.parent / "rows.jsonl", toy_rows() if rows is None else rows)
     options = {
-        "model_name_or_path": str(model),
-        "output_dir": str(output),
-        "dataset_name": str(data),
-        "mode": "lora",
-        "max_steps": 4,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "eval_steps": 0,
-        "save_steps": 0,
+        "model_name_or_path": str(model), "output_dir": str(output), "dataset_name": str(data), "mode": "lora",
+        "max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "eval_steps": 0, "save_steps": 0,
         "device": "cpu",
-    }
+    }  # fmt: skip
     lora = {"lora_r": 4, "lora_alpha": 8.0} if changes.get("mode", "lora") == "lora" else {}
     return RewardConfig(**{**options, **lora, **changes})
 
@@ -206,17 +199,9 @@ def test_micro_batches_add_up_under_dropout(examples):
 def trained(base, tmp_path_factory) -> RewardTrainer:
     """A LoRA reward model that has learned the toy task."""
     config = reward_config(
-        base,
-        tmp_path_factory.mktemp("trained") / "run",
-        toy_rows(240),
-        max_steps=60,
-        eval_dataset_name=0.3,
-        group_column="conversation",
-        eval_steps=20,
-        pos_weight="balanced",
-        lora_dropout=0.05,
-        export="merged",
-    )
+        base, tmp_path_factory.mktemp("trained") / "run", toy_rows(240), max_steps=60, eval_dataset_name=0.3,
+        group_column="conversation", eval_steps=20, pos_weight="balanced", lora_dropout=0.05, export="merged",
+    )  # fmt: skip
     trainer = RewardTrainer(config)
     trainer.run()
     return trainer
