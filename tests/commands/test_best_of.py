@@ -87,9 +87,8 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
         assert {**before, "digest": None} == {**after, "digest": None}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_what_cannot_be_chosen_from(model, capsys):
+    for flags, message in [
         (["--reward_adapter", "x"], "reward_adapter: expected it together with best_of, got no best_of"),
         (["--best_of", "4", "--greedy"], "best_of: expected it without greedy and num_generations, got greedy"),
         (["--best_of", "4", "--num_generations", "2"], "got num_generations 2"),
@@ -99,12 +98,10 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
             "best_of: expected the folder of a reward model or owner/name of the Hub, got 'x'",
         ),
         (["--best_of", "4", "--reward_adapter", "x", "--reward_model_path", "y"], "got both"),
-    ],
-)
-def test_what_cannot_be_chosen_from(flags, message, model, capsys):
-    common = ["--model_name_or_path", str(model), "--prompt", "red", "--max_completion_length", "4"]
-    assert main(["generate", *common, *flags]) == 2
-    assert message in capsys.readouterr().err
+    ]:
+        common = ["--model_name_or_path", str(model), "--prompt", "red", "--max_completion_length", "4"]
+        assert main(["generate", *common, *flags]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_base_without_a_reward_head_cannot_choose(tmp_path, capsys):

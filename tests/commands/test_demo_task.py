@@ -59,9 +59,8 @@ def test_the_best_answer_by_hand() -> None:
     assert true_score(PROMPT, f"  {BEST}  ") == BEST_SCORE  # white space means nothing
 
 
-@pytest.mark.parametrize(
-    ("worse", "difference"),
-    [
+def test_every_fault_costs_what_the_rules_say() -> None:
+    for worse, difference in [
         (BEST.replace("shower", "lamp"), -4.0),  # off topic: topic 1 → −0.75 · 2, fix 1.5 → 0
         (BEST.replace("heat", "clean"), -1.0),  # solves another problem
         (BEST.replace("goodbye .", "go away . goodbye ."), -1.5),  # rude
@@ -73,12 +72,10 @@ def test_the_best_answer_by_hand() -> None:
         ("i am sorry the shower is dirty .", 0.5 + 0.75 + 0.25 - 4.0),  # apologises for the wrong problem
         ("", -8.0),
         (". . .", -8.0),
-    ],
-)
-def test_every_fault_costs_what_the_rules_say(worse: str, difference: float) -> None:
-    assert true_score(PROMPT, worse) - BEST_SCORE == pytest.approx(difference)
-    assert prefer(PROMPT, BEST, worse) == 1
-    assert prefer(PROMPT, worse, BEST) == 0
+    ]:
+        assert true_score(PROMPT, worse) - BEST_SCORE == pytest.approx(difference)
+        assert prefer(PROMPT, BEST, worse) == 1
+        assert prefer(PROMPT, worse, BEST) == 0
 
 
 def test_ways_to_cheat_lose_to_one_honest_sentence() -> None:

@@ -224,9 +224,8 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
     parse_config(cls, words[2:])  # the example can be run
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_errors_name_the_option() -> None:
+    for argv, message in [
         (["--lerning_rate", "1"], r"unknown option --lerning_rate; did you mean --learning_rate\?"),
         (["--epochs", "3"], r"unknown option --epochs; did you mean --num_train_epochs\?"),
         (["--bf16"], r"unknown option --bf16; did you mean --dtype bfloat16\?"),
@@ -260,11 +259,9 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         (["--generation_batch_size", str(2**70)], r"expected an integer .*2147483647, got 118"),
         (["--beta", "1", "--beta", "2"], r"beta: given twice, as 1\.0 and as 2\.0"),
         (["--config", "no/such.yaml"], r"config: expected the path of a YAML file, but there is no file"),
-    ],
-)
-def test_errors_name_the_option(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*argv)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            parse(*argv)
 
 
 def test_missing_options_and_stray_words_are_named() -> None:
@@ -274,18 +271,15 @@ def test_missing_options_and_stray_words_are_named() -> None:
         parse_config(DemoConfig, ["word"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_the_nearest_choice_is_named() -> None:
+    for flags, message in [
         (("--dtype", "bf16"), "dtype: expected one of 'float32', 'bfloat16', got 'bf16'; did you mean 'bfloat16'?"),
         (("--algorithm", "dpo"), "'rloo', got 'dpo'; did you mean 'online_dpo'?"),
         (("--algorithm", "zzz"), "'rloo', got 'zzz'"),
-    ],
-)
-def test_the_nearest_choice_is_named(flags, message) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_config(TrainConfig, ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", *flags])
-    assert str(refused.value).endswith(message)
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            parse_config(TrainConfig, ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", *flags])
+        assert str(refused.value).endswith(message)
 
 
 SECTIONED = """

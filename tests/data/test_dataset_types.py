@@ -28,9 +28,8 @@ def parse(kind, **columns):
     return parse_row(columns, kind, place="here")
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind"),
-    [
+def test_types_are_recognised_by_columns():
+    for rows, kind in [
         (["prompt"], "prompt_only"),
         (["prompt id score"], "prompt_only"),
         (["prompt completion"], "prompt_completion"),
@@ -41,10 +40,8 @@ def parse(kind, **columns):
         (["prompt chosen rejected"] * 3 + ["prompt chosen"], "preference"),  # one row is bad, not all of them
         (["prompt completion", "prompt completion chosen rejected"], "prompt_completion"),  # fits every row
         (["chosen rejected"] * 3 + ["prompt chosen rejected"], "preference"),  # never leaves a prompt aside
-    ],
-)
-def test_types_are_recognised_by_columns(rows, kind):
-    assert recognise(counts(*rows)) == kind
+    ]:
+        assert recognise(counts(*rows)) == kind
 
 
 def test_only_wanted_types_are_recognised():
@@ -83,9 +80,8 @@ def test_messages_lose_keys_without_a_value_and_keep_others():
     assert message == {**ASK, "name": "Ann"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "columns", "message"),
-    [
+def test_what_is_wrong_is_said_by_column():
+    for kind, columns, message in [
         ("prompt_only", {}, "expected a string or a list of messages in column 'prompt', got None"),
         ("prompt_only", {"prompt": 7}, "a list of messages in column 'prompt', got 7"),
         ("prompt_only", {"prompt": ASK}, r"a list of messages in column 'prompt', got \{'"),
@@ -111,16 +107,13 @@ def test_messages_lose_keys_without_a_value_and_keep_others():
             ("unpaired_preference", {"prompt": "x", "completion": "y", "label": label}, "true, false, 1 or 0 in column")
             for label in (None, float("nan"), 2, -1, 0.5, "true", [1])
         ),
-    ],
-)
-def test_what_is_wrong_is_said_by_column(kind, columns, message):
-    with pytest.raises(RowError, match=message):
-        parse(kind, **columns)
+    ]:
+        with pytest.raises(RowError, match=message):
+            parse(kind, **columns)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "prompt"),
-    [
+def test_the_implicit_prompt_of_strings():
+    for chosen, rejected, prompt in [
         ("The sky is blue.", "The sky is green.", "The sky is"),  # as TRL's extract_prompt
         ("Q: sky?\nA: blue", "Q: sky?\nA: black", "Q: sky?\nA:"),  # TRL would end the prompt with "bl"
         ("\n\nHuman: Hi\n\nAssistant: Hm", "\n\nHuman: Hi\n\nAssistant: Ho", "\n\nHuman: Hi\n\nAssistant:"),
@@ -128,12 +121,10 @@ def test_what_is_wrong_is_said_by_column(kind, columns, message):
         ("The sky is blue", "The sky is", "The sky"),  # both keep something to say
         ("Say yes  now", "Say yes no", "Say yes"),
         ("Yes. Blue", "Yes.\nGreen", "Yes."),
-    ],
-)
-def test_the_implicit_prompt_of_strings(chosen, rejected, prompt):
-    found = split_prompt(chosen, rejected)
-    assert found == (prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-    assert all(part.strip() for part in found)
+    ]:
+        found = split_prompt(chosen, rejected)
+        assert found == (prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+        assert all(part.strip() for part in found)
 
 
 def test_the_implicit_prompt_of_conversations():
@@ -142,9 +133,8 @@ def test_the_implicit_prompt_of_conversations():
     assert (row.prompt, row.chosen, row.rejected) == ((system, ASK), (BLUE,), (GREEN,))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected"),
-    [
+def test_where_no_prompt_can_be_told_the_row_is_bad():
+    for chosen, rejected in [
         ("red", "blue"),
         ("same old", "same old"),
         ("re", "red"),
@@ -152,11 +142,9 @@ def test_the_implicit_prompt_of_conversations():
         ([BLUE], [GREEN]),
         ([ASK, BLUE], [ASK, BLUE]),
         ([ASK], [ASK, BLUE]),
-    ],
-)
-def test_where_no_prompt_can_be_told_the_row_is_bad(chosen, rejected):
-    with pytest.raises(RowError, match="expected chosen and rejected with one prompt and two answers"):
-        parse("implicit_preference", chosen=chosen, rejected=rejected)
+    ]:
+        with pytest.raises(RowError, match="expected chosen and rejected with one prompt and two answers"):
+            parse("implicit_preference", chosen=chosen, rejected=rejected)
 
 
 def test_implicit_prompts_of_two_forms():

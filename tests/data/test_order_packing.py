@@ -72,15 +72,12 @@ def test_every_row_once_within_the_budget():
     assert len(batches) <= 1.05 * sum(sizes) / 512 + 1  # near what cannot be done better
 
 
-@pytest.mark.parametrize(
-    ("sizes", "bounds", "message"),
-    [
+def test_what_cannot_be_packed():
+    for sizes, bounds, message in [
         ([3, 9], {"max_tokens": 8}, r"lengths\[1\]: expected at most 8 tokens, those of a micro-batch, got 9"),
         ([0], {}, r"lengths\[0\]: expected at least 1 token, got 0"),
         ([1], {"max_rows": 0}, "max_rows: expected at least 1, got 0"),
         ([1], {"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
-    ],
-)
-def test_what_cannot_be_packed(sizes, bounds, message):
-    with pytest.raises(ValueError, match=message):
-        pack(sizes, **{"max_rows": 4, **bounds})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pack(sizes, **{"max_rows": 4, **bounds})

@@ -101,25 +101,22 @@ def test_a_tokenizer_without_a_template_is_refused():
         )
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_rows_that_a_template_does_not_fit_are_bad():
+    for template, message in [
         ("{{ messages | length }}" + CHATML, "begins with that of the prompt, got other tokens from token 0 on"),
         ("{{ raise_exception('no system here') }}", "messages that the chat template takes, got no system here"),
         ("{{ messages[5]['role'] }}", "messages that the chat template takes, got "),
         ("{{ 'x' + messages[0] }}", "messages that the chat template takes, got "),
-    ],
-)
-def test_rows_that_a_template_does_not_fit_are_bad(template, message):
-    tally = Tally(source="s", read=2, max_bad_rows=1)
-    talk = row("prompt_completion", prompt=[ASK], completion=[BLUE])
-    kept = tokenize_rows(
-        [talk, row("prompt_completion", prompt="a", completion="b")], chat_tokenizer(template), tally, max_length=99
-    )
-    assert len(kept) == 1
-    assert tally.n_bad == 1
-    with pytest.raises(RowError, match=message):
-        tokenize_row(talk, chat_tokenizer(template))
+    ]:
+        tally = Tally(source="s", read=2, max_bad_rows=1)
+        talk = row("prompt_completion", prompt=[ASK], completion=[BLUE])
+        kept = tokenize_rows(
+            [talk, row("prompt_completion", prompt="a", completion="b")], chat_tokenizer(template), tally, max_length=99
+        )
+        assert len(kept) == 1
+        assert tally.n_bad == 1
+        with pytest.raises(RowError, match=message):
+            tokenize_row(talk, chat_tokenizer(template))
 
 
 def test_a_prompt_without_tokens_is_bad():
@@ -192,24 +189,21 @@ def test_keep_start_takes_the_last_tokens_of_the_answers():
         cut(4, "keep_start")  # the prompt alone would fill it
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "length", "left"),
-    [
+def test_both_leaves_half_of_the_length_to_each():
+    for prompt, answer, length, left in [
         (10, 60, 50, (10, 40)),  # a short prompt stays whole
         (100, 20, 50, (30, 20)),  # and so does a short answer
         (100, 60, 50, (25, 25)),
         (100, 60, 51, (26, 25)),
         (30, 21, 50, (29, 21)),
         (9, 9, 2, (1, 1)),
-    ],
-)
-def test_both_leaves_half_of_the_length_to_each(prompt, answer, length, left):
-    whole = dataclasses.replace(WHOLE, prompt=list(range(prompt)), answers=(list(range(answer)), [7]))
-    found = cut(length, "both", whole)
-    assert (found.prompt, found.answers) == (whole.prompt[prompt - left[0] :], (whole.answers[0][: left[1]], [7]))
-    assert found.truncated
-    with pytest.raises(RowError, match="expected at most 1 tokens"):
-        cut(1, "both", whole)  # one token of each stays
+    ]:
+        whole = dataclasses.replace(WHOLE, prompt=list(range(prompt)), answers=(list(range(answer)), [7]))
+        found = cut(length, "both", whole)
+        assert (found.prompt, found.answers) == (whole.prompt[prompt - left[0] :], (whole.answers[0][: left[1]], [7]))
+        assert found.truncated
+        with pytest.raises(RowError, match="expected at most 1 tokens"):
+            cut(1, "both", whole)  # one token of each stays
 
 
 def test_prompts_alone():

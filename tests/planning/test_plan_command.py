@@ -84,9 +84,8 @@ def test_sizes():
             PlanConfig(model="llama-7b", gpu=text)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_requests_that_cannot_be_served(capsys):
+    for argv, message in [
         (
             ["--model", "lama-7b"],
             "model: expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
@@ -104,13 +103,11 @@ def test_sizes():
         (["--model", "llama-7b", "--max_prompt_length", "3000"], "the model's context of 2048 tokens, got 3000 + 64"),
         (["--model", "gpt2", "--lora_target_modules", "q_proj"], "target_modules: expected name endings among"),
         ([], "missing required option: --model"),
-    ],
-)
-def test_requests_that_cannot_be_served(capsys, argv, message):
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    ]:
+        code, out, err = run(capsys, *argv)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert len(err.splitlines()) == 1
 
 
 def test_folders_that_are_no_decoder(capsys, tmp_path):

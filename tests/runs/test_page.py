@@ -261,17 +261,14 @@ def test_axes_end_beyond_their_values_and_have_ticks_within():
         assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_requests_that_cannot_be_served(capsys):
+    for argv, message in [
         ([], "run: expected something that is not empty"),
         (["nowhere"], "run: expected a folder with metrics.jsonl and run.json, got 'nowhere'"),
         (["nowhere", "--oot", "x"], "unknown option --oot; did you mean --out"),
-    ],
-)
-def test_requests_that_cannot_be_served(capsys, argv, message):
-    assert main(["report", *argv]) == 2
-    assert message in capsys.readouterr().err
+    ]:
+        assert main(["report", *argv]) == 2
+        assert message in capsys.readouterr().err
 
 
 DAMAGES = {

@@ -76,18 +76,15 @@ def test_supervised_training_leads_with_its_loss():
     assert "Perplexity" not in shown(rows_of(2, lm_loss=lambda i: 1e6))
 
 
-@pytest.mark.parametrize(
-    ("metrics", "kind"),
-    [
+def test_the_kind_of_a_run_is_in_its_metrics():
+    for metrics, kind in [
         ({"reward": 1.0, "lm_loss": 1.0}, "rl"),
         ({"lm_loss": 1.0, "reward_loss": 1.0}, "supervised"),
         ({"reward_loss": 1.0}, "reward model"),
         ({"something": 1.0}, None),
-    ],
-)
-def test_the_kind_of_a_run_is_in_its_metrics(metrics, kind):
-    assert kind_of_run([{"step": 1, **metrics}]) == kind
-    assert shown([{"step": 1, **metrics}])["Steps"].text == "1"
+    ]:
+        assert kind_of_run([{"step": 1, **metrics}]) == kind
+        assert shown([{"step": 1, **metrics}])["Steps"].text == "1"
 
 
 def test_the_time_left_is_that_of_the_steps_left():
