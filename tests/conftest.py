@@ -147,6 +147,22 @@ def curves_drawn_once() -> Iterator[None]:
 
 
 @pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each backbone call."""
+    from rlhf_engine.hydra.backbone import Backbone
+
+    seen: list[int] = []
+    run = Backbone.run
+
+    def counted(self: Backbone, tokens: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        seen.append(len(tokens))
+        return run(self, tokens, *args, **named)
+
+    monkeypatch.setattr(Backbone, "run", counted)
+    return seen
+
+
+@pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
     from rlhf_engine import http

@@ -112,8 +112,6 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-# ---- code ------------------------------------------------------------------------------------------------------------
-
 SNIPPETS = [
     (f"{doc.parent.name}-{doc.stem}", i, code)
     for doc in DOCS
@@ -212,9 +210,6 @@ def test_a_folder_to_begin_with_has_the_commands_of_its_page(name, tmp_path, mon
         parse_config(CONFIGS[words[1]], named)
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> Path:
     """The folder of the README's first command."""
@@ -292,9 +287,6 @@ def test_files_of_a_run_are_called_what_they_are_called():
         assert f"`{name}`" in text
 
 
-# ---- claims ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_numbers_of_the_7b_example():
     d, ff, layers, vocabulary, r = 4096, 11008, 32, 32000, 16
     slot = layers * r * (4 * (d + d) + 3 * (d + ff))
@@ -367,9 +359,6 @@ def test_quoted_messages_are_those_of_the_program(page):
     messages = quoted(page)
     assert len(messages) >= 25
     assert [message for message in messages if not is_said(message)] == []
-
-
-# ---- form ------------------------------------------------------------------------------------------------------------
 
 
 def test_links_lead_somewhere():

@@ -61,9 +61,6 @@ WITH_PRODUCTS = ("linear_logprob", "linear_logprob_pair", "gather_logprob", "lin
 """Ops whose cases are also looked at in bfloat16."""
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("op", "dtype", "few"),
     [
@@ -211,9 +208,6 @@ def test_a_backend_of_ours_may_refuse_but_not_fail():
         measure(replace(toy(), run=run(RuntimeError("a bug"))))
 
 
-# ---- floors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_way_to_the_floor_makes_the_product(dtype):
     x, weight = torch.randn(6, 64).to(dtype), torch.randn(32, 64).to(dtype)
@@ -257,9 +251,6 @@ def test_a_way_that_is_far_from_the_fastest_is_not_timed(monkeypatch):
     monkeypatch.setattr(floor, "time", SimpleNamespace(perf_counter=lambda: now))
     slow = {"slow": takes(0.03), "quick": takes(0.0), "same": takes(0.001)}
     assert list(worth_timing(slow)) == ["quick", "same"]
-
-
-# ---- timing and memory -----------------------------------------------------------------------------------------------
 
 
 def test_rounds_are_interleaved_and_the_first_is_not_counted():
@@ -312,9 +303,6 @@ def test_the_memory_server_measures_cases_and_reports_errors():
         assert server.peak(**request, case="backward/256x8192", candidate="nobody") == "KeyError: 'nobody'"
         late = server.peak(**request, case="backward/256x8192", candidate="log_softmax + gather", ms=100_000.0)
         assert late == "left out: two calls would take 200 s, more than 60 s"
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

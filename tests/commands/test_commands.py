@@ -65,9 +65,6 @@ def refused(capsys, *argv: str, code: int = 2, trace: Sequence[str] = ()) -> str
     return lines[0]
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
 def test_usage_version_and_unknown_commands(capsys):
     code, out, _ = run(capsys)
     assert code == 2
@@ -171,9 +168,6 @@ def lying(out):
     )
     assert "page" in found
     return found
-
-
-# ---- the whole way ---------------------------------------------------------------------------------------------------
 
 
 def test_sft_full_then_train_then_generate(capsys, tmp_path):
@@ -297,18 +291,6 @@ def test_reward_says_what_is_wrong(capsys, model, tmp_path):
     assert code == 0
     assert "note: the held-out rows are of one class only (12 true, 0 false): AUC" in err
     assert "held-out auc –" in out
-
-
-def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
-    pairs = str(write_pairs(tmp_path))
-    sft = ["sft", "--lora", "--model_name_or_path", str(model), "--dataset_name", pairs, "--max_steps", "2"]
-    code, out, _ = run(capsys, *sft, "--device", "cpu", "--lora_r", "4", "--output_dir", str(tmp_path / "sft"))
-    assert code == 0
-    assert lying(out)["slot"] == str(tmp_path / "sft")
-    adapters = ["--reference_adapter", str(tmp_path / "sft"), "--reward_adapter", str(tmp_path / "sft")]
-    assert run(capsys, *train_flags(model, tmp_path, *adapters, "--method", "j_hydra_ppo"))[0] == 0
-    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
-    assert abs(first["kl"]) < 1e-4
 
 
 def test_rows_that_are_left_out_are_said_on_standard_error(capsys, model, tmp_path):
@@ -523,9 +505,6 @@ def test_conversations_are_answered_through_the_chat_template(capsys, model, tmp
     assert "expected a tokenizer with a chat template" in refused(capsys, *plain, "--dataset_name", str(talk))
 
 
-# ---- exit code 2: the request ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -569,9 +548,6 @@ def test_a_broken_reward_function_is_a_request_that_cannot_be_served(capsys, mod
     assert not (tmp_path / "run").exists()
 
 
-# ---- exit codes 1 and 130: the run -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("late", "message"),
     [
@@ -612,9 +588,6 @@ def test_control_c(capsys, model, tmp_path):
     code, _, err = run(capsys, *flags, "--resume_from_checkpoint", "auto")
     assert code == 0
     assert "ppo 2/2" in err
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 def test_kernels_by_name(capsys, model, tmp_path):

@@ -114,9 +114,6 @@ def quick_curves(monkeypatch) -> None:
     monkeypatch.setattr(card, "plot_curves", lambda metrics, picture: picture.write_bytes(b"\x89PNG"))
 
 
-# ---- merged ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_merged_run_is_the_actor(place, tmp_path):
     before = (place / "model" / "model.safetensors").read_bytes()
     out = export(place / "ppo", "merged", tmp_path / "out")
@@ -224,9 +221,6 @@ def test_whole_models_are_exported_as_they_are(place, tmp_path, capsys):
     torch.testing.assert_close(theirs + bias, ours, rtol=0, atol=BOUND)
 
 
-# ---- peft ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_opens_in_peft_and_transformers_wherever_it_lies(place, tmp_path):
     out = export(place / "actor", "peft", tmp_path / "first")
     moved = tmp_path / "elsewhere" / "adapter"
@@ -281,9 +275,6 @@ def test_an_adapter_is_what_vllm_reads(place, tmp_path):
     assert targets == set(config["target_modules"])
     assert all(t.shape[0 if ".lora_A." in name else 1] == config["r"] for name, t in tensors.items())
     assert f"--max-lora-rank {max(8, config['r'])}`" in (out / card.CARD).read_text()
-
-
-# ---- sequence classifiers --------------------------------------------------------------------------------------------
 
 
 def our_scores(place: Path, rows: list[list[int]]) -> torch.Tensor:
@@ -353,9 +344,6 @@ def test_a_source_that_gives_no_scores_is_refused(place, tmp_path, capsys):
     assert "to: expected an architecture of which transformers has a sequence classifier, got 'dots1'" in line
     base = write_model(tmp_path / "base", reward_head=False)
     assert "expected a model with a reward head" in refused(capsys, base, "sequence_classification", tmp_path / "out")
-
-
-# ---- cards -----------------------------------------------------------------------------------------------------------
 
 
 def front_matter(text: str) -> dict[str, object]:
@@ -459,9 +447,6 @@ def test_datasets_of_the_hub_are_named_in_the_header(place, tmp_path):
     text = (export(run_folder, "peft", tmp_path / "out") / card.CARD).read_text()
     assert front_matter(text)["datasets"] == ["openai/gsm8k"]
     assert "`held.jsonl` | not recorded |" in text
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def test_a_source_that_is_none_and_a_folder_that_is_taken(place, tmp_path, capsys):

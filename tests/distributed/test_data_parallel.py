@@ -354,9 +354,6 @@ def test_a_process_that_dies_ends_the_other(model, tmp_path):
     assert_ended(tmp_path, "dies", ["RankError"], ["rank 0 of 2 has lost another one"])
 
 
-# ---- without processes -----------------------------------------------------------------------------------------------
-
-
 class TwoRanks(World):
     """Says that there are two, and that the other one has the same of everything."""
 

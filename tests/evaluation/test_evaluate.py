@@ -422,9 +422,6 @@ def test_references_that_are_missing_are_counted(place, tmp_path):
         Evaluation(EvaluateConfig(**options(place, tmp_path / "e", models=[str(file)])))
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def page_data(output: Path) -> dict:
     text = (output / "report.html").read_text()
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])

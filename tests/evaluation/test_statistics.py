@@ -1,13 +1,18 @@
 """Statistics of evaluations, beside enumeration and simulation."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rlhf_engine.commands.main import main
 from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
+from tests.evaluation.test_evaluate import write_adapter
+from tests.training.test_data import write_rows
 
 
 def test_interval_of_a_mean_has_its_width_and_covers_what_it_should():
@@ -53,3 +58,67 @@ def test_kl_of_best_of_n_is_that_of_the_distribution_of_the_best():
     kl = float((p * (p * m).log()).sum())
     (formula,) = [best["kl"] for best in best_of_n_curve([[0.0] * n]) if best["n"] == n]
     assert kl == pytest.approx(formula, abs=5e-3)
+
+
+JUDGE = """
+def score(completions, **columns):
+    return [float(text.lower().count(" she") + text.lower().count(" he")) for text in completions]
+"""
+PROMPTS = [f"Once upon a time there was {what} who liked to {verb}" for what in (
+    "a girl", "a boy", "a dog", "a cat", "a bird", "a king", "a fish", "a bear",
+) for verb in ("play", "sing", "run", "eat", "sleep", "swim")]  # fmt: skip
+
+
+def evaluate(base: Path, folder: Path, draws: int, name: str) -> dict:
+    argv = ["evaluate", "--model_name_or_path", str(base), "--models", f"other={folder / 'adapter'}", "--dataset_name",
+            str(folder / "prompts.jsonl"), "--reward_funcs", f"{folder / 'judge.py'}:score", "--output_dir",
+            str(folder / name), "--num_generations", str(draws), "--max_completion_length", "40",
+            "--temperature", "0.7", "--seed", str(draws)]  # fmt: skip
+    assert main(argv) == 0
+    return json.loads((folder / name / "results.json").read_text())
+
+
+@pytest.mark.long
+def test_two_policies_of_a_real_model(stories, tmp_path):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
+    (tmp_path / "judge.py").write_text(JUDGE)
+    write_adapter(stories, tmp_path / "adapter", seed=5, scale=0.05)
+    few = evaluate(stories, tmp_path, 1, "few")["models"]["other"]
+    evaluate(stories, tmp_path, 24, "many")
+    rewards: dict[tuple[str, int], list[float]] = {}
+    names: dict = {}
+    exec(JUDGE, names)
+    for line in (tmp_path / "many" / "answers.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rewards.setdefault((row["model"], row["prompt"]), []).append(names["score"]([row["text"]])[0])
+    shares = []
+    for i in range(len(PROMPTS)):  # every answer of one against every answer of the other
+        pairs = list(itertools.product(rewards["other", i], rewards["base", i]))
+        shares.append(sum(0.5 if a == b else float(a > b) for a, b in pairs) / len(pairs))
+    truth = sum(shares) / len(shares)
+    assert abs(truth - 0.5) > 0.02, "the two policies are alike"
+    _, low, high = few["win_rate"]
+    assert low <= truth <= high
+    assert high - low < 0.35
+
+
+@pytest.mark.long
+def test_the_demos_known_preference(tmp_path):
+    """The demo judges its policies itself, by a preference that no training step sees."""
+    demo = tmp_path / "demo"
+    assert main(["demo", "--output_dir", str(demo)]) == 0
+    own = json.loads((demo / "result.json").read_text())
+    (tmp_path / "judge.py").write_text(
+        "from rlhf_engine.commands.demo.task import prefer\n\n\ndef judge(prompts, completions):\n"
+        "    return [1.0 - prefer(prompt, a, b) for prompt, (a, b) in zip(prompts, completions, strict=True)]\n"
+    )
+    argv = ["evaluate", "--model_name_or_path", str(demo / "sft"), "--models", f"ppo={demo / 'rl'}", "--dataset_name",
+            str(demo / "heldout.jsonl"), "--judge", f"{tmp_path / 'judge.py'}:judge", "--reward_funcs", "reward_model",
+            "--output_dir", str(tmp_path / "evaluation"), "--max_completion_length", "40", "--temperature", "0.7",
+            "--seed", "1"]  # fmt: skip
+    assert main(argv) == 0
+    results = json.loads((tmp_path / "evaluation" / "results.json").read_text())
+    _, low, high = results["models"]["ppo"]["win_rate"]
+    assert low <= own["win_rate"] <= high
+    assert results["models"]["base"]["reward"][0] == pytest.approx(own["reward_before"], abs=0.3)
+    assert results["models"]["ppo"]["reward"][0] == pytest.approx(own["reward_after"], abs=0.3)

@@ -14,7 +14,7 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.errors import ConfigError, EngineError, GeneratorError
+from rlhf_engine.errors import ConfigError, GeneratorError
 from rlhf_engine.generators import ray as ray_transport
 from rlhf_engine.generators import work as serialize
 from rlhf_engine.generators.ray import Generator, RayTransport, Room, _other_gpus, generators_on_ray, room_for
@@ -23,8 +23,6 @@ from rlhf_engine.generators.work import take
 from rlhf_engine.policy.build import build_generator_model
 from tests.generators.test_scheduler import answers_of, make_items, policy
 from tests.training.test_data import train_config, write_model
-
-# ---- stand-ins -------------------------------------------------------------------------------------------------------
 
 
 class Ray:
@@ -143,9 +141,6 @@ def pids(transport: RayTransport) -> dict[str, int]:
     return {worker.name: worker.pid for worker in list(transport._workers.values()) if worker.pid is not None}
 
 
-# ---- policies and work items ----------------------------------------------------------------------------------------
-
-
 def test_they_join_with_every_policy_that_is_held(monkeypatch):
     ray, transport = transport_of(monkeypatch, Stub)
     assert transport.expects_more()
@@ -213,9 +208,6 @@ def test_a_policy_that_did_not_arrive_ends_the_generator(monkeypatch, kind, mess
     with pytest.raises(GeneratorError, match=message):
         learn(scheduler, range(5))
     scheduler.close()
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_generator_that_raises_is_replaced(monkeypatch):
@@ -338,9 +330,6 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     assert transport.silent_for("generator 1") == 0.0
 
 
-# ---- the generator ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
@@ -372,16 +361,6 @@ def test_a_generator_draws_by_what_it_was_sent(config, generator):
     assert generator.beat() < 60
 
 
-def test_a_damaged_adapter_is_refused_and_never_drawn_by(config, generator):
-    parcel = adapter(config, 0)
-    data = bytearray(parcel.data)
-    data[-3] ^= 4
-    with pytest.raises(EngineError, match="policy version 0 arrived damaged"):
-        generator.hold(0, parcel.digest, bytes(data))
-    with pytest.raises(EngineError, match=r"policy version 0: expected one of \[\], which are held"):
-        generator.draw(serialize.pack_item(make_items(0, 0, 1)[0]), [0])
-
-
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
@@ -407,9 +386,6 @@ def test_what_generators_chose_goes_into_the_learner_s_checkpoints(monkeypatch):
     scheduler.close()
     assert registry.choices() == [("gae", "float32", (1,), "reference")]
     registry.begin_run()
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def test_without_ray(config, monkeypatch, tmp_path, capsys):

@@ -32,11 +32,9 @@ def make(**options) -> HydraModel:
 def test_slot_configs():
     for options, message in [
         ({"r": 0}, "r: expected a LoRA rank of at least 1, got 0"),
-        ({"r": -3}, "r: expected a LoRA rank of at least 1, got -3"),
         ({"alpha": 0.0}, "alpha: expected a finite number other than 0, got 0"),
         ({"alpha": float("nan")}, "alpha: expected a finite number other than 0, got nan"),
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got 1"),
-        ({"dropout": -0.1}, r"dropout: expected a probability in \[0, 1\), got -0\.1"),
         ({"target_modules": "q_proj"}, "target_modules: expected 'all-linear' or a tuple of names, got 'q_proj'"),
         ({"target_modules": ()}, "target_modules: expected at least one name, got none"),
     ]:
@@ -101,6 +99,7 @@ def test_a_source_of_another_kind(tmp_path):
     with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: "):
         HydraModel.from_pretrained(tmp_path, roles=ACTOR)
     (tmp_path / "model.safetensors").unlink()
+    torch.save(tiny_llama().state_dict(), tmp_path / "pytorch_model.bin")  # pickled weights are not read
     with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: .*no file named"):
         HydraModel.from_pretrained(tmp_path, roles=ACTOR)
 
@@ -190,15 +189,6 @@ def test_an_adapter_that_lies_about_its_rank(tmp_path):
         read_slot_config(tmp_path)
 
 
-def test_pickled_weights_are_not_read(tmp_path):
-    model = tiny_llama()
-    model.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"model_name_or_path: '.*' cannot be loaded: .*no file named"):
-        HydraModel.from_pretrained(tmp_path, roles=ACTOR)
-
-
 def test_one_backbone_cannot_belong_to_two_models():
     plain = tiny_llama()
     HydraModel.from_pretrained(plain, roles=ACTOR)
@@ -223,9 +213,6 @@ def test_batches():
     ]:
         with pytest.raises(ValueError, match=message):
             PackedBatch.from_lists(prompts, completions)
-
-
-def test_selections_and_ids():
     with pytest.raises(ValueError, match="indices: expected at least one sequence, got a batch of size 0"):
         random_batch().select([])
     with pytest.raises(ValueError, match=r"prompt_lens, sample_ids: expected 1 entries .*got 1 and 2"):
@@ -240,12 +227,8 @@ def test_scores():
     ]:
         with pytest.raises(ValueError, match=message):
             build().score(random_batch(), roles, **options)
-
-
-def test_scores_of_a_role_that_this_model_lacks():
-    model = HydraModel.from_pretrained(tiny_llama(), roles=ACTOR)
     with pytest.raises(ValueError, match=r"role: expected one of \['actor'\], got 'reward'"):
-        model.score(random_batch(), ("actor", "reward"))
+        HydraModel.from_pretrained(tiny_llama(), roles=ACTOR).score(random_batch(), ("actor", "reward"))
 
 
 def test_a_sequence_longer_than_the_context():

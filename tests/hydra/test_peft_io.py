@@ -75,9 +75,6 @@ def expect_off(model: HydraModel, plain: torch.Tensor) -> None:
         assert torch.equal(slot_logits(model, None), plain)
 
 
-# ---- out -------------------------------------------------------------------------------------------------------------
-
-
 def test_saved_slots_load_with_plain_peft(tmp_path):
     model = build()
     save_pretrained(model, tmp_path)
@@ -146,9 +143,6 @@ def test_a_slot_that_plain_peft_cannot_load_is_refused_before_training_and_at_sa
                 else contextlib.nullcontext()
             ):
                 act(model)
-
-
-# ---- in --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -234,9 +228,6 @@ def test_a_vision_tower_as_deep_as_the_decoder_has_no_adapters():
         HydraModel.from_pretrained(
             AutoModelForCausalLM.from_config(copy.deepcopy(config)), roles=ACTOR, slots={"actor": towers}
         )
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 NOT_PLAIN = [

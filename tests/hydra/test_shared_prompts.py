@@ -9,7 +9,6 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.data import side_by_side
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
-from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.training.update import _Minibatch
 from tests.conftest import VOCAB, randomise, tiny_llama
 
@@ -35,20 +34,6 @@ def model(dtype: torch.dtype = torch.float32, **slot) -> HydraModel:
     ).eval()
     randomise(found, "actor")
     return found
-
-
-@pytest.fixture
-def rows(monkeypatch) -> list[int]:
-    """Rows of each backbone call."""
-    seen: list[int] = []
-    run = Backbone.run
-
-    def counted(self, tokens, *args, **named):
-        seen.append(len(tokens))
-        return run(self, tokens, *args, **named)
-
-    monkeypatch.setattr(Backbone, "run", counted)
-    return seen
 
 
 def test_rows_of_a_batch_with_each_prompt_once():

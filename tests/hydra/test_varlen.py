@@ -66,9 +66,6 @@ def chosen(**changes: object) -> str:
     return varlen._chosen(layer(**changes))[0]
 
 
-# ---- who is chosen ---------------------------------------------------------------------------------------------------
-
-
 def test_without_flash_attn_torch_serves_all_but_softcaps(site):
     assert chosen() == chosen(windowed=True) == "torch varlen"
     assert chosen(softcapped=True) == chosen(softcapped=True, windowed=True) == "FlexAttention"
@@ -151,9 +148,6 @@ def test_shared_prompts_go_through_flex_attention_alone(site, name):
         assert not varlen.can_share("cpu", torch.bfloat16, 16)
     with registry.use_exact():
         assert not varlen.can_share("cpu", torch.bfloat16, 16)
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def numbers(name: str) -> list[torch.Tensor]:
@@ -379,9 +373,6 @@ def test_neighbours_do_not_change_a_sequence(site):
             return packed_attention(torch.nn.Module(), *(x[:, :, first:last] for x in rows), None)[0]
 
     assert torch.equal(run([4, 5, 3], 0, 12)[:, 4:9], run([5], 4, 9))
-
-
-# ---- what the real packages take -------------------------------------------------------------------------------------
 
 
 def test_torch_s_varlen_has_the_arguments_that_it_is_given():

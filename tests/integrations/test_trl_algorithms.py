@@ -207,22 +207,17 @@ def test_options_that_cannot_be_served(folder, tmp_path):
         ("remax", {"loss_type": "grpo"}, "loss_type: expected 'sum' or 'own_length', got 'grpo'"),
         ("rloo", {"loss_type": "vanilla", "epsilon_high": 0.3}, "epsilon_high: expected None, because"),
         ("rloo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
-        ("rloo", {"loss_type": "grpo"}, "loss_type: expected 'proximal' or 'vanilla', got 'grpo'"),
         ("reinforce", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: reinforce has no"),
         ("reinforce", {"beta": 1.5}, "beta: expected a number from 0 to 1, got 1.5"),
         ("grpo", {"loss_type": "bnpo"}, "loss_type: expected 'grpo' or 'dapo' or 'dr_grpo', got 'bnpo'"),
         ("grpo", {"scale_rewards": "batch"}, "scale_rewards: expected 'group' or 'none', got 'batch'"),
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: expected False, because no KL is weighed"),
-        ("grpo", {"num_generations": 1}, "num_generations: expected at least 2, got 1"),
         ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
         ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others"),
-        ("best_of_n", {"beta": 0.1}, r"beta: expected 0\.05, because best_of_n does not read it, got 0\.1"),
         ("online_dpo", {"answers_per_prompt": 1}, "answers_per_prompt: expected at least 2, got 1"),
         ("online_dpo", {"num_generations": 2}, "num_generations: expected 1: answers_per_prompt says how many"),
-        ("online_dpo", {"epsilon": 0.1}, r"epsilon: expected 0\.2, because online_dpo does not read it, got 0\.1"),
         ("online_dpo", {"beta": 0.0}, "beta: expected a number > 0"),
         ("online_dpo", {"loss_type": "hinge"}, "loss_type: expected 'sigmoid' or 'ipo', got 'hinge'"),
-        ("rloo", {"loss_type": "vanilla", "steps_per_generation": 4}, "steps_per_generation: expected gradient_accum"),
     ):
         with pytest.raises(ConfigError, match=message):
             KINDS[kind][1](**{**QUICK, "output_dir": str(tmp_path), **changes})

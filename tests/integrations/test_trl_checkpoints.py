@@ -1,6 +1,5 @@
 """What our trainers behind TRL write beside PEFT's and transformers' files, read again, and refuse."""
 
-import copy
 import shutil
 
 import pytest
@@ -8,12 +7,11 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl (pip install 'rlhf-engine[trl]')")
 
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer, ReMaxConfig, ReMaxTrainer
+from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, run_ranks, trained
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
@@ -118,16 +116,6 @@ def test_a_model_that_was_trained_before_goes_on_with_its_critic(folder, tmp_pat
     assert equal(dict(after.hydra.trainable_parameters("critic")), dict(before.hydra.trainable_parameters("critic")))
     assert bool(after.hydra.heads["value"].weight.any())
     after.train()
-
-
-def test_a_checkpoint_of_a_method_without_a_critic_loads_with_peft(folder, tmp_path):
-    args = ReMaxConfig(**{**QUICK, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2})
-    make_trainer(ReMaxTrainer, args, folder).train()
-    names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
-    assert not {"critic", "heads.safetensors"} & names
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "checkpoint-2")
-    assert any(bool(p.any()) for name, p in loaded.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.long

@@ -154,9 +154,6 @@ def test_a_loaded_classifier_brings_its_score(model, other_decoder):
         torch.testing.assert_close(ours.score(batch, ("reward",)).rewards_N, expected, rtol=1e-4, atol=1e-5)
 
 
-# ---- where the critic starts -----------------------------------------------------------------------------------------
-
-
 def last_values(ours: HydraModel, batch: PackedBatch) -> torch.Tensor:
     """The critic's value of each whole sequence [N], read where rewards are read."""
     critic = ours.roles["critic"]
@@ -211,9 +208,6 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, lora, tmp_path
         torch.testing.assert_close(scores.logprobs_M, scores.ref_logprobs_M, rtol=1e-5, atol=1e-5)
         plain = ours._backbone_call(batch, ours.backbone(), [None], None)
         assert not torch.allclose(plain, ours._backbone_call(batch, ours.backbone(), ["actor"], None))
-
-
-# ---- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_contradictory_options():

@@ -61,9 +61,6 @@ def move(model: HydraModel, scale: float) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator))
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ids", "temperature"), [("both", 0.7), ("token_ids", 1.0), ("names", 0.7)])
 def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, temperature):
     server.ids = ids
@@ -166,9 +163,6 @@ def test_an_api_key_goes_along_and_no_proxy_is_asked(model, server, tmp_path, mo
     with pytest.raises(RolloutServerError, match=f"environment variable {VLLM.key_variable}, got 401"):
         VllmClient(server.url, timeout=5).health()
     assert original is not None
-
-
-# ---- the adapter goes there ------------------------------------------------------------------------------------------
 
 
 def test_versions_come_and_go(model, server, tmp_path):
@@ -318,9 +312,6 @@ def test_what_vllm_cannot_serve_is_refused_up_front():
             require_servable(HydraModel.from_pretrained(source, roles=roles, slots=slots))
 
 
-# ---- the canary ------------------------------------------------------------------------------------------------------
-
-
 def test_a_wrong_base_or_a_wrong_adapter_is_caught(model, server, tmp_path):
     other = StandIn(tiny_llama(seed=1), name="base", root="models/tiny")
     with other, pytest.raises(MismatchError, match=r"expected the actor's log-probs from adapter 'a-v0-.* same base"):
@@ -384,9 +375,6 @@ def test_nan_from_our_own_side_is_no_agreement(model, server, tmp_path):
         rollouts.canary.check(rollouts.name, rollouts.canary.ask(rollouts.name, rollouts._complete))
 
 
-# ---- a server that fails ---------------------------------------------------------------------------------------------
-
-
 def test_addresses(server):
     for url in ("localhost:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?a=1"):
         with pytest.raises(ConfigError, match="vllm_server_base_url: expected"):
@@ -436,14 +424,6 @@ def test_runtime_lora_is_off(model, server, tmp_path):
     server.runtime_lora = False
     with pytest.raises(RolloutServerError, match=f"started with {RUNTIME_LORA}=1 and --enable-lora, got status 404"):
         connect(model, server, tmp_path).sync(0)
-
-
-def test_no_answer_in_time(model, server, tmp_path):
-    rollouts = connect(model, server, tmp_path, timeout=0.5)
-    rollouts.sync(0)
-    server.delays = [3.0] * 4
-    with pytest.raises(RolloutServerError, match=r"within 0\.5 s \(max_completion_length\), got none"):
-        rollouts.generate(PROMPTS, sampling())
 
 
 def changed(**fields: Any):
@@ -504,13 +484,3 @@ def test_answers_that_rollouts_cannot_be_made_of(model, server, tmp_path):
     # an end that is also the last token that fits: what servers call it differs
     server.alter = tokens([5] * 11 + [2], finish_reason="length")
     assert rollouts.generate([[5, 9, 11]], sampling()).finish_reasons == ("eos",)
-
-
-def test_a_server_that_dies_during_a_rollout(model, server, tmp_path):
-    rollouts = connect(model, server, tmp_path)
-    rollouts.sync(0)
-    server.answers_left = 2
-    with pytest.raises(RolloutServerError, match="expected a vLLM server that answers /v1/completions"):
-        rollouts.generate(PROMPTS, sampling())
-    server.answers_left = None
-    assert rollouts.generate(PROMPTS, sampling()).batch.n_sequences == 4

@@ -142,22 +142,15 @@ def test_async_functions_run_beside_each_other() -> None:
         check_reward(sleeps, ["p"], timeout=0.1)
 
 
-def test_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward function 'given': expected 3 rewards, got 2"):
-        score(returning([1.0, 2.0]))
-
-
-def test_wrong_container_is_refused() -> None:
-    for result in [1.0, None, {"a": 1}, "abc", iter([1, 2, 3])]:
-        with pytest.raises(TypeError, match=r"reward function 'given': expected a list, tuple or tensor"):
+def test_what_is_no_list_of_rewards_is_refused() -> None:
+    for result, error, message in (
+        ([1.0, 2.0], ValueError, "expected 3 rewards, got 2"),
+        *((x, TypeError, "expected a list, tuple or tensor") for x in (1.0, None, {"a": 1}, "abc", iter([1, 2, 3]))),
+        ([1.0, "x", 2.0], TypeError, r"expected numbers or None, got 'x' at row 1 \(prompt 'two'\)"),
+        (torch.zeros(3, 1), ValueError, r"expected a tensor of one dimension, got \(3, 1\)"),
+    ):
+        with pytest.raises(error, match=f"'given': {message}"):
             score(returning(result))
-
-
-def test_wrong_element_and_shape_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"'given': expected numbers or None, got 'x' at row 1 \(prompt 'two'\)"):
-        score(returning([1.0, "x", 2.0]))
-    with pytest.raises(ValueError, match=r"'given': expected a tensor of one dimension, got \(3, 1\)"):
-        score(returning(torch.zeros(3, 1)))
 
 
 def test_nonfinite_rewards_name_function_row_and_prompt() -> None:

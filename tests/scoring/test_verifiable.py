@@ -22,9 +22,6 @@ def one(spec: str, answer: str, **columns: object) -> float | None:
     return judge_of(spec)(completions=[answer], **{name: [value] for name, value in columns.items()})[0]
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
 def test_format():
     for answer, reward in [
         ("<think>a\nb</think>\n<answer>4</answer>\n", 1.0),
@@ -86,8 +83,6 @@ def test_repetition_of_long_answers_takes_no_time():
     assert time.perf_counter() - began < 5
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 
@@ -122,8 +117,6 @@ def test_json_schema_without_a_schema(tmp_path):
     with pytest.raises(ConfigError, match="expected a JSON schema, got 'nothing' is not valid"):
         one("json_schema", "{}", schema={"type": "nothing"})
 
-
-# ---- code ------------------------------------------------------------------------------------------------------------
 
 TESTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -173,9 +166,6 @@ def test_code_sees_an_empty_folder_and_no_environment(monkeypatch):
         one("code", RIGHT)
 
 
-# ---- math ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def judge():
     pytest.importorskip("math_verify")
@@ -222,8 +212,6 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
     with pytest.raises(ConfigError, match=r"math: expected a column 'solution', got \['answer'\]"):
         judge(completions=["7"], answer=["7"])
 
-
-# ---- answers that want the reward without the answer -----------------------------------------------------------------
 
 EQUALS_ALL = "class Same({}):\n    __eq__ = __ge__ = __le__ = __contains__ = __bool__ = lambda *_: True\n"
 FOR_ALL = "import os, sys, json\nfor fd in range(64):\n    try: os.write(fd, {})\n    except OSError: pass\n"
@@ -431,9 +419,6 @@ def test_an_answers_process_reaches_its_folder_and_python_alone(tmp_path):
     answer += "with open('f', 'w') as file: file.write('x')\nos.rename('f', 'g')\nos.kill(-1, 9)\n"
     tests = "".join(f"assert reach({reach!r}) in (1, 3, 13), {reach!r}\n" for reach in reaches)
     assert one("code,timeout=20", answer, tests=tests) == 1.0
-
-
-# ---- by name ---------------------------------------------------------------------------------------------------------
 
 
 def test_names_and_options_that_do_not_fit():

@@ -80,8 +80,6 @@ def reward_config(model: Path, output: Path, rows: list[dict[str, Any]] | None =
     return RewardConfig(**{**options, **lora, **changes})
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
 PAIRS = [
     RewardExample(prompt=(5, 6), answers=((7, 8, 9, 2), (10, 2)), label=None, group="a"),
     RewardExample(prompt=(11,), answers=((12, 2), (13, 14, 15, 2)), label=None, group="b"),
@@ -192,9 +190,6 @@ def test_micro_batches_add_up_under_dropout(examples):
     assert other.item() != loss.item()  # dropout is there at all
 
 
-# ---- learning --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory) -> RewardTrainer:
     """A LoRA reward model that has learned the toy task."""
@@ -287,9 +282,6 @@ def test_evaluation_is_deterministic_and_without_dropout(base, tmp_path):
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     trainer.evaluate()
     assert same(before, dict(trainer.model.named_parameters()))
-
-
-# ---- stopping and going on -------------------------------------------------------------------------------------------
 
 
 def parameters(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
@@ -405,9 +397,6 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path
     assert all(p.grad is None for p in trainer.model.parameters())
     assert not (tmp_path / "run" / "final").exists()
     assert RewardTrainer(config).state.step == 2
-
-
-# ---- folders that others take ----------------------------------------------------------------------------------------
 
 
 def some_sequences(trainer: RewardTrainer) -> tuple[list[RewardExample], torch.Tensor]:
@@ -549,8 +538,6 @@ def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tm
     assert same(before, dict(model.backbone().slot("reward").named_parameters()))
     torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
 
-
-# ---- requests that cannot be served ----------------------------------------------------------------------------------
 
 ROW = {"prompt": "red", "completion": "cat", "label": True}
 OTHER = {"prompt": "blue", "completion": "dog", "label": 0}

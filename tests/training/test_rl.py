@@ -60,9 +60,6 @@ def metrics(trainer: RlTrainer) -> list[dict[str, Any]]:
     return [without_timings(row) for row in read_metrics(trainer.output / "metrics.jsonl")]
 
 
-# ---- 1 save, load, go on ---------------------------------------------------------------------------------------------
-
-
 def saved_run(config, steps: int) -> RlTrainer:
     """A run of some steps with a checkpoint after each, without the curves that take most of a short run's time."""
     trainer = RlTrainer(config)
@@ -140,9 +137,6 @@ def test_evaluations_in_which_no_answer_ends_are_said_once(model, tmp_path):
         trainer.run()
     ended = [str(w.message) for w in said if "held-out prompt" in str(w.message)]
     assert ended == ["max_completion_length: no answer to a held-out prompt ended within 1 tokens"]
-
-
-# ---- 6 reward sources ------------------------------------------------------------------------------------------------
 
 
 def test_lane_and_functions_are_weighted(model, tmp_path):
@@ -234,9 +228,6 @@ def test_answers_that_never_end_pay_the_penalty_or_have_a_score_of_their_own(mod
     assert first("score", missing_eos_score=-1.0) == (pytest.approx(5 - 6 * unfinished), unfinished)
     with pytest.raises(ConfigError, match=r"missing_eos_score: expected it unset with missing_eos_penalty, got -1\.0"):
         train_config(model, tmp_path / "both", missing_eos_score=-1.0, missing_eos_penalty=1.0)
-
-
-# ---- 4 bad input, before the model is built --------------------------------------------------------------------------
 
 
 def without_tokenizer(folder: Path) -> Path:
@@ -377,9 +368,6 @@ def test_a_reward_adapter_brings_its_own_head(model, tmp_path, sft_adapter):
         RlTrainer(train_config(model, tmp_path / "run2", reward_adapter=str(bare)))
 
 
-# ---- stops during a run ----------------------------------------------------------------------------------------------
-
-
 def assert_stops(config, error, message) -> None:
     """The run stops after two steps with the error, and goes on from its checkpoint of step 2."""
     trainer = RlTrainer(config)
@@ -497,9 +485,6 @@ def test_exact_mode_names_what_it_cannot_serve(model, tmp_path):
     message = r"exact: expected a backbone whose rows .* the kernels of 'reference' were asked"
     with registry.use_backend("reference"), pytest.raises(ValueError, match=message):
         RlTrainer(config)
-
-
-# ---- where the actor starts ------------------------------------------------------------------------------------------
 
 
 def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp_path, sft_adapter):

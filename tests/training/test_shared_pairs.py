@@ -10,7 +10,6 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.hydra import HydraModel, SlotConfig
-from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.training.reward_model.data import RewardExample
 from rlhf_engine.training.reward_model.model import REWARD_SLOT, reward_loss, reward_roles
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
@@ -29,20 +28,6 @@ PROMPT = 12
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture
-def rows(monkeypatch) -> list[int]:
-    """Rows of each backbone call."""
-    seen: list[int] = []
-    run = Backbone.run
-
-    def counted(self, tokens, *args, **named):
-        seen.append(len(tokens))
-        return run(self, tokens, *args, **named)
-
-    monkeypatch.setattr(Backbone, "run", counted)
-    return seen
 
 
 def pairs(n_prompts: int, each: int) -> list[dict[str, str]]:
