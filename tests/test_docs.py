@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rlhf_kernels.runtime import registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import build_tokenizer
@@ -295,33 +294,6 @@ def test_the_numbers_of_the_7b_example():
     assert f"{backbone / 1e9:.2f} billion parameters with r = {r}" in text
     assert f"(S = {slot / 1e6:.1f} million)" in text
     assert f"{(backbone + 2 * slot + 2 * (d + 1)) / 1e9:.2f} billion against {4 * backbone / 1e9:.2f} billion" in text
-
-
-def test_the_status_is_that_of_the_registry():
-    """A new backend changes the page of the status, its list of what does not exist, and these lines."""
-    ops = registry._IMPLEMENTATIONS
-    assert all("reference" in backends for backends in ops.values())
-    assert {op: set(backends) - {"reference"} for op, backends in ops.items() if len(backends) > 1} == {
-        "activation": {"cpu", "triton"},
-        "attention": {"cpu", "triton"},
-        "decode_attention": {"cpu", "triton"},
-        "decode_step": {"cpu"},
-        "gae": {"cpu", "cuda", "triton"},
-        "gather_logprob": {"cpu", "triton"},
-        "linear": {"cpu", "triton"},
-        "linear_logprob": {"cpu", "triton"},
-        "linear_logprob_pair": {"cpu", "triton"},
-        "linear_ppo_loss": {"cpu", "triton"},
-        "lora": {"cpu", "triton"},
-        "lora_decode": {"cpu", "cuda", "triton"},
-        "lora_decode_delta": {"cuda"},
-        "ppo_loss": {"cpu", "cuda", "triton"},
-        "rms_norm": {"cpu", "triton"},
-        "rotary": {"cpu", "triton"},
-        "sample": {"cpu", "triton"},
-        "swiglu": {"cpu", "triton"},
-        "whiten": {"cpu", "triton"},
-    }
 
 
 QUOTING = (GUIDES / "add-a-model.md", ROOT / "docs" / "faq.md")
