@@ -45,11 +45,7 @@ def test_the_score_of_an_answer_without_tokens_lands_on_no_other():
 def test_advantages_by_hand():
     batch = random_batch(((2, 3), (1, 1)))
     advantage, ret = advantages(
-        torch.tensor([0.0, 0.0, 1.0, 2.0]),
-        torch.tensor([0.5, 0.25, 0.125, 1.0]),
-        batch,
-        gamma=0.5,
-        lam=0.5,
+        torch.tensor([0.0, 0.0, 1.0, 2.0]), torch.tensor([0.5, 0.25, 0.125, 1.0]), batch, gamma=0.5, lam=0.5
     )
     # δ of the first answer: 0.125 − 0.5, 0.0625 − 0.25, 1 − 0.125; γλ = 0.25
     a2 = 0.875

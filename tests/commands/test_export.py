@@ -18,15 +18,7 @@ from peft import PeftModel
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.export import card
-from rlhf_engine.hydra import (
-    HydraModel,
-    PackedBatch,
-    RoleSpec,
-    SlotConfig,
-    load_pretrained,
-    peft_io,
-    save_pretrained,
-)
+from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, load_pretrained, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.reward_model import require_reward_head
 from rlhf_engine.io import MANIFEST_FILE
@@ -352,11 +344,7 @@ def front_matter(text: str) -> dict[str, object]:
     return yaml.safe_load(header)
 
 
-CARDS = (
-    ("ppo", "merged", "transformers"),
-    ("ppo", "peft", "peft"),
-    ("rm", "sequence_classification", "transformers"),
-)
+CARDS = (("ppo", "merged", "transformers"), ("ppo", "peft", "peft"), ("rm", "sequence_classification", "transformers"))
 
 
 def test_a_card_says_what_was_recorded_and_its_code_runs(place, tmp_path, monkeypatch, capsys):

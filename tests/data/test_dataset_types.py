@@ -5,14 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf_engine.data import (
-    Preference,
-    PromptCompletion,
-    PromptOnly,
-    RowError,
-    Tally,
-    UnpairedPreference,
-)
+from rlhf_engine.data import Preference, PromptCompletion, PromptOnly, RowError, Tally, UnpairedPreference
 from rlhf_engine.data.types import parse_row, recognise, split_prompt
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import load, said, write_lines

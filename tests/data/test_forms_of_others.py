@@ -52,10 +52,7 @@ OPEN, END = "<|im_start|>assistant\n", "<|im_end|>"
 def test_conversations_are_learned_turn_by_turn_and_answered_at_their_end(tmp_path, row):
     path, tokenizer = write_lines(tmp_path / "a.jsonl", row), chat_tokenizer()
     rows, tally = load(path, kinds=SFT)
-    assert texts(tokenizer, rows) == [
-        (chat(ASK) + OPEN, "blue" + END),
-        (chat(ASK, BLUE, WHY) + OPEN, "light" + END),
-    ]
+    assert texts(tokenizer, rows) == [(chat(ASK) + OPEN, "blue" + END), (chat(ASK, BLUE, WHY) + OPEN, "light" + END)]
     assert tally.read == 2
     (row_of_rl,), _ = load(path, kinds=RL)
     assert texts(tokenizer, [row_of_rl]) == [(chat(ASK, BLUE, WHY) + OPEN,)]

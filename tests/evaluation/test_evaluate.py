@@ -366,10 +366,7 @@ def test_nonsense_stops_the_evaluation_unless_some_is_allowed(place, tmp_path):
 
 def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
     """As the other commands say it: adapters of every other kind, classifiers as policies, two outputs as a reward."""
-    kinds = {
-        "use_dora": {"use_dora": True},
-        "lora_embedding_A": {"target_modules": ["embed_tokens"]},
-    }
+    kinds = {"use_dora": {"use_dora": True}, "lora_embedding_A": {"target_modules": ["embed_tokens"]}}
     for said, unusual in kinds.items():
         base = AutoModelForCausalLM.from_pretrained(place / "base")
         lora = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **unusual})

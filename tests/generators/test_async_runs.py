@@ -65,8 +65,7 @@ SHORTLY = ("two_behind", "grpo")  # others take their ways, too
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param(v, id=k, marks=[pytest.mark.long] * (k not in SHORTLY)) for k, v in CASES.items()],
+    "options", [pytest.param(v, id=k, marks=[pytest.mark.long] * (k not in SHORTLY)) for k, v in CASES.items()]
 )
 def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, options):
     options = {"max_steps": 5, **options}

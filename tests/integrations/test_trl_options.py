@@ -25,14 +25,7 @@ from rlhf_engine.integrations.trl import (
     HydraRLOOTrainer,
     ReMaxConfig,
 )
-from rlhf_engine.integrations.trl.config import (
-    ALSO_DEFAULT,
-    HARMLESS,
-    OF_ALGORITHMS,
-    REFUSED,
-    SERVED,
-    HydraConfig,
-)
+from rlhf_engine.integrations.trl.config import ALSO_DEFAULT, HARMLESS, OF_ALGORITHMS, REFUSED, SERVED, HydraConfig
 from rlhf_engine.integrations.trl.reward import SERVED_FOR_THUMBS
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, words
 from tests.training.test_data import PROMPTS
@@ -43,12 +36,7 @@ CONFIGS = {
 }  # fmt: skip
 KWARGS = '{"use_reentrant": false}'
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "trl.md"
-ONE_BATCH = {
-    **QUICK,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 4,
-}
+ONE_BATCH = {**QUICK, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4}
 
 
 def options(*configs) -> dict[str, dataclasses.Field]:
@@ -255,9 +243,7 @@ def test_grpo_has_the_advantages_and_the_loss_of_grpo_trainer(changes, folder, t
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"normalize_advantages": True}, {"reward_clip_range": (2.0, 4.0)}, {"epsilon_high": 0.4}],
-    ids=str,
+    "changes", [{}, {"normalize_advantages": True}, {"reward_clip_range": (2.0, 4.0)}, {"epsilon_high": 0.4}], ids=str
 )
 def test_rloo_has_the_advantages_and_the_loss_of_rloo_trainer(changes, folder, tmp_path):
     given = {**ONE_BATCH, "beta": 0.1, **changes}

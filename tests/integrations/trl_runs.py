@@ -30,15 +30,7 @@ def words(prompts, completions, completion_ids, **columns):
 
 
 def make_trainer(
-    kind,
-    config,
-    folder: Path,
-    reward_funcs=words,
-    *,
-    peft_config=LORA,
-    model=None,
-    n_prompts=48,
-    **options,
+    kind, config, folder: Path, reward_funcs=words, *, peft_config=LORA, model=None, n_prompts=48, **options
 ) -> Any:
     """A trainer of that class on the model in a folder."""
     return kind(
@@ -103,11 +95,7 @@ def watched(trainer) -> list[Prepared]:
 
 def run_ranks(*arguments, processes: int = 1) -> None:
     """A run of `trl_ranks` with these arguments, in so many processes."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]), "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes] if processes > 1 else []
     command = [sys.executable, *launcher, "-m", "tests.integrations.trl_ranks", *arguments]
     done = subprocess.run([str(x) for x in command], env=environment, capture_output=True, text=True, timeout=300)

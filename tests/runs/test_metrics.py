@@ -63,13 +63,7 @@ def test_resume_does_not_repeat_steps(path: Path) -> None:
         assert writer.truncate_after(3) == 3
         assert writer.truncate_after(3) == 0
         writer.write(4, {"a": 40})
-    assert [(line["step"], line["a"]) for line in read_metrics(path)] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 3),
-        (4, 40),
-    ]
+    assert [(line["step"], line["a"]) for line in read_metrics(path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
     with MetricsWriter(path) as writer:
         assert writer.truncate_after(-1) == 5
         writer.write(0, {})

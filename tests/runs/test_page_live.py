@@ -244,8 +244,7 @@ def test_options_that_differ_are_columns_and_the_best_is_marked():
     assert differing_options(configs) == ["learning_rate"]
     memory = {"peak_memory_bytes": lambda i: 1e9}
     table = table_of(
-        configs,
-        [rows_of(2, reward=float, kl=float, **memory), rows_of(3, reward=float, kl=float, **memory)],
+        configs, [rows_of(2, reward=float, kl=float, **memory), rows_of(3, reward=float, kl=float, **memory)]
     )
     assert table.index("learning_rate") < table.index("Reward, training")
     assert 'data-value="3.0">3.000 <b title="best of the runs">★' in table

@@ -180,8 +180,7 @@ def test_baselines_stay_with_their_prompts_where_answers_are_left_out(model, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "left"),
-    [("remax", "a drawn answer and the greedy one"), ("ppo", "1 of its answers")],
+    ("name", "left"), [("remax", "a drawn answer and the greedy one"), ("ppo", "1 of its answers")]
 )
 def test_a_step_without_rewards_to_learn_from_changes_nothing_and_says_so_once(name, left, model, tmp_path):
     few = "i % 4 == 0" if name != "ppo" else "False"

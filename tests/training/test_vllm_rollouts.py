@@ -114,12 +114,7 @@ def off_by(shift: float):
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
 def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_path, mode):
     made = config(
-        model,
-        tmp_path / "run",
-        server,
-        off_policy_correction=mode,
-        off_policy_clip_max=1.2,
-        rollout_mismatch_bound=1.0,
+        model, tmp_path / "run", server, off_policy_correction=mode, off_policy_clip_max=1.2, rollout_mismatch_bound=1.0
     )
     server.alter = off_by(-0.3)  # ratios of 1 and e^0.3 = 1.35, truncated to 1.2
     trainer = RlTrainer(made)
