@@ -165,13 +165,9 @@ def test_prompts_are_copied_on_a_gpu_unless_a_model_is_told(monkeypatch):
             model.shares_prompts = wanted
             shared[device, wanted] = model.shared_rows(batch) is rows
     assert shared == {
-        ("cuda", None): False,
-        ("cuda", True): True,
-        ("cuda", False): False,
-        ("cpu", None): True,
-        ("cpu", True): True,
+        ("cuda", None): False, ("cuda", True): True, ("cuda", False): False, ("cpu", None): True, ("cpu", True): True,
         ("cpu", False): False,
-    }
+    }  # fmt: skip
     assert HydraModel.from_pretrained(plain_model("llama"), roles={"actor": RoleSpec()}).shares_prompts is None
 
 

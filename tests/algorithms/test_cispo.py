@@ -23,14 +23,10 @@ def test_a_weight_is_the_ratio_up_to_a_bound_and_no_token_loses_its_gradient():
     new = torch.tensor([-1.0, -1.0, -2.0, -0.5], requires_grad=True)
     old = torch.tensor([-1.1, -2.0, -1.0, -0.5])
     micro = MicroBatch(
-        batch=batch,
-        old_logprobs_M=old,
-        ref_logprobs_M=new.detach() + math.log(2),
-        advantages_M=torch.tensor([2.0, 2.0, -1.0, -1.0]),
-        mask_M=torch.tensor([True, True, True, False]),
-        n_tokens=4.0,
-        n_answers=2.0,
-    )
+        batch=batch, old_logprobs_M=old, ref_logprobs_M=new.detach() + math.log(2),
+        advantages_M=torch.tensor([2.0, 2.0, -1.0, -1.0]), mask_M=torch.tensor([True, True, True, False]),
+        n_tokens=4.0, n_answers=2.0,
+    )  # fmt: skip
     algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange_high=0.5))
     found = algorithm.loss(new, micro)
     found.loss.backward()
@@ -48,13 +44,9 @@ def test_advantages_are_those_of_grpo():
     batch = random_batch(((2, 1), (2, 2)))
     zeros = torch.zeros(3)
     made = Experience(
-        batch=batch,
-        groups_N=torch.tensor([0, 0]),
-        scores_N=torch.tensor([1.0, 3.0]),
-        old_logprobs_M=zeros,
-        ref_logprobs_M=zeros,
-        kl_M=zeros,
-    )
+        batch=batch, groups_N=torch.tensor([0, 0]), scores_N=torch.tensor([1.0, 3.0]), old_logprobs_M=zeros,
+        ref_logprobs_M=zeros, kl_M=zeros,
+    )  # fmt: skip
     found, metrics = Cispo(AlgorithmOptions(algorithm="cispo", scale_rewards="none")).learn_from(made)
     assert found.advantages_M.tolist() == [-1.0, 1.0, 1.0]
     assert metrics == {"advantage_std": 1.0}
@@ -149,13 +141,9 @@ def test_scores_reach_the_loss_of_every_pair():
     batch = random_batch(((2, 1), (2, 3), (2, 2)))
     zeros = torch.zeros(6)
     made = Experience(
-        batch=batch,
-        groups_N=torch.tensor([0, 0, 0]),
-        scores_N=torch.tensor([1.0, 4.0, 2.0]),
-        old_logprobs_M=zeros,
-        ref_logprobs_M=zeros,
-        kl_M=zeros,
-    )
+        batch=batch, groups_N=torch.tensor([0, 0, 0]), scores_N=torch.tensor([1.0, 4.0, 2.0]), old_logprobs_M=zeros,
+        ref_logprobs_M=zeros, kl_M=zeros,
+    )  # fmt: skip
     algorithm = copg.Copg(AlgorithmOptions(algorithm="copg", num_generations=3, beta=0.5))
     found, metrics = algorithm.learn_from(made)
     assert metrics == {"pairs/score_gap": 3.0}

@@ -61,13 +61,9 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_real_tokens():
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(m, generator=generator), torch.randn(m, generator=generator)
     made = Experience(
-        batch=batch,
-        old_logprobs_M=values,
-        values_M=values,
-        kl_M=rewards,
-        scores_N=torch.zeros(batch.n_sequences),
+        batch=batch, old_logprobs_M=values, values_M=values, kl_M=rewards, scores_N=torch.zeros(batch.n_sequences),
         groups_N=torch.arange(batch.n_sequences),
-    )
+    )  # fmt: skip
     found, _ = ppo().learn_from(made)
     advantage = found.advantages_M
     assert abs(advantage.mean().item()) < 1e-6
@@ -87,12 +83,9 @@ def experience(model, batch) -> TokenValues:
     generator = torch.Generator().manual_seed(1)
     m = batch.n_completion_tokens
     return TokenValues(
-        batch=batch,
-        old_logprobs_M=scores.logprobs_M,
-        values_M=scores.values_M,
-        advantages_M=torch.randn(m, generator=generator),
-        returns_M=torch.randn(m, generator=generator),
-    )
+        batch=batch, old_logprobs_M=scores.logprobs_M, values_M=scores.values_M,
+        advantages_M=torch.randn(m, generator=generator), returns_M=torch.randn(m, generator=generator),
+    )  # fmt: skip
 
 
 def ppo(*, train_actor: bool = True, **changes) -> Ppo:
@@ -246,12 +239,9 @@ def test_engines_that_agree_change_nothing():
         assert torch.equal(importance_weights(zero, BATCH, mode=mode, clip_max=2.0), torch.ones(6))
         found = weight_metrics(zero, BATCH, mode=mode, clip_max=2.0)
         assert found == {
-            "k3": 0.0,
-            "worst_sequence": 0.0,
-            "truncated_ratio": 0.0,
-            "effective_sample_size": 1.0,
+            "k3": 0.0, "worst_sequence": 0.0, "truncated_ratio": 0.0, "effective_sample_size": 1.0,
             "importance_weight_mean": 1.0,
-        }
+        }  # fmt: skip
 
 
 def test_an_answer_weighs_the_same_in_any_company():

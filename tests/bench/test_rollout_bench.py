@@ -36,11 +36,8 @@ def test_every_comparison_has_our_steps_a_baseline_and_a_floor(results):
             assert (row.accuracy is not None) == row.backend
             assert row.accuracy is None or row.accuracy.ok, row
     assert {result.baseline.label for result in results} == {
-        "generate",
-        "PEFT + generate",
-        "padded batches of the same engine",
-        "2 prompts of the same engine",
-    }
+        "generate", "PEFT + generate", "padded batches of the same engine", "2 prompts of the same engine",
+    }  # fmt: skip
 
 
 @pytest.mark.long

@@ -86,12 +86,9 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, 
 @pytest.mark.long
 def test_demos_of_one_seed_share_their_start(tmp_path):
     grid = write_grid(
-        tmp_path / "tiny.yaml",
-        command="demo",
-        flags={},
-        grid={"algorithm": ["remax", "rloo"], "seed": [0, 1]},
+        tmp_path / "tiny.yaml", command="demo", flags={}, grid={"algorithm": ["remax", "rloo"], "seed": [0, 1]},
         final=["reward_before", "seconds_sft"],
-    )
+    )  # fmt: skip
     run("sweep.py", grid, "--out", tmp_path / "out", "--jobs", 2, "--", "--quick", cwd=tmp_path)
     for seed in (0, 1):
         first, second = (

@@ -128,14 +128,9 @@ def test_the_implicit_prompt_of_conversations():
 
 def test_where_no_prompt_can_be_told_the_row_is_bad():
     for chosen, rejected in [
-        ("red", "blue"),
-        ("same old", "same old"),
-        ("re", "red"),
-        (" a", " b"),
-        ([BLUE], [GREEN]),
-        ([ASK, BLUE], [ASK, BLUE]),
-        ([ASK], [ASK, BLUE]),
-    ]:
+        ("red", "blue"), ("same old", "same old"), ("re", "red"), (" a", " b"), ([BLUE], [GREEN]),
+        ([ASK, BLUE], [ASK, BLUE]), ([ASK], [ASK, BLUE]),
+    ]:  # fmt: skip
         with pytest.raises(RowError, match="expected chosen and rejected with one prompt and two answers"):
             parse("implicit_preference", chosen=chosen, rejected=rejected)
 

@@ -70,12 +70,9 @@ def test_answers_to_one_question_are_one_group_however_much_they_share(tmp_path)
     asked = [{row.prompt.split("?")[0] for row in part} for part in (split.train, split.held_out)]
     assert not asked[0] & asked[1]
     inline = load_pairs(
-        tmp_path / "b.jsonl",
-        ("Sky? It is so blue", "Sky? It is so green"),
-        ("Sky? It is", "Sky? No"),
-        ("Sea? Blue", "Sea? Red"),
-        ("Sky? It was", "Sky? It will"),
-    )
+        tmp_path / "b.jsonl", ("Sky? It is so blue", "Sky? It is so green"), ("Sky? It is", "Sky? No"),
+        ("Sea? Blue", "Sea? Red"), ("Sky? It was", "Sky? It will"),
+    )  # fmt: skip
     assert [row.group for row in inline] == ["Sky?", "Sky?", "Sea?", "Sky?"]
 
 

@@ -70,13 +70,9 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> DeviceTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            host.shape,
-            strides=host.stride(),
-            storage_offset=host.storage_offset(),
-            dtype=host.dtype,
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=DEVICE,
-        )
+        )  # fmt: skip
         made.host = host
         return made
 

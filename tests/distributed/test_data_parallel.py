@@ -184,11 +184,8 @@ def both(request, model, tmp_path_factory) -> Path:
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     overlap = {**replay, "async_mode": "overlap"}
     for suffix, options in {
-        "": run,
-        "-replay": replay,
-        "-overlap": overlap,
-        "-sharded": {**run, "shard_base": True},
-    }.items():
+        "": run, "-replay": replay, "-overlap": overlap, "-sharded": {**run, "shard_base": True},
+    }.items():  # fmt: skip
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
         jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
         if (suffix or "whole") in resumed_too:

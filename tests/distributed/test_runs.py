@@ -58,14 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rl-full-uneven": (
         "rl",
         {
-            **RL,
-            "per_device_train_batch_size": 1,
-            "generation_batch_size": 10,
-            "critic_warmup_steps": 1,
+            **RL, "per_device_train_batch_size": 1, "generation_batch_size": 10, "critic_warmup_steps": 1,
             "gradient_checkpointing": True,
         },
     ),
-}
+}  # fmt: skip
 ROUGH = 3e-2
 """Of bfloat16."""
 RESUMED = ("rl-full", "sft-lora", "sft-full", "sft-full-bfloat16", "reward-pairs", "reward-thumbs-full")

@@ -172,12 +172,9 @@ def test_answers_bring_the_words_that_their_tokens_were_drawn_among():
     tensors = bytearray(values["tensors"])
     tensors[-1] ^= 1
     for change in (
-        {"vocabulary": 101},
-        {"tensors": bytes(tensors)},
-        {"finish_reasons": ("eos", "eos")},
-        {"has_frozen": False},
+        {"vocabulary": 101}, {"tensors": bytes(tensors)}, {"finish_reasons": ("eos", "eos")}, {"has_frozen": False},
         {"digest": None},
-    ):
+    ):  # fmt: skip
         with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
             work.unpack_rollout({**values, **change})
 

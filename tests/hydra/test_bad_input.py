@@ -44,13 +44,8 @@ def test_slot_configs():
 
 def test_names_that_would_be_paths():
     for field, value in [
-        ("slot", ""),
-        ("slot", "sft.v2"),
-        ("slot", "../x"),
-        ("slot", "a b"),
-        ("head", "v.w"),
-        ("backbone", "a/b"),
-    ]:
+        ("slot", ""), ("slot", "sft.v2"), ("slot", "../x"), ("slot", "a b"), ("head", "v.w"), ("backbone", "a/b"),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"{field}: expected a name of letters, digits, '_' and '-', got '"):
             RoleSpec(**{field: value})
 
@@ -138,16 +133,10 @@ def test_code_in_a_model_folder_never_runs(tmp_path, monkeypatch, kind):
 
 def test_a_config_that_lies_about_its_weights(tmp_path):
     for lie in [
-        {"vocab_size": 10**12},
-        {"hidden_size": "x"},
-        {"hidden_size": -4},
-        {"num_attention_heads": 0},
-        {"num_hidden_layers": -1},
-        {"intermediate_size": 50},
-        {"max_position_embeddings": "x"},
-        {"num_key_value_heads": 3},
-        {"dtype": "float7"},
-    ]:
+        {"vocab_size": 10**12}, {"hidden_size": "x"}, {"hidden_size": -4}, {"num_attention_heads": 0},
+        {"num_hidden_layers": -1}, {"intermediate_size": 50}, {"max_position_embeddings": "x"},
+        {"num_key_value_heads": 3}, {"dtype": "float7"},
+    ]:  # fmt: skip
         tiny_llama().save_pretrained(tmp_path)
         path = tmp_path / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))

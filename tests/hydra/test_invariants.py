@@ -48,16 +48,13 @@ def losses(model: HydraModel, batch, **policy):
     mask = torch.ones(m, dtype=torch.bool)
     return (
         PolicyLoss(
-            old_logprob_M=old.logprob,
-            advantage_M=torch.randn(m, generator=generator),
-            mask_M=mask,
-            denom=float(m),
+            old_logprob_M=old.logprob, advantage_M=torch.randn(m, generator=generator), mask_M=mask, denom=float(m),
             **policy,
         ),
         ValueLoss(
             old_value_M=value, return_M=torch.randn(m, generator=generator), mask_M=mask, denom=float(m), clip=0.2
         ),
-    )
+    )  # fmt: skip
 
 
 def train_steps(model: HydraModel, batch, steps: int = 3) -> RoleOptimizer:

@@ -109,12 +109,9 @@ def test_gradients_are_those_of_copies(exact):
 
     def wide(made: HydraModel) -> HydraModel:
         found = HydraModel.from_pretrained(
-            tiny_llama(dtype=torch.float64, width=2),
-            roles=hydra_roles(),
-            dtype=torch.float64,
-            slots={"actor": SlotConfig(r=4)},
-            adapter_dtype=torch.float64,
-        ).eval()
+            tiny_llama(dtype=torch.float64, width=2), roles=hydra_roles(), dtype=torch.float64,
+            slots={"actor": SlotConfig(r=4)}, adapter_dtype=torch.float64,
+        ).eval()  # fmt: skip
         found.load_state_dict({name: x.double() for name, x in made.state_dict().items()})
         return found
 

@@ -73,13 +73,9 @@ def test_hidden_answers_are_read_as_the_others(folder, tmp_path, monkeypatch):
     config = ours.ReMaxConfig(**{**QUICK, "output_dir": str(tmp_path), "max_steps": 1})
     talks = [{"prompt": [{"role": "user", "content": p}]} for p in PROMPTS * 2]
     trainer = ours.ReMaxTrainer(
-        model=str(folder),
-        reward_funcs=keys,
-        args=config,
-        train_dataset=Dataset.from_list(talks),
-        processing_class=tokenizer,
-        peft_config=copy.deepcopy(LORA),
-    )
+        model=str(folder), reward_funcs=keys, args=config, train_dataset=Dataset.from_list(talks),
+        processing_class=tokenizer, peft_config=copy.deepcopy(LORA),
+    )  # fmt: skip
     trainer.train()
     greedy, drawn = seen
     assert greedy == drawn == [["content", "reasoning_content", "role"]] * 8

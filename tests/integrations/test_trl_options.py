@@ -151,13 +151,9 @@ def test_values_that_cannot_be_served(tmp_path):
 def beside(ours, kind, config, folder):
     """TRL's own trainer with the weights of one of ours, whose adapters get random ones first."""
     theirs = kind(
-        model=str(folder),
-        reward_funcs=words,
-        args=config,
-        train_dataset=ours.train_dataset,
-        processing_class=ours.processing_class,
-        peft_config=copy.deepcopy(LORA),
-    )
+        model=str(folder), reward_funcs=words, args=config, train_dataset=ours.train_dataset,
+        processing_class=ours.processing_class, peft_config=copy.deepcopy(LORA),
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     mine, their = dict(ours.model.named_parameters()), dict(theirs.model.named_parameters())
     with torch.no_grad():

@@ -55,12 +55,9 @@ def train(kind: str, folder, output) -> tuple[list[dict[str, float]], dict[str, 
     extra = {"reward_funcs": lengths} if kind in ("grpo", "rloo") else {}
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_class(
-        model=model,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=load_tokenizer(folder),
+        model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=load_tokenizer(folder),
         **extra,
-    )
+    )  # fmt: skip
     trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row], dict(trainer.model.named_parameters())
 

@@ -45,13 +45,10 @@ def make(
         "gradient_checkpointing": False, "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     return trainer_class(
-        model=str(folder),
-        args=config_class(**{**options, **changes}),
-        train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer or load_tokenizer(folder),
+        model=str(folder), args=config_class(**{**options, **changes}), train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows), processing_class=tokenizer or load_tokenizer(folder),
         peft_config=copy.deepcopy(SCORES),
-    )
+    )  # fmt: skip
 
 
 def test_thumbs_are_learned_and_judged(folder, tmp_path):

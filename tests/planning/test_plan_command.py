@@ -19,14 +19,9 @@ from tests.training.test_data import train_config, write_model, write_prompts, w
 def folder(tmp_path):
     """A config without weights."""
     LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        max_position_embeddings=64,
-    ).save_pretrained(tmp_path / "m")
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "m")  # fmt: skip
     return tmp_path / "m"
 
 

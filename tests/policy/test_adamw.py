@@ -20,13 +20,10 @@ WITH_8BIT = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None,
 every_optim = pytest.mark.parametrize(
     "optim",
     [
-        "adamw",
-        "adamw_stochastic",
-        "adafactor",
-        pytest.param("adamw_8bit", marks=WITH_8BIT),
+        "adamw", "adamw_stochastic", "adafactor", pytest.param("adamw_8bit", marks=WITH_8BIT),
         pytest.param("adamw_8bit_stochastic", marks=WITH_8BIT),
     ],
-)
+)  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*bitsandbytes")
 
 

@@ -166,13 +166,9 @@ def test_roles_with_lora_on_their_heads_share_a_batch():
 def test_options_of_a_request_are_its_own():
     model, asked = build(), prompts(6)
     own = [
-        {},
-        {"temperature": 0.3},
-        {"top_k": 2},
-        {"top_p": 0.5, "temperature": 2.0},
-        {"max_completion_length": 3},
+        {}, {"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5, "temperature": 2.0}, {"max_completion_length": 3},
         {"greedy": True},
-    ]
+    ]  # fmt: skip
     requests = [Request(prompt=tuple(p), sample_id=i, **o) for i, (p, o) in enumerate(zip(asked, own, strict=True))]
     mixed = generate_requests(model, requests, sampling())
     assert mixed.batch.supports is not None

@@ -84,13 +84,9 @@ def test_tokens_of_a_real_pretrained_model(stories):
     model = hydra(plain)
     for step in ("transformers", "auto"):
         rollout = generate(
-            model,
-            [prompt, [1]],
-            sampling,
-            role="reference",
-            greedy=[True, False],
+            model, [prompt, [1]], sampling, role="reference", greedy=[True, False],
             options=EngineOptions(decode_step=step),
-        )
+        )  # fmt: skip
         assert rollout.batch.completion_tokens(0) == expected
 
 

@@ -84,15 +84,9 @@ def test_every_sampling_option_means_the_same(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
     for changes in (
-        {"top_k": 3},
-        {"top_p": 0.8, "temperature": 1.3},
-        {"min_p": 0.2},
-        {"min_completion_length": 5},
-        {"min_completion_length": 1},
-        {"eos_token_ids": (5, 9, 40, 41)},
-        {"eos_token_ids": ()},
-        {"stop": ("><1",)},
-    ):
+        {"top_k": 3}, {"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.2}, {"min_completion_length": 5},
+        {"min_completion_length": 1}, {"eos_token_ids": (5, 9, 40, 41)}, {"eos_token_ids": ()}, {"stop": ("><1",)},
+    ):  # fmt: skip
         prompts, options = PROMPTS * 3, sampling(**changes)
         ours = generate(model, prompts, options, decode=lambda ids: "".join(f"<{i}>" for i in ids))
         theirs = rollouts.generate(prompts, options)

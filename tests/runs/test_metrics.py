@@ -43,13 +43,9 @@ def test_nonfinite_values_are_null_and_named(path: Path) -> None:
     assert "NaN" not in raw.replace("nan", "")
     line = json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert line == {
-        "step": 0,
-        "kl": None,
-        "loss": None,
-        "x": None,
-        "ok": 1.0,
+        "step": 0, "kl": None, "loss": None, "x": None, "ok": 1.0,
         "nonfinite": {"kl": "nan", "loss": "inf", "x": "-inf"},
-    }
+    }  # fmt: skip
 
 
 def test_resume_does_not_repeat_steps(path: Path) -> None:

@@ -210,12 +210,8 @@ def test_no_place_of_the_machine_is_on_a_page(run, tmp_path):
     folder = copy_run(run, tmp_path / "home" / "alice" / "run")
     record["config"] |= {"model_name_or_path": "/home/alice/m", "ray_address": "gpu7:6379"}
     record["command"] = [
-        "/home/alice/.venv/bin/rlhf-engine",
-        "train",
-        "--ray_address",
-        "gpu7:6379",
-        "--x=/home/alice/x",
-    ]
+        "/home/alice/.venv/bin/rlhf-engine", "train", "--ray_address", "gpu7:6379", "--x=/home/alice/x",
+    ]  # fmt: skip
     (folder / "run.json").write_text(json.dumps(record))
     text = write_page([folder], tmp_path / "s.html").read_text()
     assert "rlhf-engine train --ray_address … --x=…/x" in text

@@ -169,12 +169,9 @@ def learned(options, experience, *, train_actor=True) -> tuple[Algorithm, MicroB
     answers, _ = algorithm.learn_from(experience)
     n = answers.batch.n_completion_tokens
     micro = MicroBatch(
-        batch=answers.batch,
-        mask_M=torch.ones(n, dtype=torch.bool),
-        n_tokens=float(n),
-        n_answers=float(answers.batch.n_sequences),
-        **answers.token_values(),
-    )
+        batch=answers.batch, mask_M=torch.ones(n, dtype=torch.bool), n_tokens=float(n),
+        n_answers=float(answers.batch.n_sequences), **answers.token_values(),
+    )  # fmt: skip
     return algorithm, micro
 
 

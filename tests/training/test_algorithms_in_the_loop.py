@@ -20,11 +20,7 @@ from tests.training.test_rl import Stop, metrics, same, stop_after, trained
 ALGORITHMS = {
     "remax": {"algorithm": "remax"},
     "remax-departures": {
-        "algorithm": "remax",
-        "kl_in": "loss",
-        "gamma": 0.9,
-        "advantage_clip": 1.0,
-        "loss_type": "own_length",
+        "algorithm": "remax", "kl_in": "loss", "gamma": 0.9, "advantage_clip": 1.0, "loss_type": "own_length",
     },
     "rloo": {"algorithm": "rloo"},
     "rloo-vanilla": {"algorithm": "rloo", "loss_type": "vanilla", "num_generations": 2, "entropy_coef": 0.01},
@@ -35,7 +31,7 @@ ALGORITHMS = {
     "online_dpo": {"algorithm": "online_dpo"},
     "online_dpo-ipo": {"algorithm": "online_dpo", "loss_type": "ipo", "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n"},
-}
+}  # fmt: skip
 
 
 def slowly(*names: str) -> list[Any]:

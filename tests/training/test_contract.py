@@ -77,18 +77,15 @@ KINDS = {
         RewardTrainer,
         reward_config,
         {
-            "lora_dropout": 0.2,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "eval_dataset_name": 0.4,
-            "eval_steps": 2,
+            "lora_dropout": 0.2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+            "eval_dataset_name": 0.4, "eval_steps": 2,
         },
         "final/adapter_config.json",
     ),
     "reward-full": Kind(RewardTrainer, reward_config, {"mode": "full", "learning_rate": 1e-3}, "final/config.json"),
     "rl": Kind(RlTrainer, train_config, {"lora_dropout": 0.1, "kl_target": 0.05, **COSINE}, "final"),
     "rl-full": Kind(RlTrainer, train_config, {"method": "full_ppo", "learning_rate": 1e-3}, "final"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -153,12 +153,9 @@ def test_a_sequence_that_does_not_fit_ends_the_update(monkeypatch):
 
 def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
     config = train_config(
-        write_model(tmp_path / "m"),
-        tmp_path / "run",
-        per_device_train_batch_size=4,
-        generation_batch_size=8,
+        write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=4, generation_batch_size=8,
         resume_from_checkpoint="auto",
-    )
+    )  # fmt: skip
     roomy = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "roomy")))
     memory = LimitedMemory(monkeypatch, limit=36)
     trainer = RlTrainer(config)

@@ -37,12 +37,9 @@ from tests.training.test_data import train_config, write_prompts, write_reward
 from tests.training.test_rl import metrics, same, trained
 
 CROSSING = {
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "kl_target": 0.05,
-    "lora_dropout": 0.1,
+    "lr_scheduler_type": "cosine", "warmup_steps": 2, "kl_target": 0.05, "lora_dropout": 0.1,
     "critic_warmup_steps": 1,
-}
+}  # fmt: skip
 """A run that crosses ends of epochs (a step takes 8 of 6 prompts), changes of the learning rate and of beta."""
 
 

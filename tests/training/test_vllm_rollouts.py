@@ -150,12 +150,9 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     assert metrics_of_weighted["mismatch/truncated_ratio"] > 0.3
     # what stops a local run at once
     local = dataclasses.replace(
-        made,
-        vllm_server_base_url=None,
-        rollout_mismatch_bound=None,
-        off_policy_correction=None,
+        made, vllm_server_base_url=None, rollout_mismatch_bound=None, off_policy_correction=None,
         off_policy_clip_max=2.0,
-    )
+    )  # fmt: skip
     with pytest.raises(MismatchError, match="rollout and training log-probs differ"):
         experience(local)
     filtered = dataclasses.replace(rollout, filtered=True)
