@@ -394,7 +394,7 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
         ({"greedy": True}, "num_generations: expected 1 with greedy"),
         ({"judge_model": "m"}, "judge_model: expected the address of a server as judge"),
     ],
-)  # fmt: skip
+)
 def test_bad_requests(place, tmp_path, given, message):
     with pytest.raises(ConfigError, match=message):
         find_candidates(EvaluateConfig(**options(place, tmp_path / "e", **given)))

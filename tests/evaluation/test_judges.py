@@ -118,7 +118,7 @@ def test_a_busy_server_is_given_time(monkeypatch):
         ((200, {"choices": []}), r"expected choices\[0\].message.content"),
         ((200, {"choices": [{"message": {"content": 3}}]}), "expected text as choices"),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_judges_nothing_is_an_error(reply, message):
     with serving(lambda body: reply) as (url, _), pytest.raises(RolloutServerError, match=message):
         list(server_judge(url).verdicts(PAIRS))
@@ -165,7 +165,7 @@ def write(tmp_path, body: str) -> str:
         "class judge:\n    def judge(self, prompts, completions, shuffle_order=True):\n"
         f"        assert not shuffle_order\n        return {BY_LENGTH}\n",
     ],
-)  # fmt: skip
+)
 def test_functions_and_trls_judges(tmp_path, body):
     found = dict(FunctionJudge(write(tmp_path, body)).verdicts(PAIRS))
     assert [found[i].preference for i in range(3)] == [1.0, 0.0, 0.5]
@@ -179,7 +179,7 @@ def test_functions_and_trls_judges(tmp_path, body):
         ("def judge(prompts, completions):\n    return [7] * 3\n", "expected 0, 1, 0.5, -1 or None .*, got 7"),
         ("def judge(prompts, completions):\n    1 / 0\n", "raised ZeroDivisionError"),
     ],
-)  # fmt: skip
+)
 def test_a_function_that_judges_nothing_is_an_error(tmp_path, body, message):
     with pytest.raises(RewardError, match=message):
         list(FunctionJudge(write(tmp_path, body)).verdicts(PAIRS))

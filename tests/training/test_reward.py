@@ -630,6 +630,19 @@ def test_an_adapter_on_the_lm_head_is_refused(base, tmp_path):
         RewardTrainer(reward_config(base, tmp_path / "a", lora_target_modules=["q_proj", "lm_head"]))
 
 
+def test_micro_batches_of_so_many_tokens_are_the_same_step(base, tmp_path):
+    def steps(tokens: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        config = reward_config(base, tmp_path / str(tokens) / "run", toy_rows(16), lora_dropout=0.2, max_steps=2)
+        trainer = RewardTrainer(dataclasses.replace(config, max_tokens_per_micro_batch=tokens, adam_epsilon=1e-3))
+        losses = [trainer.step()["reward_loss"] for _ in range(2)]
+        return losses, trainer.model.trainable_parameters("reward")
+
+    whole, parts = steps(None), steps(30)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, p in whole[1].items():
+        torch.testing.assert_close(parts[1][name], p, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_a_run_does_not_go_on_by_another_metric_or_with_other_rows(base, tmp_path):
     held = write_rows(tmp_path / "held.jsonl", toy_rows(16, seed=9))
     config = reward_config(
