@@ -1,4 +1,4 @@
-"""CISPO: its loss by hand, and behind TRL against TRL's own."""
+"""CISPO by hand and behind TRL against TRL's own, and CoPG: its gradient by enumeration of every answer."""
 
 import math
 import os

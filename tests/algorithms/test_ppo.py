@@ -1,4 +1,4 @@
-"""PPO's pure functions on hand-computed numbers, and the update's exactness, stops and refusals."""
+"""PPO and importance weights on hand-computed numbers, and the update's exactness, stops and refusals."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Splits: functions of (seed, group), no group on both sides."""
+"""Splits are functions of (seed, group); the order of rows and how they are packed into micro-batches."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Statistics of evaluations, beside enumeration and simulation."""
+"""Statistics of evaluations beside enumeration and simulation, and the true preference between two policies."""
 
 import itertools
 import json

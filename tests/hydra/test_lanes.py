@@ -1,4 +1,4 @@
-"""Lanes: how roles fold into backbone forwards, and that one call, many calls and chunks give the same numbers."""
+"""Lanes: how roles fold into backbone forwards, one call or many; roles come and go, and models share a base."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Names importable from `rlhf_engine`: all there, listed, typed, and imported when they are used."""
+"""Names importable from `rlhf_engine`, all there and typed; and the repository's workflows, forms and citation."""
 
 import ast
 import re

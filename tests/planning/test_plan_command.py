@@ -1,4 +1,4 @@
-"""`rlhf-engine plan`: table, JSON, and requests that cannot be served."""
+"""`rlhf-engine plan`: table, JSON, a dry run of one step, and requests that cannot be served."""
 
 import json
 import re

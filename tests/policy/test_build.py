@@ -260,8 +260,12 @@ def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
         HydraModel.from_pretrained(bert, roles=hydra_roles())
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
-    with pytest.raises(ValueError, match=r"expected a model with an LM head, got .* which was saved as LlamaModel"):
-        HydraModel.from_pretrained(base, roles=hydra_roles())
+    for load in (
+        lambda: HydraModel.from_pretrained(base, roles=hydra_roles()),
+        lambda: check_sources(train_config(base, tmp_path / "run")),
+    ):
+        with pytest.raises(ValueError, match=r"expected a model with an LM head, got .* which was saved as LlamaModel"):
+            load()
     (base / "config.json").write_text(json.dumps(config))
     (base / "heads.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"reward_funcs: 'reward_model': expected a trained reward head .*reward_mod"):

@@ -1,4 +1,4 @@
-"""Rollouts: the same tokens as transformers' generate, log-probs of the training forward, independent of the batch."""
+"""Rollouts: tokens of transformers' generate, log-probs of the training forward, stop texts, blocks of the cache."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""A run's own page: written while the run goes on, at rest afterwards, and never a burden or the end of a run."""
+"""A run's own page: written while the run goes on, at rest afterwards, and the numbers that lead it."""
 
 import json
 import math

@@ -237,6 +237,8 @@ def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
     trainer.step()
     trainer._note_best(trainer.evaluation.evaluate()["eval/reward"])
     assert trainer.state.best_step == 1
+    trainer._note_best(trainer.state.best_reward - 1.0)
+    assert trainer.state.best_reward == trainer.evaluation.evaluate()["eval/reward"]
     resume = {"resume_from_checkpoint": str(trainer.save())}
     same_judge = RlTrainer(train_config(model, tmp_path / "same", **held, **resume))
     assert (same_judge.state.best_step, same_judge.state.best_reward) == (1, trainer.state.best_reward)
