@@ -64,7 +64,7 @@ MUTATIONS = read("""
 # padded columns counted in the entropy | test_linear_logprob.py::test_masked_vocabulary_columns_have_no_nan
 -log_total - z.clamp_min_(torch.finfo(z.dtype).min).mul_(e)
 +log_total - z.mul_(e)
-# double rounding | test_linear_logprob.py::test_bf16_logits_are_never_rounded
+# double rounding | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -        z = head.tile(h, rows)
 -        stats
 +        z = head.tile(h, rows).to(hidden.dtype).to(h.dtype)
@@ -90,10 +90,10 @@ MUTATIONS = read("""
 # target counted twice in the gradient ahead | test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead
 -            p.scatter_(1, index[rows, None], 0.0)
 -
-# ignored rows not zero | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+# ignored rows not zero | test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -results[name][rows] = torch.where(keep[rows], value, 0.0)
 +results[name][rows] = value
-# ignored rows in dW | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+# ignored rows in dW | test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads
 -    )
 -    for
@@ -105,12 +105,13 @@ MUTATIONS = read("""
 +(z.shape[-1] - 1 - z.flip(-1).argmax(-1) == index)
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
 # padded columns counted in the sums
-| test_head_native.py::test_fp32_is_tier1 test_linear_logprob.py::test_ragged_sizes
+| test_linear_logprob.py::test_tier1_of_every_output_input_and_option test_linear_logprob.py::test_ragged_sizes
 -if (v >= count) {
 -            out = pair_out
 +if (v >= round_up(count, 32)) {
 +            out = pair_out
-# padded columns counted in the maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# padded columns counted in the maximum
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -const f32x16 top = block_maximum(logits, count, half);
 +const f32x16 top = block_maximum(logits, round_up(count, 32), half);
 # max from 0 | test_linear_logprob.py::test_hostile_rows
@@ -122,15 +123,15 @@ MUTATIONS = read("""
 # last of equal maxima is top 1 | test_linear_logprob.py::test_top1_first_maximum_wins
 -const i32x16 better = z > best;
 +const i32x16 better = z >= best;
-# double rounding | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# double rounding | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -load16(logit_row(logits, v, half));
 -        f32x16 e
 +as_float(as_words(load16(logit_row(logits, v, half))) & 0xffff0000u);
 +        f32x16 e
-# temperature in the gradient only | test_head_native.py::test_fp32_is_tier1
+# temperature in the gradient only | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -by = inverse_temperature.x[half], cap = by * head.softcap;
 +by = splat(1.0f) + 0.0f * inverse_temperature.x[half], cap = by * head.softcap;
-# temperature not in the recomputed gradient | test_head_native.py::test_fp32_is_tier1
+# temperature not in the recomputed gradient | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];
 +lanes.slope.x[h] = splat(call.head.scale);
 # temperature not in the gradient ahead | test_linear_logprob.py::test_the_gradient_ahead_is_that_of_the_backward
@@ -141,7 +142,7 @@ MUTATIONS = read("""
 -self.temperature = o.row_temperature[rows].float()
 +self.temperature = o.row_temperature[: rows.shape[0]].float()
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# dW of the last piece of the depth alone | test_head_native.py::test_fp32_is_tier1
+# dW of the last piece of the depth alone | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -sums + k * 4 * kTileFloats, n > 0);
 +sums + k * 4 * kTileFloats, false);
 @ cpu kernels/rlhf_kernels/vocab/native.py
@@ -149,18 +150,20 @@ MUTATIONS = read("""
 -weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
 +weight = torch.empty(n_vocab, width, dtype=weight_dtype)
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# target counted twice in the gradient ahead | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# target counted twice in the gradient ahead
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -if (any_target) e = select(target == static_cast<int32_t>(v), splat(0.0f), e);
 +static_cast<void>(any_target);
-# stale sums ahead after a new maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# stale sums ahead after a new maximum
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
-# stale sum after a new maximum | test_head_native.py::test_fp32_is_tier1
+# stale sum after a new maximum | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -            s.sum[half] *= factor;
 -
-# stale sum of squares after a new maximum | test_head_native.py::test_fp32_is_tier1
+# stale sum of squares after a new maximum | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -s.sum_square[half] *= factor * factor;
 +s.sum_square[half] *= factor;
-# sums depend on the number of threads | test_head_native.py::test_bits_of_a_row_depend_on_that_row_alone
+# sums depend on the number of threads | test_linear_logprob.py::test_bits_of_a_row_depend_on_that_row_alone
 -const bool direct = first || RLHF_TILE_BF16;
 +const bool direct = first || panels > 1;
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
@@ -181,13 +184,13 @@ MUTATIONS = read("""
 +    m = tl.zeros((BN,), tl.float32)
 +
 @ triton kernels/rlhf_kernels/vocab/triton_logits.py
-# double rounding | triton/test_linear_logprob.py::test_tier3_half_precision
+# double rounding | triton/test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -c = (y + bias) * logit_scale
 +c = (y.to(tl.bfloat16).to(tl.float32) + bias) * logit_scale
-# temperature in the gradient only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# temperature in the gradient only | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -return c / divisor[:, None]
 +return c + 0.0 * divisor[:, None]
-# temperature in the forward only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# temperature in the forward only | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -(logit_scale / divisor)[:, None]
 +(logit_scale + 0.0 * divisor)[:, None]
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
@@ -203,7 +206,7 @@ MUTATIONS = read("""
 +tile_state(z, offset, in_range, index, True, SUM_SQ, MEAN, TOP)
 +    a, a2
 @ triton kernels/rlhf_kernels/vocab/triton_logits.py
-# target counted twice in the gradient | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# target counted twice in the gradient | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -tl.where(is_target, d_logprob[:, None], 0.0)
 +tl.where(is_target, 2.0 * d_logprob[:, None], 0.0)
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
@@ -214,23 +217,23 @@ MUTATIONS = read("""
 # stale sum after a new maximum | triton/test_linear_logprob.py::test_ragged_sizes
 -return a, a * s, a *
 +return a, s, a *
-# last of equal maxima is top 1, in a tile | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+# last of equal maxima is top 1, in a tile | triton/test_linear_logprob.py::test_top1_first_maximum_wins
 -first = tl.min(tl.where(z == m[:, None], column[None, :], 2147483647), 1)
 +first = tl.max(tl.where(z == m[:, None], column[None, :], -1), 1)
-# last of equal maxima is top 1, across tiles | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+# last of equal maxima is top 1, across tiles | triton/test_linear_logprob.py::test_top1_first_maximum_wins
 -tl.where(m2 == m, tl.minimum(first, first2), first)
 +tl.where(m2 == m, tl.maximum(first, first2), first)
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
-# ignored rows in dW | triton/test_linear_logprob.py::test_ignored_rows_hold_nan_between_red_zones
+# ignored rows in dW | triton/test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -clean = self.hidden.masked_fill(~self.keep[:, None], 0) if
 +clean = self.hidden if
 
 == linear_logprob_pair
 @ reference kernels/rlhf_kernels/linear_logprob_pair/reference.py
-# KL of the other direction | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+# KL of the other direction | test_linear_logprob_pair.py::test_tier1_with_every_option
 -log_ratio = (z_a - z_r).sub_((lse_a - lse_r)[:, None])
 +log_ratio = (z_r - z_a).sub_((lse_r - lse_a)[:, None])
-# LoRA on the reference row too | test_linear_logprob_pair.py::test_same_bits_as_two_single_sweeps
+# LoRA on the reference row too | test_linear_logprob_pair.py::test_bits_are_those_of_linear_logprob
 -options._replace(lora_A=None, lora_B=None)
 +options
 @ reference kernels/rlhf_kernels/vocab/logits.py
@@ -238,34 +241,36 @@ MUTATIONS = read("""
 -gap = (saved.logprob_a - saved.logprob_r) - saved.kl
 +gap = saved.logprob_a - saved.logprob_r
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# temperature on the first row only | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# temperature on the first row only
+| test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -        if (call.pair) transform(head, v0, count, inverse, pair_logits);
 -
-# temperature on the first row only, recomputed | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+# temperature on the first row only, recomputed | test_linear_logprob_pair.py::test_tier1_with_every_option
 -        if (g.kl) transform(head, v0, count, inverse, pair_logits);
 -
-# max of the reference row from 0 | test_linear_logprob_pair.py::test_all_logits_far_below_zero
+# max of the reference row from 0 | test_linear_logprob_pair.py::test_hostile_rows
 -s.reference[h] = s.pair_reference[h] = no_reference();
 +s.reference[h] = s.pair_reference[h] = no_reference();
 +        s.pair_reference[h].value = splat(0.0f);
-# KL sign | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# KL sign | test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
 +const double kl = (lse - s.difference[half][lane] / static_cast<double>(sum)) - pair_lse;
-# stale sum of the reference row after a new maximum | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# stale sum of the reference row after a new maximum
+| test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);
 +s.pair_reference[half].meet(pair_top);
 # KL not subtracted in the gradient ahead
-| test_linear_logprob_pair.py::test_the_gradient_ahead_is_that_of_the_backward
+| test_linear_logprob_pair.py::test_tier1_with_every_option
 -by * sum_at(sums_kl, n % kPanel, k) - gap * e;
 +by * sum_at(sums_kl, n % kPanel, k);
-# stale sums ahead of the KL after a new maximum | test_head_native.py::test_rising_logits_rescale_every_sum
+# stale sums ahead of the KL after a new maximum | test_linear_logprob_pair.py::test_hostile_rows
 -if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # KL sign | triton/test_linear_logprob_pair.py::test_ragged_sizes
 -kl = tl.sum(a2 * x2, 0) / s - (lse - lse_r)
 +kl = (lse - lse_r) - tl.sum(a2 * x2, 0) / s
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
-# LoRA on the reference row too | triton/test_linear_logprob_pair.py::test_tier1_every_option
+# LoRA on the reference row too | triton/test_linear_logprob_pair.py::test_tier1_with_every_option
 -and self.down is not None and not reference:
 +and self.down is not None:
 # max of the reference row from 0 | triton/test_linear_logprob_pair.py::test_hostile_rows
@@ -273,7 +278,7 @@ MUTATIONS = read("""
 +state[0, 0] = -torch.inf
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # stale sums ahead of the KL after a new maximum
-| triton/test_linear_logprob_pair.py::test_ragged_sizes triton/test_linear_logprob_pair.py::test_tier1_every_option
+| triton/test_linear_logprob_pair.py::test_ragged_sizes triton/test_linear_logprob_pair.py::test_tier1_with_every_option
 -scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
 +scale_rows(sum_q_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)
 

@@ -10,17 +10,17 @@ from .mutations import read
 MUTATIONS = read("""
 == instruction sets
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/avx2.cpp
-# rest rows of a register tile dropped | test_head_native.py::test_fp32_is_tier1
+# rest rows of a register tile dropped | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -if constexpr (kRest > 0) multiply_rows<kRest>(a + row * KT, b, b1, depth, to + row * 16, accumulate);
-# second half of a pair of tiles is the first | test_head_native.py::test_fp32_is_tier1
+# second half of a pair of tiles is the first | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -const Element* a = half ? a1 : a0;
 +const Element* a = a0;
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/portable.cpp
-# sums of earlier pieces of the depth lost | test_head_native.py::test_fp32_is_tier1
+# sums of earlier pieces of the depth lost | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -storev(at(r, j), accumulate || t > 0 ? loadv
 +storev(at(r, j), t > 0 ? loadv
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/avx2.cpp
-# logits of the last piece of the depth alone | test_head_native.py::test_fp32_is_tier1
+# logits of the last piece of the depth alone | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -logit_row(logits + i * logits_step, v, 0), k > 0);
 +logit_row(logits + i * logits_step, v, 0), false);
 @ cpu csrc/cpu/strip_mm.inc.h cpu/variants/avx2.cpp
@@ -37,11 +37,11 @@ MUTATIONS = read("""
 -spread(w + k - 1) & 0xffff0000u
 +spread(w + k - 1)
 @ cpu csrc/cpu/simd.h cpu/variants/avx2.cpp
-# halves of a transposed square swapped | test_head_native.py::test_fp32_is_tier1
+# halves of a transposed square swapped | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -_mm256_permute2x128_si256(b[i], b[4 + i], 0x31)
 +_mm256_permute2x128_si256(b[i], b[4 + i], 0x13)
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
-# squares of a transposed tile where they lay | test_head_native.py::test_fp32_is_tier1
+# squares of a transposed tile where they lay | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -std::memcpy(out + (v * kLanes + i) * out_stride + w * kLanes,
 +std::memcpy(out + (w * kLanes + i) * out_stride + v * kLanes,
 @ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/avx2.cpp
@@ -56,7 +56,8 @@ MUTATIONS = read("""
 -halve(halve((__m512)fours[0], (__m512)fours[1]), halve((__m512)fours[2], (__m512)fours[3]))
 +halve(halve((__m512)fours[0], (__m512)fours[2]), halve((__m512)fours[1], (__m512)fours[3]))
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/avx512_bf16.cpp
-# halves of a pair of probabilities swapped | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# halves of a pair of probabilities swapped
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -return widen(bf16_operand(even)) | (widen(bf16_operand(odd)) << 16);
 +return widen(bf16_operand(odd)) | (widen(bf16_operand(even)) << 16);
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
@@ -89,7 +90,7 @@ MUTATIONS = read("""
 -high.part[i] = (u32v)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
 +high.part[i] = (u32v)_mm256_srli_epi64(even, 32);
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
-# exponent off by one | test_head_native.py::test_fp32_is_tier1
+# exponent off by one | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -as_ints(n + 12582912.0f) - int32_t(0x4b400000)
 +as_ints(n + 12582912.0f) - int32_t(0x4b400001)
 @ cpu csrc/cpu/simd.h cpu/variants/avx2.cpp
@@ -105,7 +106,7 @@ MUTATIONS = read("""
 # upper lanes never draw | test_sample_native.py::test_tokens_are_the_references
 -uint32_t(_mm256_movemask_ps((__m256)mask.part[1])) << 8;
 +0xff00u;
-# masks the wrong way round | test_head_native.py::test_fp32_is_tier1
+# masks the wrong way round | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask)
 +_mm256_blendv_ps((__m256)a, (__m256)b, (__m256)mask)
 
