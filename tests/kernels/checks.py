@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from rlhf_kernels.runtime import native
+from rlhf_kernels.runtime.testing import NumericReport, tier1, tier3
+from rlhf_kernels.runtime.triton_support import INTERPRETED
 from torch import Tensor
 
 ISAS = [] if native.missing() else native.isas()
 """Instruction sets of this CPU that the native code distinguishes."""
 needs_native = pytest.mark.skipif(not ISAS, reason=str(native.missing()))
 BACKENDS = ["reference", pytest.param("cpu", marks=needs_native)]
-REFERENCE = pytest.mark.parametrize("backend", ["reference"], indirect=True)  # float64, or nothing of a backend's
 
 
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -52,6 +53,28 @@ def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     """Fail unless as many tensors are equal bit by bit."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(a, b), f"tensor {i} of {a.dtype} differs"
+
+
+def alike(backend: str, ours: Iterable[Tensor], theirs: Iterable[Tensor], **close: float) -> None:
+    """Of one order of sums: equal bit by bit; close where torch, whose order follows the layout, adds up."""
+    if backend != "reference":
+        return same_bits(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **close)
+
+
+def tier_of_dtype(actual: Tensor, exact: Tensor, eager: Tensor) -> NumericReport:
+    """T1 for float32, T3 for half types.
+
+    Triton's interpreter cuts fp32 down to bf16 instead of rounding, which may cost an ulp, at most 2⁻⁷ |x|.
+    """
+    if actual.dtype == torch.float32:
+        return tier1(actual, exact, eager)
+    if not (INTERPRETED and actual.dtype == torch.bfloat16):
+        return tier3(actual, exact, eager)
+    error = ((actual.double() - exact).abs() - exact.abs() * 2**-7).max().item()
+    bound = 2 * (eager.double() - exact).abs().max().item()
+    return NumericReport(tier="T3", error=error, bound=bound, ok=error <= bound)
 
 
 def with_threads(run: Callable[[], Any], *counts: int) -> list[Any]:

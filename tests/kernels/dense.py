@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rlhf_kernels.vocab.logits import OUTPUTS
+from rlhf_kernels.vocab.logits import OUTPUTS, HeadLora
 from torch import Tensor
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
@@ -53,12 +54,67 @@ def dense(hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: Any = 
 def make(
     n: int, h: int, v: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0, grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, weight and target."""
-    g = torch.Generator().manual_seed(seed)
-    hidden = (scale * torch.randn(n, h, generator=g)).to(dtype).requires_grad_(grad)
-    weight = torch.randn(v, h, generator=g).to(dtype).requires_grad_(grad)
-    return hidden, weight, torch.randint(0, v, (n,), generator=g)
+    """hidden, weight and target, whose last one is the last column."""
+    g, where = torch.Generator().manual_seed(seed), torch.get_default_device()
+    hidden = (scale * torch.randn(n, h, generator=g, device="cpu")).to(where, dtype).requires_grad_(grad)
+    weight = torch.randn(v, h, generator=g, device="cpu").to(where, dtype).requires_grad_(grad)
+    target = torch.randint(0, v, (n,), generator=g, device="cpu").to(where)
+    target[-1:] = v - 1  # in the last, partial block of columns
+    return hidden, weight, target
 
 
-def double(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.detach().double().requires_grad_(x.requires_grad) for x in tensors)
+def make_all(n: int, h: int, v: int, **options: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(hidden, weight, bias, A, B) and target."""
+    hidden, weight, target = make(n, h, v, **options)
+    g = torch.Generator().manual_seed(1)
+    rest = (
+        (s * torch.randn(shape, generator=g, device="cpu")).to(hidden).requires_grad_(hidden.requires_grad)
+        for s, shape in ((1.0, (v,)), (1.0, (5, h)), (0.1, (v, 5)))
+    )
+    return (hidden, weight, *rest), target
+
+
+def double(*tensors: Any) -> tuple[Any, ...]:
+    """In float64, what is floating point; leaves of their own."""
+    return tuple(
+        x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in tensors
+    )
+
+
+def every_gradient(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    target: Tensor,
+    cotangent: dict[str, Tensor],
+    **options: Any,
+) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Every output of `function`, and the gradients of one loss of all in `cotangent` to what needs one.
+
+    tensors: hidden and weight, or these with bias, A and B.
+    """
+    if len(tensors) > 2:
+        options |= {"bias": tensors[2], "lora": HeadLora(tensors[3], tensors[4], 0.5)}
+    out = function(tensors[0], tensors[1], target, **options)
+    out = out if isinstance(out, dict) else out._asdict()
+    loss = sum((cotangent[name].to(out[name].dtype) * out[name]).sum() for name in cotangent)
+    return out, torch.autograd.grad(loss, [x for x in tensors if x.requires_grad])
+
+
+def red_zone(x: Tensor, pad: int = 3) -> Tensor:
+    """The same values inside a buffer of NaN, rows still adjacent."""
+    buffer = torch.full((x.shape[0] + 2 * pad, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
+    buffer[pad:-pad] = x.detach()
+    return buffer[pad:-pad].requires_grad_(x.requires_grad)
+
+
+def surrounded(x: Tensor) -> Tensor:
+    """The same values as a view into a larger buffer of NaN: rows above and below, columns left and right."""
+    buffer = torch.full((x.shape[0] + 4, x.shape[1] + 7), torch.nan, dtype=x.dtype, device=x.device)
+    buffer[2:-2, 3:-4] = x.detach()
+    return buffer[2:-2, 3:-4].requires_grad_(x.requires_grad)
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same values, columns outermost."""
+    return x.detach().T.contiguous().T.requires_grad_(x.requires_grad)

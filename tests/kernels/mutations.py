@@ -64,7 +64,7 @@ MUTATIONS = read("""
 # padded columns counted in the entropy | test_linear_logprob.py::test_masked_vocabulary_columns_have_no_nan
 -log_total - z.clamp_min_(torch.finfo(z.dtype).min).mul_(e)
 +log_total - z.mul_(e)
-# double rounding | test_linear_logprob.py::test_bf16_logits_are_never_rounded
+# double rounding | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -        z = head.tile(h, rows)
 -        stats
 +        z = head.tile(h, rows).to(hidden.dtype).to(h.dtype)
@@ -90,10 +90,10 @@ MUTATIONS = read("""
 # target counted twice in the gradient ahead | test_linear_logprob.py::test_gradcheck_with_the_gradient_ahead
 -            p.scatter_(1, index[rows, None], 0.0)
 -
-# ignored rows not zero | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+# ignored rows not zero | test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -results[name][rows] = torch.where(keep[rows], value, 0.0)
 +results[name][rows] = value
-# ignored rows in dW | test_linear_logprob.py::test_ignored_rows_may_hold_nan
+# ignored rows in dW | test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -None if g is None else torch.where(keep, g.to(dtype), 0.0) for g in grads
 -    )
 -    for
@@ -105,12 +105,13 @@ MUTATIONS = read("""
 +(z.shape[-1] - 1 - z.flip(-1).argmax(-1) == index)
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
 # padded columns counted in the sums
-| test_head_native.py::test_fp32_is_tier1 test_linear_logprob.py::test_ragged_sizes
+| test_linear_logprob.py::test_tier1_of_every_output_input_and_option test_linear_logprob.py::test_ragged_sizes
 -if (v >= count) {
 -            out = pair_out
 +if (v >= round_up(count, 32)) {
 +            out = pair_out
-# padded columns counted in the maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# padded columns counted in the maximum
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -const f32x16 top = block_maximum(logits, count, half);
 +const f32x16 top = block_maximum(logits, round_up(count, 32), half);
 # max from 0 | test_linear_logprob.py::test_hostile_rows
@@ -122,26 +123,26 @@ MUTATIONS = read("""
 # last of equal maxima is top 1 | test_linear_logprob.py::test_top1_first_maximum_wins
 -const i32x16 better = z > best;
 +const i32x16 better = z >= best;
-# double rounding | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# double rounding | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -load16(logit_row(logits, v, half));
 -        f32x16 e
 +as_float(as_words(load16(logit_row(logits, v, half))) & 0xffff0000u);
 +        f32x16 e
-# temperature in the gradient only | test_head_native.py::test_fp32_is_tier1
+# temperature in the gradient only | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -by = inverse_temperature.x[half], cap = by * head.softcap;
 +by = splat(1.0f) + 0.0f * inverse_temperature.x[half], cap = by * head.softcap;
-# temperature not in the recomputed gradient | test_head_native.py::test_fp32_is_tier1
+# temperature not in the recomputed gradient | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];
 +lanes.slope.x[h] = splat(call.head.scale);
 # temperature not in the gradient ahead | test_linear_logprob.py::test_the_gradient_ahead_is_that_of_the_backward
 -const float by = head.scale / (call.batch.temperature[n] * sum);
 +const float by = head.scale / sum;
 @ cpu kernels/rlhf_kernels/vocab/native.py
-# temperature of other rows | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+# temperature of other rows | test_linear_ppo_loss.py::test_tier1 test_linear_ppo_loss.py::test_ragged_sizes
 -self.temperature = o.row_temperature[rows].float()
 +self.temperature = o.row_temperature[: rows.shape[0]].float()
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# dW of the last piece of the depth alone | test_head_native.py::test_fp32_is_tier1
+# dW of the last piece of the depth alone | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -sums + k * 4 * kTileFloats, n > 0);
 +sums + k * 4 * kTileFloats, false);
 @ cpu kernels/rlhf_kernels/vocab/native.py
@@ -149,18 +150,20 @@ MUTATIONS = read("""
 -weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
 +weight = torch.empty(n_vocab, width, dtype=weight_dtype)
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# target counted twice in the gradient ahead | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# target counted twice in the gradient ahead
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -if (any_target) e = select(target == static_cast<int32_t>(v), splat(0.0f), e);
 +static_cast<void>(any_target);
-# stale sums ahead after a new maximum | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# stale sums ahead after a new maximum
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
-# stale sum after a new maximum | test_head_native.py::test_fp32_is_tier1
+# stale sum after a new maximum | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -            s.sum[half] *= factor;
 -
-# stale sum of squares after a new maximum | test_head_native.py::test_fp32_is_tier1
+# stale sum of squares after a new maximum | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -s.sum_square[half] *= factor * factor;
 +s.sum_square[half] *= factor;
-# sums depend on the number of threads | test_head_native.py::test_bits_of_a_row_depend_on_that_row_alone
+# sums depend on the number of threads | test_linear_logprob.py::test_bits_of_a_row_depend_on_that_row_alone
 -const bool direct = first || RLHF_TILE_BF16;
 +const bool direct = first || panels > 1;
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
@@ -181,13 +184,13 @@ MUTATIONS = read("""
 +    m = tl.zeros((BN,), tl.float32)
 +
 @ triton kernels/rlhf_kernels/vocab/triton_logits.py
-# double rounding | triton/test_linear_logprob.py::test_tier3_half_precision
+# double rounding | triton/test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -c = (y + bias) * logit_scale
 +c = (y.to(tl.bfloat16).to(tl.float32) + bias) * logit_scale
-# temperature in the gradient only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# temperature in the gradient only | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -return c / divisor[:, None]
 +return c + 0.0 * divisor[:, None]
-# temperature in the forward only | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# temperature in the forward only | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -(logit_scale / divisor)[:, None]
 +(logit_scale + 0.0 * divisor)[:, None]
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
@@ -203,7 +206,7 @@ MUTATIONS = read("""
 +tile_state(z, offset, in_range, index, True, SUM_SQ, MEAN, TOP)
 +    a, a2
 @ triton kernels/rlhf_kernels/vocab/triton_logits.py
-# target counted twice in the gradient | triton/test_linear_logprob.py::test_tier1_every_output_input_and_option
+# target counted twice in the gradient | triton/test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -tl.where(is_target, d_logprob[:, None], 0.0)
 +tl.where(is_target, 2.0 * d_logprob[:, None], 0.0)
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
@@ -214,23 +217,23 @@ MUTATIONS = read("""
 # stale sum after a new maximum | triton/test_linear_logprob.py::test_ragged_sizes
 -return a, a * s, a *
 +return a, s, a *
-# last of equal maxima is top 1, in a tile | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+# last of equal maxima is top 1, in a tile | triton/test_linear_logprob.py::test_top1_first_maximum_wins
 -first = tl.min(tl.where(z == m[:, None], column[None, :], 2147483647), 1)
 +first = tl.max(tl.where(z == m[:, None], column[None, :], -1), 1)
-# last of equal maxima is top 1, across tiles | triton/test_linear_logprob.py::test_first_maximum_wins_across_tiles
+# last of equal maxima is top 1, across tiles | triton/test_linear_logprob.py::test_top1_first_maximum_wins
 -tl.where(m2 == m, tl.minimum(first, first2), first)
 +tl.where(m2 == m, tl.maximum(first, first2), first)
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
-# ignored rows in dW | triton/test_linear_logprob.py::test_ignored_rows_hold_nan_between_red_zones
+# ignored rows in dW | triton/test_linear_logprob.py::test_any_layout_and_ignored_rows_that_hold_nan
 -clean = self.hidden.masked_fill(~self.keep[:, None], 0) if
 +clean = self.hidden if
 
 == linear_logprob_pair
 @ reference kernels/rlhf_kernels/linear_logprob_pair/reference.py
-# KL of the other direction | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+# KL of the other direction | test_linear_logprob_pair.py::test_tier1_with_every_option
 -log_ratio = (z_a - z_r).sub_((lse_a - lse_r)[:, None])
 +log_ratio = (z_r - z_a).sub_((lse_r - lse_a)[:, None])
-# LoRA on the reference row too | test_linear_logprob_pair.py::test_same_bits_as_two_single_sweeps
+# LoRA on the reference row too | test_linear_logprob_pair.py::test_bits_are_those_of_linear_logprob
 -options._replace(lora_A=None, lora_B=None)
 +options
 @ reference kernels/rlhf_kernels/vocab/logits.py
@@ -238,34 +241,36 @@ MUTATIONS = read("""
 -gap = (saved.logprob_a - saved.logprob_r) - saved.kl
 +gap = saved.logprob_a - saved.logprob_r
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# temperature on the first row only | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# temperature on the first row only
+| test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -        if (call.pair) transform(head, v0, count, inverse, pair_logits);
 -
-# temperature on the first row only, recomputed | test_linear_logprob_pair.py::test_tier1_values_and_gradient
+# temperature on the first row only, recomputed | test_linear_logprob_pair.py::test_tier1_with_every_option
 -        if (g.kl) transform(head, v0, count, inverse, pair_logits);
 -
-# max of the reference row from 0 | test_linear_logprob_pair.py::test_all_logits_far_below_zero
+# max of the reference row from 0 | test_linear_logprob_pair.py::test_hostile_rows
 -s.reference[h] = s.pair_reference[h] = no_reference();
 +s.reference[h] = s.pair_reference[h] = no_reference();
 +        s.pair_reference[h].value = splat(0.0f);
-# KL sign | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# KL sign | test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
 +const double kl = (lse - s.difference[half][lane] / static_cast<double>(sum)) - pair_lse;
-# stale sum of the reference row after a new maximum | test_head_native.py::test_pair_is_two_sweeps_and_exact
+# stale sum of the reference row after a new maximum
+| test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);
 +s.pair_reference[half].meet(pair_top);
 # KL not subtracted in the gradient ahead
-| test_linear_logprob_pair.py::test_the_gradient_ahead_is_that_of_the_backward
+| test_linear_logprob_pair.py::test_tier1_with_every_option
 -by * sum_at(sums_kl, n % kPanel, k) - gap * e;
 +by * sum_at(sums_kl, n % kPanel, k);
-# stale sums ahead of the KL after a new maximum | test_head_native.py::test_rising_logits_rescale_every_sum
+# stale sums ahead of the KL after a new maximum | test_linear_logprob_pair.py::test_hostile_rows
 -if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # KL sign | triton/test_linear_logprob_pair.py::test_ragged_sizes
 -kl = tl.sum(a2 * x2, 0) / s - (lse - lse_r)
 +kl = (lse - lse_r) - tl.sum(a2 * x2, 0) / s
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
-# LoRA on the reference row too | triton/test_linear_logprob_pair.py::test_tier1_every_option
+# LoRA on the reference row too | triton/test_linear_logprob_pair.py::test_tier1_with_every_option
 -and self.down is not None and not reference:
 +and self.down is not None:
 # max of the reference row from 0 | triton/test_linear_logprob_pair.py::test_hostile_rows
@@ -273,7 +278,7 @@ MUTATIONS = read("""
 +state[0, 0] = -torch.inf
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # stale sums ahead of the KL after a new maximum
-| triton/test_linear_logprob_pair.py::test_ragged_sizes triton/test_linear_logprob_pair.py::test_tier1_every_option
+| triton/test_linear_logprob_pair.py::test_ragged_sizes triton/test_linear_logprob_pair.py::test_tier1_with_every_option
 -scale_rows(sum_q_ptr, sum_width, rows, a, inside, R, SCALE_BLOCK)
 +scale_rows(sum_q_ptr, sum_width, rows, 0.0 * a + 1.0, inside, R, SCALE_BLOCK)
 
@@ -283,7 +288,7 @@ MUTATIONS = read("""
 -self.advantage[rows]
 +self.advantage[: rows.stop - rows.start]
 @ reference kernels/rlhf_kernels/linear_ppo_loss/reference.py
-# ignored rows counted | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+# ignored rows counted | test_linear_ppo_loss.py::test_tier1 test_linear_ppo_loss.py::test_ragged_sizes
 -factor = torch.where(keep, tokens.mask.to(dtype), 0.0)
 +factor = tokens.mask.to(dtype)
 # rows with an entropy gradient alone left out
@@ -301,10 +306,10 @@ MUTATIONS = read("""
 +        if "weight" in sums:
 +            sums["weight"] += d_weight
 @ cpu kernels/rlhf_kernels/linear_ppo_loss/native.py
-# coefficients of other rows | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+# coefficients of other rows | test_linear_ppo_loss.py::test_tier1 test_linear_ppo_loss.py::test_ragged_sizes
 -named = {name: x[rows].contiguous() for name, x in given.items()}
 +named = {name: x[: rows.shape[0]].contiguous() for name, x in given.items()}
-# ignored rows counted | test_linear_ppo_loss.py::test_tier1_against_dense_logits
+# ignored rows counted | test_linear_ppo_loss.py::test_tier1 test_linear_ppo_loss.py::test_ragged_sizes
 -factor = torch.where(keep, tokens.mask.float(), 0.0)
 +factor = tokens.mask.float()
 # rows with an entropy gradient alone left out
@@ -324,7 +329,8 @@ MUTATIONS = read("""
 # temperature in the gradient only | test_gather_logprob.py::test_gradcheck_every_output
 -return z.div_(divisor)
 +return z
-# double rounding | test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature
+# double rounding
+| test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature_and_gradients_rounded_once
 -return z.div_(divisor)
 +return z.div_(divisor).to(logits.dtype).to(z.dtype)
 @ cpu csrc/cpu/gather_logprob.cpp cpu/gather_logprob.cpp
@@ -339,19 +345,20 @@ MUTATIONS = read("""
 +        for (int64_t row = 0; row < rows; ++row) body(row, scratch.data());
 +    }
 @ triton kernels/rlhf_kernels/gather_logprob/triton.py
-# padded columns counted | triton/test_gather_logprob.py::test_tier1
+# padded columns counted | triton/test_gather_logprob.py::test_tier1_sizes_and_scales
 -        z = tl.where(in_range[None, :], z, float("-inf"))
 -
-# max from 0 | triton/test_gather_logprob.py::test_hostile_rows
+# max from 0 | triton/test_gather_logprob.py::test_tier1_hostile_rows
 -    m = tl.full((R,), float("-inf"), tl.float32)
 -
 +    m = tl.zeros((R,), tl.float32)
 +
 # temperature in the forward only
-| triton/test_gather_logprob.py::test_tier1 triton/test_gather_logprob.py::test_layouts_and_both_backwards
+| triton/test_gather_logprob.py::test_layouts_and_both_backwards
 -    g = g / divisor[:, None]
 -
-# double rounding | triton/test_gather_logprob.py::test_half_precision
+# double rounding
+| triton/test_gather_logprob.py::test_half_logits_are_upcast_before_the_temperature_and_gradients_rounded_once
 -        z = tl.where(in_range[None, :], z, float("-inf"))
 -
 +        z = tl.where(in_range[None, :], z.to(tl.bfloat16).to(tl.float32), float("-inf"))
@@ -437,7 +444,7 @@ MUTATIONS = read("""
 +wide = x.double(), weight.double(), None if bias is None else bias.double()
 +        y = torch.nn.functional.linear(*wide).to(x.dtype)
 @ triton kernels/rlhf_kernels/lora/__init__.py
-# a zero delta on off rows | triton/test_lora.py::test_delta_leaves_off_rows_alone
+# a zero delta on off rows | triton/test_lora.py::test_off_rows_keep_minus_zero_and_nan_bits
 -        at += end - start
 -    return y
 -
@@ -469,10 +476,10 @@ MUTATIONS = read("""
 -mask=(d[:, None] < n_d) & (r[None, :] < rank), other=0.0)
 +mask=(d[:, None] < n_d) & (r[None, :] < rank), other=1.0)
 @ cpu kernels/rlhf_kernels/lora/native.py
-# dropout on the base path | test_lora_native.py::test_tiers
+# dropout on the base path | test_lora.py::test_tier1
 -y = product_for(x, weight).forward(x, weight, bias)
 +y = product_for(x, weight).forward(torch.dropout(x, max(lora_call.p), True), weight, bias)
-# dropout on the base path of dx | test_lora_native.py::test_tiers
+# dropout on the base path of dx | test_lora.py::test_tier1
 -dx_rows = base.input_gradient(dy_rows, weight)  # [N, K]
 +dx_rows = torch.dropout(base.input_gradient(dy_rows, weight), max(lora_call.p), True)  # [N, K]
 # off rows by another GEMM | test_lora.py::test_off_rows_keep_the_bits_of_the_base
@@ -487,13 +494,13 @@ MUTATIONS = read("""
 +            grads.append(d_weight)
 @ cpu csrc/cpu/lora_kernels.inc.h cpu/variants/portable.cpp
 # dropout not recomputed in dx
-| test_lora_native.py::test_gradient_through_dropout_stops_at_dropped_places test_lora_native.py::test_tiers
+| test_lora.py::test_dropout_draws_the_words_of_philox test_lora.py::test_tier1
 -                if (keep) {
 -                    const uint64_t bits
 +                if (false) {
 +                    const uint64_t bits
 @ cpu csrc/cpu/lora.cpp cpu/lora.cpp
-# gradient of a slot's first group alone | test_lora_native.py::test_tiers
+# gradient of a slot's first group alone | test_lora.py::test_tier1
 -            if (groups[i].first) continue;
 -
 +            continue;
@@ -542,33 +549,34 @@ MUTATIONS = read("""
 +        const auto& of_block = partial[(k + threads) % partial.size()];
 +
 @ triton kernels/rlhf_kernels/gae/triton.py
-# mask ignored in the advantage's carry | triton/test_gae.py::test_gae_tier1
+# mask ignored in the advantage's carry | triton/test_gae.py::test_tier1
 -(tl.where(keep, decay, 1.0), delta), 1, _then, reverse=True
 +(tl.where(inside, decay, 1.0), delta), 1, _then, reverse=True
-# mask ignored in the value's carry | triton/test_gae.py::test_gae_tier1
+# mask ignored in the value's carry | triton/test_gae.py::test_tier1
 -tl.where(first, tl.where(keep, v, v_next), 0.0)
 +tl.where(first, v, 0.0)
-# mask ignored in the gradient's carry | triton/test_gae.py::test_gae_tier1
+# mask ignored in the gradient's carry | triton/test_gae.py::test_tier1
 -tl.where(last, tl.where(keep, here, previous), 0.0)
 +tl.where(last, here, 0.0)
-# whiten with n, not n − 1 | triton/test_gae.py::test_whiten_rounds_once
+# whiten with n, not n − 1 | triton/test_whiten.py::test_one_final_rounding
 -tl.maximum(count - 1.0, 1.0) + EPS
 +tl.maximum(count, 1.0) + EPS
-# padded and masked elements counted | triton/test_gae.py::test_moments_and_statistics_in_float64
+# padded and masked elements counted | triton/test_whiten.py::test_moments_and_statistics_in_float64
 -count += keep.to(tl.int64)
 +count += 1
-# spread of the ranges' means missing | triton/test_gae.py::test_moments_and_statistics_in_float64
+# spread of the ranges' means missing | triton/test_whiten.py::test_moments_and_statistics_in_float64
 -own + tl.where(counts > 0.0, counts * apart * apart, 0.0)
 +own + tl.where(counts > 0.0, 0.0 * apart, 0.0)
 @ cuda csrc/cuda/gae.cu
-# mask ignored in the scan | test_cuda_ops.py::test_gae_fp64
+# mask ignored in the scan | test_cuda_ops.py::test_coefficients test_cuda_ops.py::test_equals_definition_in_fp64
 -affine_step(keep.item[i] != 0, decay, delta[i])
 +affine_step(true, decay, delta[i])
-# masked value handed on | test_cuda_ops.py::test_gae_fp64
+# masked value handed on | test_cuda_ops.py::test_coefficients test_cuda_ops.py::test_equals_definition_in_fp64
 -after = keep.item[i] ? v.item[i] : after;
 +after = v.item[i];
 @ cuda csrc/cuda/reduce.cuh
-# last block's partial sums missing | test_cuda_ops.py::test_losses_tier1
+# last block's partial sums missing
+| test_cuda_ops.py::test_tier1_of_everything test_cuda_ops.py::test_tier1_of_every_option
 -for (int block = threadIdx.x; block < blocks; block += kReduceThreads)
 +for (int block = threadIdx.x; block < (blocks > 1 ? blocks - 1 : 1); block += kReduceThreads)
 @ cpu csrc/cpu/whiten_kernel.inc.h cpu/variants/portable.cpp
@@ -597,20 +605,20 @@ MUTATIONS = read("""
 -(v - old).clamp(-clip, clip)
 +(v - old).clamp_max(clip)
 @ triton kernels/rlhf_kernels/ppo_loss/triton.py
-# clip bounds swapped | triton/test_ppo_loss.py::test_ppo_options
+# clip bounds swapped | triton/test_ppo_loss.py::test_tier1_of_every_option
 -1 - options.clip_low, 1 + options.clip_high,
 +1 - options.clip_high, 1 + options.clip_low,
-# KL sign | triton/test_ppo_loss.py::test_ppo_options
+# KL sign | triton/test_ppo_loss.py::test_tier1_of_every_option
 -d = tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32) - new
 +d = new - tl.load(ref_logprob + at, mask=live, other=0.0).to(tl.float32)
-# padded tokens counted | triton/test_ppo_loss.py::test_ppo_tier1
+# padded tokens counted | triton/test_ppo_loss.py::test_tier1_of_everything
 -mask=at < n, other=0).to(tl.float32)
 -    live = weight != 0.0
 -    new =
 +mask=at < n, other=1).to(tl.float32)
 +    live = weight != 0.0
 +    new =
-# masked tokens in the largest ratio | triton/test_ppo_loss.py::test_ppo_tier1
+# masked tokens in the largest ratio | triton/test_ppo_loss.py::test_tier1_of_everything
 -ratio_max = tl.max(tl.where(live, ratio, 0.0), 0)
 +ratio_max = tl.max(ratio, 0)
 # last partial sums missing | triton/test_ppo_loss.py::test_many_partial_sums
@@ -623,14 +631,14 @@ MUTATIONS = read("""
 +        at = index[:, None] * n_blocks + column[None, :]
 +        tile =
 @ cuda csrc/common/ppo_terms.h
-# clip bounds swapped | test_cuda_ops.py::test_losses_tier1
+# clip bounds swapped | test_cuda_ops.py::test_tier1_of_everything test_cuda_ops.py::test_tier1_of_every_option
 -ratio < clip.low ? clip.low : (ratio > clip.high ? clip.high : ratio)
 +ratio < clip.low ? clip.high : (ratio > clip.high ? clip.low : ratio)
-# KL sign | test_cuda_ops.py::test_losses_tier1
+# KL sign | test_cuda_ops.py::test_tier1_of_everything test_cuda_ops.py::test_tier1_of_every_option
 -const T d = ref_logprob - new_logprob;
 +const T d = new_logprob - ref_logprob;
 @ cuda csrc/cuda/ppo_loss.cu
-# masked tokens counted | test_cuda_ops.py::test_losses_never_see_masked_garbage
+# masked tokens counted | test_cuda_ops.py::test_masked_garbage_is_never_seen
 -            const T w = weight.item[i];
 -            out.item[i] = T(0);
 -            if (w != T(0)) {
@@ -653,13 +661,13 @@ MUTATIONS = read("""
 
 == sample
 @ reference kernels/rlhf_kernels/sample/reference.py
-# greedy after the temperature | test_sample.py::test_greedy_takes_the_first_maximum_before_the_temperature
+# greedy after the temperature | test_sample.py::test_greedy_is_the_first_maximum_before_the_temperature
 -best = None if greedy is None else (greedy[rows], c.argmax(-1))
 -        z = filter_(c.div_(head.divisor(rows)),
 +c.div_(head.divisor(rows))
 +        best = None if greedy is None else (greedy[rows], c.argmax(-1))
 +        z = filter_(c,
-# noise of the first chunk's rows | test_sample_native.py::test_tokens_of_several_row_chunks
+# noise of the first chunk's rows | test_sample.py::test_tokens_of_several_row_chunks
 -choose(z, seed[rows], position[rows], best)
 +choose(z, seed[: z.shape[0]], position[: z.shape[0]], best)
 # min_p a probability, not a share of the largest | test_sample.py::test_min_p
@@ -669,24 +677,24 @@ MUTATIONS = read("""
 -_keep_min_p_(_keep_top_p_(z, top_p), min_p)
 +_keep_top_p_(_keep_min_p_(z, min_p), top_p)
 @ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
-# temperature not in the draw | test_sample_native.py::test_every_option
+# temperature not in the draw | test_sample.py::test_every_option
 -z = o.cools ? c * o.inverse : c;
 +z = c;
-# greedy after the temperature | test_sample_native.py::test_every_option
+# greedy after the temperature | test_sample.py::test_every_option
 -z = greedy ? s.top_z[lane] : s.drawn[lane];
 +z = greedy ? s.top[lane] : s.drawn[lane];
-# bound on the noise too low | test_sample_native.py::test_tokens_are_the_references
+# bound on the noise too low | test_sample.py::test_tokens_are_the_references
 -splat(159 * ln2 + 1e-3f)
 +splat(155 * ln2 + 1e-3f)
-# noise of the wrong column | test_sample_native.py::test_tokens_are_the_references
+# noise of the wrong column | test_sample.py::test_tokens_are_the_references
 -call.draws.stream, static_cast<uint32_t>(v / 4));
 +call.draws.stream, static_cast<uint32_t>(v / 4 + 1));
 @ cpu csrc/cpu/philox.h cpu/variants/portable.cpp
-# high word of the position lost | test_sample_native.py::test_tokens_are_the_references
+# high word of the position lost | test_sample.py::test_tokens_are_the_references
 -id_high[lane] = uint32_t(uint64_t(row_id) >> 32);
 +id_high[lane] = 0;
 @ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
-# padded columns counted | test_sample_native.py::test_tokens_are_the_references
+# padded columns counted | test_sample.py::test_tokens_are_the_references
 -const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
 +const int64_t count = kStrip;
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
@@ -697,26 +705,26 @@ MUTATIONS = read("""
 # a draw's strip added to all chunks at once | test_sample.py::test_a_logprob_has_the_bits_of_linear_logprob
 -constexpr int64_t kChunk = kBlock;
 +constexpr int64_t kChunk = 2 * kBlock;
-# max from 0 | test_sample_native.py::test_every_column_a_new_best test_sample.py::test_sizes_and_hostile_rows
+# max from 0 | test_sample.py::test_every_column_a_new_best test_sample.py::test_sizes_and_hostile_rows
 -s.score = s.drawn = s.top = s.top_z = splat(-__builtin_inff());
 +s.score = s.drawn = s.top = s.top_z = splat(0.0f);
-# sums not rescaled with the maximum | test_sample_native.py::test_every_column_a_new_best
+# sums not rescaled with the maximum | test_sample.py::test_every_column_a_new_best
 -        s.sum *= factor;
 -    }
 -    const Exponential
 +    }
 +    const Exponential
-# last chunk wins a tie | test_sample_native.py::test_first_of_equal_maxima_across_strips_and_chunks
+# last chunk wins a tie | test_sample.py::test_first_of_equal_maxima_across_strips_and_chunks
 -if (token >= 0 && !beats(score, best)) continue;
 +if (token >= 0 && !(score >= best)) continue;
 # every row forbids | test_sample.py::test_some_rows_never_draw_what_is_forbidden
 -z = select(o.forbids, splat(-__builtin_inff()), z);
 +z = splat(-__builtin_inff());
-# NaN passed over | test_sample_native.py::test_values_that_are_not_finite
+# NaN passed over | test_sample.py::test_values_that_are_not_finite
 -return x > best || (is_nan(x) && !is_nan(best));
 +return x > best;
 @ cpu kernels/rlhf_kernels/sample/__init__.py
-# filters silently left out | test_sample_native.py::test_filters_are_the_references
+# filters silently left out | test_sample.py::test_filters_are_the_references
 -    return "reference"
 -
 +    return chosen
@@ -765,31 +773,31 @@ MUTATIONS = read("""
 
 == decode_attention
 @ reference kernels/rlhf_kernels/decode_attention/reference.py
-# window one too long | test_decode_attention.py::test_equals_attention_row_by_row
+# window one too long | test_decode_attention.py::test_tier1
 -unused |= position < limit - window
 +unused |= position < limit - window - 1
 # NaN leaks from unused positions | test_decode_attention.py::test_unused_cache_never_leaks
 -return out if bool(out.sum().isfinite()) else None
 +return out
 @ cpu csrc/cpu/decode_attention.cpp cpu/decode_attention.cpp
-# window one too long | test_decode_attention.py::test_equals_attention_row_by_row
+# window one too long | test_decode_attention.py::test_tier1
 -std::max<int64_t>(0, length - window) : 0; }
 +std::max<int64_t>(0, length - window - 1) : 0; }
 @ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
-# positions past the length counted | test_decode_attention.py::test_equals_attention_row_by_row
+# positions past the length counted | test_decode_attention.py::test_tier1
 -if (edge) e = between(e, begin - i, end - i, 0.0f);
 @ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
 # every block the first | test_decode_attention.py::test_every_length
 -table[page] * pages.block_stride
 +table[0] * pages.block_stride
 @ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
-# max from 0 | test_decode_attention.py::test_very_negative_scores
+# max from 0 | test_decode_attention.py::test_peaked_and_very_negative_scores
 -f32x16 top = splat(sink);
 +f32x16 top = splat(0.0f);
 # scores not scaled | test_decode_attention.py::test_every_length
 -load(from + d, left) * scale
 +load(from + d, left)
-# softcap without its factor | test_decode_attention.py::test_equals_attention_row_by_row
+# softcap without its factor | test_decode_attention.py::test_tier1
 -softcap != 0.0f ? tanh16(z / softcap) * softcap : z;
 +softcap != 0.0f ? tanh16(z / softcap) : z;
 @ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
@@ -801,19 +809,19 @@ MUTATIONS = read("""
 -RLHF_CHECK(table[i] >= 0 && table[i] < paging.blocks,
 +RLHF_CHECK(table[i] < paging.blocks + 2 && table[i] >= -2,
 @ reference kernels/rlhf_kernels/decode_attention/reference.py
-# sinks ignored | test_decode_attention.py::test_sinks_join_the_denominator
+# sinks ignored | test_decode_attention.py::test_tier1
 -return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 +return scores.softmax(-1)
 @ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/portable.cpp
-# sink not in the sum | test_decode_attention.py::test_sinks_join_the_denominator
+# sink not in the sum | test_decode_attention.py::test_tier1
 -return {largest, lane_sum(sum) + start};
 +return {largest, lane_sum(sum) + 0.0f * start};
 @ cpu csrc/cpu/decode_attention_kernel.inc.h cpu/variants/portable.cpp
-# every head its group's first sink | test_decode_attention.py::test_sinks_join_the_denominator
+# every head its group's first sink | test_decode_attention.py::test_tier1
 -group.sinks ? group.sinks[h] :
 +group.sinks ? group.sinks[0] :
 @ cpu csrc/cpu/decode_attention.cpp cpu/decode_attention.cpp
-# every group the first one's sinks | test_decode_attention.py::test_sinks_join_the_denominator
+# every group the first one's sinks | test_decode_attention.py::test_tier1
 -options.sinks ? options.sinks + h : nullptr
 +options.sinks
 

@@ -10,13 +10,13 @@ MUTATIONS = read("""
 # padded columns counted | triton/test_sample.py::test_tokens_are_the_references
 -z = tl.where(in_range[None, :], c / divisor[:, None], float("-inf"))
 +z = c / divisor[:, None]
-# padded columns drawn | triton/test_sample.py::test_hostile_rows
+# padded columns drawn | triton/test_sample.py::test_sizes_and_hostile_rows
 -key = tl.where(in_range[None, :], order_key(score), _LOWEST_KEY)
 +key = order_key(score)
-# max from 0 | triton/test_sample.py::test_hostile_rows
+# max from 0 | triton/test_sample.py::test_sizes_and_hostile_rows
 -m = tl.full((BN,), float("-inf"), tl.float32)
 +m = tl.zeros((BN,), tl.float32)
-# greedy after the temperature | triton/test_sample.py::test_greedy_is_the_argmax_before_the_temperature
+# greedy after the temperature | triton/test_sample.py::test_greedy_is_the_first_maximum_before_the_temperature
 -score = tl.where(greedy[:, None], c, score)
 +score = tl.where(greedy[:, None], z, score)
 # temperature not in the draw | triton/test_sample.py::test_every_option
@@ -48,10 +48,10 @@ MUTATIONS = read("""
 # sums not rescaled with the maximum | triton/test_sample.py::test_every_column_a_new_best
 -joined(m, s, w, none, none, none, none, m2, s2,
 +joined(m2, s, w, none, none, none, none, m2, s2,
-# last tile wins a tie | triton/test_sample.py::test_first_of_equal_maxima_across_tiles_and_shares
+# last tile wins a tie | triton/test_sample.py::test_first_of_equal_maxima_across_strips_and_chunks
 -token = tl.where(best2 > best, token2, token)
 +token = tl.where(best2 >= best, token2, token)
-# last share wins a tie | triton/test_sample.py::test_first_of_equal_maxima_across_tiles_and_shares
+# last share wins a tie | triton/test_sample.py::test_first_of_equal_maxima_across_strips_and_chunks
 -tl.min(tl.where(mask & (best2 == best[None, :]), token2, _NAN_KEY), 0)
 +tl.max(tl.where(mask & (best2 == best[None, :]), token2, -1), 0)
 # NaN passed over | triton/test_sample.py::test_values_that_are_not_finite
@@ -73,7 +73,7 @@ MUTATIONS = read("""
 # positions past the length counted | triton/test_decode_attention.py::test_tier1
 -        z = tl.where(used[None, :], z, float("-inf"))
 -
-# NaN leaks from unused positions | triton/test_decode_attention.py::test_unused_cache_is_never_read
+# NaN leaks from unused positions | triton/test_decode_attention.py::test_unused_cache_never_leaks
 -mask=used[:, None] & (d < D)[None, :],
 -            other=0.0,
 -        )
@@ -114,10 +114,10 @@ MUTATIONS = read("""
 # NaN in empty rows | triton/test_decode_attention.py::test_empty_rows_batches_and_tables
 -tl.where(after > 0, tl.sum(total / s[:, None], 0), 0.0)
 +tl.sum(total / s[:, None], 0)
-# sink not in the sum | triton/test_decode_attention.py::test_sinks_join_the_denominator
+# sink not in the sum | triton/test_decode_attention.py::test_tier1
 -s += 1.0  #
 +s += 0.0  #
-# every head the first one's sink | triton/test_decode_attention.py::test_sinks_join_the_denominator
+# every head the first one's sink | triton/test_decode_attention.py::test_tier1
 -tl.load(sink_ptr + head * sink_stride)
 +tl.load(sink_ptr)
 # sinks read as if dense | triton/test_decode_attention.py::test_sinks_of_either_dtype_and_any_stride
@@ -248,10 +248,12 @@ MUTATIONS = read("""
 
 == llama_ops
 @ triton kernels/rlhf_kernels/llama_ops/triton.py
-# a norm's mean over the padded width | triton/test_llama_ops.py::test_a_norm_rounds_where_the_reference_does
+# a norm's mean over the padded width
+| triton/test_llama_ops.py::test_a_norm_rounds_where_llama_s_does
 -mean = tl.div_rn(tl.sum(squares, 1), tl.full((R,), WIDTH, tl.float32))
 +mean = tl.div_rn(tl.sum(squares, 1), tl.full((R,), BLOCK, tl.float32))
-# a norm by 1 + weight rounded twice | triton/test_llama_ops.py::test_a_norm_rounds_where_the_reference_does
+# a norm by 1 + weight rounded twice
+| triton/test_llama_ops.py::test_a_norm_by_one_plus_its_weight_rounds_once_as_gemma_s
 -        if not PLUS_ONE:
 -            n = n.to
 +        if True:
@@ -260,10 +262,10 @@ MUTATIONS = read("""
 - - n * mean)
 +)
 # both halves with the angles of the first
-| triton/test_llama_ops.py::test_turned_heads_have_the_bits_of_the_reference
+| triton/test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s
 -cos_b = tl.load(cos_ptr + angle + HALF, mask=inside, other=0.0)
 +cos_b = tl.load(cos_ptr + angle, mask=inside, other=0.0)
-# turned heads rounded once | triton/test_llama_ops.py::test_turned_heads_have_the_bits_of_the_reference
+# turned heads rounded once | triton/test_llama_ops.py::test_turned_heads_have_the_bits_of_llama_s
 -first = (a * cos).to(narrow).to(tl.float32) - (b * sin).to(narrow).to(tl.float32)
 +first = a * cos - b * sin
 # silu not rounded before the product | triton/test_llama_ops.py::test_a_gated_product_rounds_where_torch_does

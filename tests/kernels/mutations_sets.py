@@ -10,38 +10,38 @@ from .mutations import read
 MUTATIONS = read("""
 == instruction sets
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/avx2.cpp
-# rest rows of a register tile dropped | test_head_native.py::test_fp32_is_tier1
+# rest rows of a register tile dropped | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -if constexpr (kRest > 0) multiply_rows<kRest>(a + row * KT, b, b1, depth, to + row * 16, accumulate);
-# second half of a pair of tiles is the first | test_head_native.py::test_fp32_is_tier1
+# second half of a pair of tiles is the first | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -const Element* a = half ? a1 : a0;
 +const Element* a = a0;
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/portable.cpp
-# sums of earlier pieces of the depth lost | test_head_native.py::test_fp32_is_tier1
+# sums of earlier pieces of the depth lost | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -storev(at(r, j), accumulate || t > 0 ? loadv
 +storev(at(r, j), t > 0 ? loadv
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/avx2.cpp
-# logits of the last piece of the depth alone | test_head_native.py::test_fp32_is_tier1
+# logits of the last piece of the depth alone | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -logit_row(logits + i * logits_step, v, 0), k > 0);
 +logit_row(logits + i * logits_step, v, 0), false);
 @ cpu csrc/cpu/strip_mm.inc.h cpu/variants/avx2.cpp
 # rest rows of a strip dropped | test_lora_native.py::test_tiers_of_decoding
 -            strip_rows<kRest, COLUMNS>(w + v * stride, stride, b, b_stride, depth, logits + v * 16, accumulate);
-# rest rows of a strip are its first | test_sample_native.py::test_tokens_are_the_references
+# rest rows of a strip are its first | test_sample.py::test_tokens_are_the_references
 -strip_rows<kRest, COLUMNS>(w + v * stride, stride,
 +strip_rows<kRest, COLUMNS>(w, stride,
 @ cpu csrc/cpu/strip_mm.inc.h cpu/variants/portable.cpp
 # halves of a pair of bf16 weights swapped | test_lora_native.py::test_tiers_of_decoding
 -k % 2 ? spread(w + k - 1) & 0xffff0000u : spread(w + k) << 16
 +k % 2 ? spread(w + k - 1) << 16 : spread(w + k) & 0xffff0000u
-# a bf16 weight keeps its neighbour's bits below its own | test_sample_native.py::test_tokens_are_the_references
+# a bf16 weight keeps its neighbour's bits below its own | test_sample.py::test_tokens_are_the_references
 -spread(w + k - 1) & 0xffff0000u
 +spread(w + k - 1)
 @ cpu csrc/cpu/simd.h cpu/variants/avx2.cpp
-# halves of a transposed square swapped | test_head_native.py::test_fp32_is_tier1
+# halves of a transposed square swapped | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -_mm256_permute2x128_si256(b[i], b[4 + i], 0x31)
 +_mm256_permute2x128_si256(b[i], b[4 + i], 0x13)
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
-# squares of a transposed tile where they lay | test_head_native.py::test_fp32_is_tier1
+# squares of a transposed tile where they lay | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -std::memcpy(out + (v * kLanes + i) * out_stride + w * kLanes,
 +std::memcpy(out + (w * kLanes + i) * out_stride + v * kLanes,
 @ cpu csrc/cpu/attention_lanes.inc.h cpu/variants/avx2.cpp
@@ -56,7 +56,8 @@ MUTATIONS = read("""
 -halve(halve((__m512)fours[0], (__m512)fours[1]), halve((__m512)fours[2], (__m512)fours[3]))
 +halve(halve((__m512)fours[0], (__m512)fours[2]), halve((__m512)fours[1], (__m512)fours[3]))
 @ cpu csrc/cpu/tile_mm.inc.h cpu/variants/avx512_bf16.cpp
-# halves of a pair of probabilities swapped | test_head_native.py::test_bf16_is_tier3_and_its_logprob_is_not_rounded
+# halves of a pair of probabilities swapped
+| test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
 -return widen(bf16_operand(even)) | (widen(bf16_operand(odd)) << 16);
 +return widen(bf16_operand(odd)) | (widen(bf16_operand(even)) << 16);
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
@@ -82,30 +83,30 @@ MUTATIONS = read("""
 +    store16(column + k * 16, x.even);
 +    store16(column + k * 16 + 16, x.odd);
 @ cpu csrc/cpu/philox.h cpu/variants/avx2.cpp
-# halves of a product's words swapped | test_lora_native.py::test_dropout_draws_the_words_of_philox
+# halves of a product's words swapped | test_lora.py::test_dropout_draws_the_words_of_philox
 -low.part[i] = (u32v)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
 +low.part[i] = (u32v)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0x55);
-# high words of every other lane | test_sample_native.py::test_tokens_are_the_references
+# high words of every other lane | test_sample.py::test_tokens_are_the_references
 -high.part[i] = (u32v)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
 +high.part[i] = (u32v)_mm256_srli_epi64(even, 32);
 @ cpu csrc/cpu/simd.h cpu/variants/portable.cpp
-# exponent off by one | test_head_native.py::test_fp32_is_tier1
+# exponent off by one | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -as_ints(n + 12582912.0f) - int32_t(0x4b400000)
 +as_ints(n + 12582912.0f) - int32_t(0x4b400001)
 @ cpu csrc/cpu/simd.h cpu/variants/avx2.cpp
-# power of two in one factor, which has no room for it | test_sample_native.py::test_every_column_a_new_best
+# power of two in one factor, which has no room for it | test_sample.py::test_every_column_a_new_best
 -const i32x16 half = whole >> 1;
 +const i32x16 half = whole;
-# exp of a NaN is a number | test_head_native.py::test_a_nan_reaches_all_of_its_row_and_no_other
+# exp of a NaN is a number | test_linear_logprob.py::test_a_nan_reaches_all_of_its_row_and_no_other
 -_mm256_max_ps((__m256)part(a, i), (__m256)part(b, i));
 +_mm256_max_ps((__m256)part(b, i), (__m256)part(a, i));
-# only the first eight lanes asked | test_head_native.py::test_one_row_with_rising_logits
+# only the first eight lanes asked | test_linear_logprob.py::test_one_row_with_rising_logits
 -_mm256_movemask_ps((__m256)(mask.part[0] | mask.part[1])) != 0
 +_mm256_movemask_ps((__m256)mask.part[0]) != 0
-# upper lanes never draw | test_sample_native.py::test_tokens_are_the_references
+# upper lanes never draw | test_sample.py::test_tokens_are_the_references
 -uint32_t(_mm256_movemask_ps((__m256)mask.part[1])) << 8;
 +0xff00u;
-# masks the wrong way round | test_head_native.py::test_fp32_is_tier1
+# masks the wrong way round | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask)
 +_mm256_blendv_ps((__m256)a, (__m256)b, (__m256)mask)
 
@@ -125,19 +126,19 @@ MUTATIONS = read("""
 -__ATOMIC_ACQ_REL) == threads) {
 +__ATOMIC_ACQ_REL) >= 1) {
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
-# panels do not wait for the packing | test_head_native.py::test_no_piece_overtakes_what_it_builds_on
+# panels do not wait for the packing | test_linear_logprob.py::test_no_piece_overtakes_what_it_builds_on
 -                schedule.wait(of, kPack);
 -
-# packing does not wait for the block before last | test_head_native.py::test_no_piece_overtakes_what_it_builds_on
+# packing does not wait for the block before last | test_linear_logprob.py::test_no_piece_overtakes_what_it_builds_on
 -            if (phase == kPack) schedule.wait(of - 2, schedule.has_after ? kAfter : kPanels);
 -
-# one packed block for two | test_head_native.py::test_no_piece_overtakes_what_it_builds_on
+# one packed block for two | test_linear_logprob.py::test_no_piece_overtakes_what_it_builds_on
 -return blocks ? blocks + v0 / kBlock % 2 * block_elements : nullptr;
 +return blocks;
-# a group of panels in two blocks at once | test_head_native.py::test_no_piece_overtakes_what_it_builds_on
+# a group of panels in two blocks at once | test_linear_logprob.py::test_no_piece_overtakes_what_it_builds_on
 -                wait_for_count(schedule.group_blocks + piece, of);
 -
-# gradients of weights do not wait for the panels | test_head_native.py::test_no_piece_overtakes_what_it_builds_on
+# gradients of weights do not wait for the panels | test_linear_logprob.py::test_no_piece_overtakes_what_it_builds_on
 -            if (phase == kAfter) schedule.wait(of, kPanels);
 -
 @ cpu csrc/cpu/share.inc.h

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rlhf_kernels.attention import attention, reference
 from rlhf_kernels.decode_attention import decode_attention
-from rlhf_kernels.runtime import registry, testing
+from rlhf_kernels.runtime import native, registry, testing
 
-from .checks import each, needs_native, same_bits, threads_change_no_bit
+from .checks import ISAS, each, needs_native, same_bits, threads_change_no_bit
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 0, 100)
 # (query heads, key heads, features): groups of 1, 2, 4 and 7; heads that are and are not whole vectors
@@ -25,8 +25,16 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(params=ISAS)
+def backend(request):
+    """A backend that has kernels, on every instruction set."""
+    with native.use_isa(request.param):
+        yield "cpu"
+
+
 def numbers(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+    return draw.to(torch.get_default_device(), dtype)
 
 
 def case(heads, lengths=LENGTHS, dtype=torch.float32, seed=0):
@@ -72,11 +80,11 @@ def with_gradients(tensors, lengths, d_out, dtype=None, **options):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
 
 
-def hold(backend, tier, families, heads, options, tensors_of, device="cpu"):
+def hold(backend, tier, families, heads, options, tensors_of):
     """Output and gradients of packed sequences, and of such with shared prompts, to float64 by a tier."""
     for lengths, parents in families:
         tensors = tensors_of(lengths)
-        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=tensors[0].dtype, seed=9).to(device)
+        d_out = numbers(sum(lengths), heads[0], heads[2], dtype=tensors[0].dtype, seed=9)
         given = options | {"parents": parents}
         ours = with_gradients(tensors, lengths, d_out, backend=backend, **given)
         exact = with_gradients(tensors, lengths, d_out, torch.float64, backend="reference", **given)
@@ -218,60 +226,62 @@ def test_nan_stays_where_it_belongs(isa, heads):
     assert got[touched].isnan().flatten(1).any(1).all()
 
 
-def test_views_of_a_projection(isa):
+def test_views_of_a_projection(backend):
     """Heads of one wide row, and heads before rows: the same bits, and nothing is copied."""
     t, d = 60, 16
     wide = numbers(t, (4 + 2 + 2) * d)
     q, k, v = (x.unflatten(1, (-1, d)) for x in wide.split([4 * d, 2 * d, 2 * d], 1))
     d_out = numbers(4, t, d, seed=1).transpose(0, 1)
-    plain = with_gradients([x.contiguous() for x in (q, k, v)], [40, 20], d_out.contiguous(), scale=0.25, backend="cpu")
+    plain = with_gradients(
+        [x.contiguous() for x in (q, k, v)], [40, 20], d_out.contiguous(), scale=0.25, backend=backend
+    )
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     for views in ((q, k, v), turned, [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]):
         assert not any(x.is_contiguous() for x in views)
         leaves = [x.detach().requires_grad_() for x in views]
-        out = attention(*leaves, [40, 20], scale=0.25, backend="cpu")
+        out = attention(*leaves, [40, 20], scale=0.25, backend=backend)
         got = [out, *torch.autograd.grad(out, leaves, d_out)]
         same_bits(got, plain)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
-def test_empty_batches(backend):
+@pytest.mark.parametrize("on", ["reference", pytest.param("cpu", marks=needs_native)])
+def test_empty_batches(on):
     for lengths in ([], [0], [0, 0]):
         q, k, v = (torch.zeros(0, h, 8, requires_grad=True) for h in (4, 2, 2))
-        out = attention(q, k, v, lengths, scale=1.0, backend=backend)
+        out = attention(q, k, v, lengths, scale=1.0, backend=on)
         assert out.shape == (0, 4, 8)
         assert [g.shape[0] for g in torch.autograd.grad(out.sum(), (q, k, v))] == [0, 0, 0]
     for shape in ((0, 8), (4, 0)):
         q, k, v = torch.ones(3, *shape), torch.ones(3, 2, shape[1]), torch.ones(3, 2, shape[1])
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, [3], scale=1.0, backend=backend)
+        out = attention(*leaves, [3], scale=1.0, backend=on)
         assert out.shape == (3, *shape)
         assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
     q, k, v = case((4, 2, 8), (3,))
     assert torch.equal(
-        attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=backend),
-        attention(q, k, v, [3], scale=1.0, backend=backend),
+        attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=on),
+        attention(q, k, v, [3], scale=1.0, backend=on),
     )
 
 
-def test_a_sink_of_minus_infinity_is_none(isa):
+def test_a_sink_of_minus_infinity_is_none(backend):
     tensors, d_out = case((4, 2, 16)), numbers(sum(LENGTHS), 4, 16, seed=9)
-    options = {"scale": 0.25, "backend": "cpu"}
+    options = {"scale": 0.25, "backend": backend}
     plain = with_gradients(tensors, LENGTHS, d_out, **options)
     none = with_gradients(tensors, LENGTHS, d_out, sinks=torch.full((4,), -math.inf), **options)
     same_bits(none[:4], plain)
     assert (none[4] == 0).all()
 
 
-def test_peaked_and_very_negative_scores(isa):
+def test_peaked_and_very_negative_scores(backend):
     q, k, v = case((2, 1, 16), (40,))
     for factor, shift in ((1000.0, 0.0), (1.0, -100.0)):
         keys = k.clone()
         queries = q * factor
         if shift:
             queries[..., 0], keys[..., 0] = shift, 10.0
-        got = attention(queries, keys, v, [40], scale=1.0, backend="cpu")
-        want = attention(queries.double(), keys.double(), v.double(), [40], scale=1.0)
+        got = attention(queries, keys, v, [40], scale=1.0, backend=backend)
+        want = attention(queries.double(), keys.double(), v.double(), [40], scale=1.0, backend="reference")
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 

@@ -67,16 +67,9 @@ SHAPES = [(1, 1, 1), (2, 128, 32), (8, 129, 33), (3, 1030, 300), (17, 64, 40)]
 def test_tier1(device, half):
     """Every second pair per push, which has all ranks and all shapes."""
     for ranks, shape in list(itertools.product(RANKS, SHAPES))[half::2]:
-        case = Case(device, *shape, ranks)
-        assert_ok(
-            tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), f"{ranks} {shape}"
-        )
-
-
-@each("scale", [1.0, 1e-3])
-def test_tier1_at_two_scales(device, scale):
-    case = Case(device, scale=scale)
-    assert_ok(tier1(case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)), "y")
+        case = Case(device, *shape, ranks, scale=1e-3 if shape == SHAPES[-1] else 1.0)
+        got, exact, plain = case.run().cpu(), case.expected(torch.float64), case.expected(torch.float32)
+        assert_ok(tier1(got, exact, plain), f"{ranks} {shape}")
 
 
 @each("dtype", DTYPES)
@@ -169,16 +162,13 @@ def test_any_rows_between_red_zones(device):
     assert torch.equal(case.run(), want)
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_reference(device, dtype):
-    case = Case(device, 20, 100, 50, (4, 8, 12), dtype=dtype)
+def test_the_reference_writes_into_y_and_leaves_off_rows_alone():
+    case = Case("cpu", 20, 100, 50, (4, 8, 12))
     y = case.y.clone()
-    reference = decode_delta_(y, case.x, case.A, case.B, case.scales, case.slots, backend="reference")
-    assert reference is y
-    tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(case.run(), reference, **tolerance)
+    assert decode_delta_(y, case.x, case.A, case.B, case.scales, case.slots, backend="reference") is y
+    torch.testing.assert_close(y, case.expected(torch.float32), rtol=2e-5, atol=2e-5)
     off = case.slots < 0
-    assert torch.equal(reference[off], case.y[off])
+    assert torch.equal(y[off], case.y[off])
 
 
 # --- DecodeLinear -----------------------------------------------------------------------------------------------------

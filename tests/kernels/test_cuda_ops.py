@@ -1,98 +1,68 @@
 """The cuda backend of `gae`, `ppo_loss` and `value_loss`: on a GPU, and its kernels as fibers on the CPU.
 
-Where `device` puts tensors: see conftest.py. Tests of the ops themselves, on any device, are in test_gae.py and
-test_ppo_loss.py.
+Where `device` puts tensors: see conftest.py. Properties of every backend are in test_gae.py and test_ppo_loss.py.
 """
 
 import contextlib
 
 import pytest
 import torch
-from rlhf_kernels.gae import _gae_backward, gae
+from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
-from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import each, same_bits
-from .test_gae import hold, random_case, run_gae
+from .test_gae import (  # noqa: F401
+    hold,
+    random_case,
+    run_gae,
+    test_coefficients,
+    test_empty,
+    test_equals_definition_in_fp64,
+    test_layouts,
+    test_masked_inputs_reach_nothing,
+    test_tier1,
+)
+from .test_gae import test_gradcheck as test_gradcheck_of_gae  # noqa: F401
+from .test_ppo_loss import (  # noqa: F401
+    test_extreme_values_as_in_the_reference,
+    test_gradcheck,
+    test_half_inputs_and_any_mask,
+    test_masked_garbage_is_never_seen,
+    test_nothing_live_and_empty,
+    test_tier1_of_every_option,
+    test_tier1_of_everything,
+    tokens,
+)
 
-NAN, INF = float("nan"), float("inf")
+
+@pytest.fixture
+def backend(device):
+    with registry.use_backend("cuda"), torch.device(device) if device == "cuda" else contextlib.nullcontext():
+        yield "cuda"
 
 
-# Packs of 4, warps of 128, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks.
-@each("T", [1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601])
-@each("scale", [1.0, 1e-3])
-def test_gae_tier1(device, T, scale):
-    hold(random_case(3, T, scale=scale), device, "cuda")
-
-
-@each("holes", [0.0, 0.5, 0.99, 1.0])
-@each(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
-def test_gae_fp64(device, holes, gamma, lam):
-    inputs, knobs = random_case(4, 700, holes=holes), {"gamma": gamma, "lam": lam}
-    exact = run_gae(inputs, "cpu", "reference", torch.float64, **knobs)
-    for name, actual in run_gae(inputs, device, "cuda", torch.float64, **knobs).items():
-        torch.testing.assert_close(actual, exact[name], rtol=1e-12, atol=1e-12, msg=name)
-
-
-@each("special", [NAN, INF, -INF])
+@each("special", [torch.nan, torch.inf, -torch.inf])
 @each("lam", [0.0, 0.1, 0.95])
-def test_gae_keeps_what_is_not_finite_where_it_is(device, special, lam):
+def test_gae_keeps_what_is_not_finite_where_it_is(backend, special, lam):
     """γλ = 0.05 to the hundredth is 0 in fp32, and 0 · ∞ would be NaN where the recurrence has ∞."""
     reward, value, mask, bootstrap = random_case(4, 600)
     mask[0, 550] = mask[1, 300] = True
     reward[0, 550], value[1, 300], reward[2][~mask[2]] = special, special, special
     inputs, knobs = (reward, value, mask, bootstrap), {"gamma": 0.5, "lam": lam}
-    hold(inputs, device, "cuda", ("advantage", "ret"), **knobs)
-    advantage = run_gae(inputs, device, "cuda", **knobs)["advantage"]
+    hold(inputs, ("advantage", "ret"), **knobs)
+    advantage = run_gae(inputs, **knobs)["advantage"]
     assert not torch.isfinite(advantage[0, :551][mask[0, :551]]).any()
     assert torch.isfinite(advantage[2:]).all()
 
 
-LAYOUTS = {
-    "row_slice": lambda x: torch.stack([x, torch.full_like(x, 1)], dim=1).flatten(0, 1)[::2],
-    "column_slice": lambda x: torch.cat([torch.ones_like(x), x, torch.ones_like(x)], dim=1)[:, 137:274],
-    "transposed": lambda x: x.t().contiguous().t(),
-    "every_second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
-    "expanded": lambda x: x[:1].expand(5, 137),
-    "aligned": lambda x: x[:, :136],
-}
-
-
-@each("layout", LAYOUTS)
-def test_gae_layouts(device, layout):
-    views = [LAYOUTS[layout](x.to(device)) for x in random_case(5, 137, dtype=torch.float32)[:3]]
-    dense = [x.clone(memory_format=torch.contiguous_format) for x in views]
-    knobs = {"gamma": 0.9, "lam": 0.8, "backend": "cuda"}
-    for a, b in zip(gae(*views, **knobs), gae(*dense, **knobs), strict=True):
-        assert torch.equal(a, b)
-        assert a.is_contiguous()
-    grads = _gae_backward(*views, 0.9, 0.8, "cuda"), _gae_backward(*dense, 0.9, 0.8, "cuda")
-    same_bits(*grads)
-
-
-@each(("B", "T"), [(0, 5), (3, 0), (0, 0)])
-def test_gae_empty(device, B, T):
-    reward, value, bootstrap = (torch.zeros(s, device=device, requires_grad=True) for s in ((B, T), (B, T), (B,)))
-    mask = torch.ones(B, T, device=device)
-    out = gae(reward, value, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap, backend="cuda")
-    (out.advantage.sum() + out.ret.sum()).backward()
-    assert out.advantage.shape == (B, T)
-    assert torch.equal(bootstrap.grad, torch.zeros_like(bootstrap))
-
-
-def test_gae_opcheck_and_gradcheck(device):
-    reward, value, mask, last = (x.to(device) for x in random_case(3, 6, dtype=torch.float64))
+def test_gae_opcheck(backend):
+    reward, value, mask, last = random_case(3, 6, dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
     ops = torch.ops.rlhf_kernels
     torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
     torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
     torch.library.opcheck(ops.gae_backward.default, (reward, value, mask, 0.9, 0.8, "cuda"))
-
-    def advantage_and_return(r, v, b):
-        return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=b, backend="cuda"))
-
-    assert torch.autograd.gradcheck(advantage_and_return, leaves)
 
 
 def test_reductions_have_the_same_bits_for_unaligned_memory(device):
@@ -115,128 +85,16 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
     same_bits(*results)
 
 
-# --- losses ---------------------------------------------------------------------------------------------------------
-
-
-def tokens(n, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    new, old, advantage, ref, entropy = torch.randn(5, n, generator=generator) * scale
-    return 0.4 * new, 0.4 * old, advantage, 0.4 * ref, entropy.abs(), torch.rand(n, generator=generator) > 0.3
-
-
-def losses_and_gradients(inputs, device, dtype, backend, options):
-    options = dict(options)
-    new, old, advantage, ref, entropy = (x.to(device, dtype) for x in inputs[:5])
-    mask = (inputs[5] * options.pop("weight", 1)).to(device, options.pop("mask_dtype", torch.bool))
-    new, entropy, value = (x.clone().requires_grad_() for x in (new, entropy, new))
-    denom = torch.tensor(float(max(1, int(inputs[5].sum()))), dtype=dtype, device=device)
-    clip = options.pop("value_clip", None)
-    if options.pop("with_ref", False):
-        options |= {"ref_logprob": ref}
-    if options.get("entropy_coef"):
-        options |= {"entropy": entropy}
-    policy = ppo_loss(new, old, advantage, mask, denom=denom, backend=backend, **options)
-    critic = value_loss(value, old, advantage, mask, denom=denom, clip=clip, backend=backend)
-    leaves = (new, value, entropy) if "entropy" in options else (new, value)
-    gradients = torch.autograd.grad(2 * policy.loss + critic.loss, leaves)
-    return [x.detach().cpu() for x in (*policy, *critic, *gradients)]
-
-
-OPTIONS = [
-    {},
-    {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "value_clip": 0.3},
-    {"with_ref": True, "kl": "k1", "kl_coef": 0.1},
-    {"with_ref": True, "kl": "k2", "kl_coef": 0.1, "mask_dtype": torch.int64},
-    {"with_ref": True, "kl": "k3", "kl_coef": 0.2, "mask_dtype": torch.float32, "weight": 0.5},
-    {"with_ref": True, "kl_coef": 0.0, "entropy_coef": 0.05, "value_clip": 0.1},
-]
-
-
-@each("options", OPTIONS)
-@each("n", [1, 3, 1024, 5003])
-def test_losses_tier1(device, options, n):
-    for scale in (1.0, 1e-3):
-        inputs = tokens(n, seed=n, scale=scale)
-        exact = losses_and_gradients(inputs, "cpu", torch.float64, "reference", options)
-        plain = losses_and_gradients(inputs, "cpu", torch.float32, "reference", options)
-        actual = losses_and_gradients(inputs, device, torch.float32, "cuda", options)
-        double = losses_and_gradients(inputs, device, torch.float64, "cuda", options)
-        for index, (a, e, p, d) in enumerate(zip(actual, exact, plain, double, strict=True)):
-            assert_ok(tier1(a, e, p), f"result {index}")
-            torch.testing.assert_close(d, e, rtol=1e-11, atol=1e-13, msg=f"result {index} in fp64")
-
-
-@each("garbage", [NAN, INF, -INF])
-def test_losses_never_see_masked_garbage(device, garbage):
-    *clean, mask = tokens(31)
-    options = {"with_ref": True, "kl_coef": 0.1, "entropy_coef": 0.1, "value_clip": 0.2}
-    dirty = [torch.where(mask, x, garbage) for x in clean]
-    results = [losses_and_gradients((*x, mask), device, torch.float32, "cuda", options) for x in (clean, dirty)]
-    same_bits(*results)
-
-
-@each("live", [NAN, INF, -INF])
-def test_losses_show_what_is_not_finite_as_the_reference_does(device, live):
-    """Also with advantage 0 and where a bound takes over: 0 · ∞ and max(NaN, x) are NaN there."""
-    new, old, advantage, ref, entropy, mask = tokens(12)
-    mask[:] = True
-    for at, sign in ((1, 1.0), (2, -1.0), (3, 0.0)):
-        broken = new.clone()
-        broken[at], advantage[at] = live, sign
-        inputs = broken, old, advantage, ref, entropy, mask
-        options = {"dual_clip": 2.0, "with_ref": True, "kl_coef": 0.0, "value_clip": 0.2}
-        want = losses_and_gradients(inputs, "cpu", torch.float32, "reference", options)
-        got = losses_and_gradients(inputs, device, torch.float32, "cuda", options)
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-6)
-
-
-def test_losses_empty_and_nothing_live(device):
-    for n in (0, 6):
-        x = torch.randn(3, n, device=device)
-        mask = torch.zeros(n, device=device)
-        new = x[0].clone().requires_grad_()
-        out = ppo_loss(new, x[1], x[2], mask, denom=3, ref_logprob=x[1], kl_coef=0.1, entropy=x[2], backend="cuda")
-        value = value_loss(new, x[1], x[2], mask, denom=3, clip=0.2, backend="cuda")
-        (out.loss + value.loss).backward()
-        assert not any(x.any() for x in (*out, *value))
-        assert (new.grad == 0).all()
-
-
-@each("dtype", [torch.bfloat16, torch.float16])
-def test_losses_take_narrow_and_strided_inputs(device, dtype):
-    columns = torch.stack([x.to(dtype) for x in tokens(100)[:3]], dim=1).to(device)  # each input has stride 3
-    mask = tokens(100)[5].to(device)
-    new = columns[:, 0].detach().requires_grad_()
-    out = ppo_loss(new, columns[:, 1], columns[:, 2], mask, denom=70, backend="cuda")
-    out.loss.backward()
-    wide = columns[:, 0].float().detach().requires_grad_()
-    expected = ppo_loss(wide, columns[:, 1].float(), columns[:, 2].float(), mask, denom=70, backend="reference")
-    expected.loss.backward()
-    assert out.loss.dtype == torch.float32
-    torch.testing.assert_close(out.loss, expected.loss)
-    torch.testing.assert_close(new.grad, wide.grad.to(dtype))
-
-
-def test_losses_opcheck_and_gradcheck(device):
+def test_losses_opcheck(backend):
     ops = torch.ops.rlhf_kernels
-    *floats, mask = (x.to(device) for x in tokens(9))
-    new, old, advantage, ref, entropy = (x.double() for x in floats)
-    new, entropy = new.requires_grad_(), entropy.requires_grad_()
-    denom, coef = torch.tensor(9.0, device=device), torch.randn(9, device=device)
+    new, old, advantage, ref, entropy, mask = tokens(9)
+    new, entropy, denom, two = new.requires_grad_(), entropy.requires_grad_(), torch.tensor(9.0), torch.tensor(2.0)
     knobs = (0.2, 0.2, 3.0, "k3", 0.1, 0.1, "cuda")
     torch.library.opcheck(ops.ppo_loss.default, (new, old, advantage, mask, denom, ref, entropy, *knobs))
     torch.library.opcheck(ops.value_loss.default, (new, old, advantage, mask, denom, 0.2, "cuda"))
-    two = torch.tensor(2.0, device=device)
     for needs in ((True, False), (False, True)):
-        torch.library.opcheck(ops.ppo_loss_backward.default, (two, coef, mask, denom, 0.1, *needs, "cuda"))
-    torch.library.opcheck(ops.value_loss_backward.default, (two, coef, "cuda"))
-
-    def both(new, entropy):
-        options = {"dual_clip": 1.5, "ref_logprob": ref, "kl": "k3", "kl_coef": 0.3, "entropy_coef": 0.2}
-        policy = ppo_loss(new, old, advantage, mask, denom=7.0, entropy=entropy, backend="cuda", **options)
-        return policy.loss + value_loss(new, old, advantage, mask, denom=7.0, clip=0.3, backend="cuda").loss
-
-    assert torch.autograd.gradcheck(both, (new, entropy))
+        torch.library.opcheck(ops.ppo_loss_backward.default, (two, torch.randn(9), mask, denom, 0.1, *needs, "cuda"))
+    torch.library.opcheck(ops.value_loss_backward.default, (two, torch.randn(9), "cuda"))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from rlhf_kernels.gae import gae
+from rlhf_kernels.gae import _gae_backward, gae
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from .checks import BACKENDS, each, needs_native, same_bits, with_threads
 
 NAN = float("nan")
-DEVICE_BACKENDS = [
-    ("cpu", "reference"),
-    pytest.param("cpu", "cpu", marks=needs_native),
-    pytest.param("cuda", "auto", marks=pytest.mark.gpu),
-]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with registry.use_backend(request.param):
+        yield request.param
 
 
 def definition(reward, value, mask, gamma, lam, bootstrap=None):
@@ -36,34 +37,33 @@ def definition(reward, value, mask, gamma, lam, bootstrap=None):
 
 
 def random_case(B, T, *, dtype=torch.float32, scale=1.0, holes=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    reward, value = scale * torch.randn(2, B, T, generator=generator, dtype=torch.float64)
-    mask = torch.rand(B, T, generator=generator) >= holes
-    bootstrap = scale * torch.randn(B, generator=generator, dtype=torch.float64)
-    return reward.float().to(dtype), value.float().to(dtype), mask, bootstrap.float().to(dtype)
+    """reward, value, mask and bootstrap."""
+    generator, where = torch.Generator().manual_seed(seed), torch.get_default_device()
+    draw = lambda *shape: scale * torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")  # noqa: E731
+    reward, value, mask = *draw(2, B, T), torch.rand(B, T, generator=generator, device="cpu") >= holes
+    return *(x.float().to(where, dtype) for x in (reward, value)), mask.to(where), draw(B).float().to(where, dtype)
 
 
-def run_gae(inputs, device, backend, dtype=torch.float32, *, gamma=0.99, lam=0.95, with_bootstrap=True):
-    """Outputs and gradients by name, on the CPU."""
-    reward, value, mask, bootstrap = (x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
+def run_gae(inputs, backend="auto", dtype=torch.float32, *, gamma=0.99, lam=0.95, with_bootstrap=True):
+    """Outputs and gradients by name."""
+    reward, value, mask, bootstrap = (x.to(dtype) if x.is_floating_point() else x for x in inputs)
     leaves = [x.clone().requires_grad_() for x in (reward, value, bootstrap)][: 3 if with_bootstrap else 2]
     out = gae(*leaves[:2], mask, gamma=gamma, lam=lam, bootstrap=(*leaves, None)[2], backend=backend)
-    weight = torch.linspace(-1, 1, reward.numel(), dtype=torch.float64).reshape(reward.shape).to(device)
+    weight = torch.linspace(-1, 1, reward.numel(), dtype=torch.float64).reshape(reward.shape)
     loss = (out.advantage.double() * weight).sum() + (out.ret.double() * weight.square()).sum()
     names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
-    return dict(zip(names, (x.detach().cpu() for x in (*out, *torch.autograd.grad(loss, leaves))), strict=False))
+    return dict(zip(names, (x.detach() for x in (*out, *torch.autograd.grad(loss, leaves))), strict=False))
 
 
-def hold(inputs, device, backend, names=None, **knobs):
+def hold(inputs, names=None, **knobs):
     """All of `run_gae`, or these of it, in float32 by tier 1."""
-    exact, plain = (run_gae(inputs, "cpu", "reference", dtype, **knobs) for dtype in (torch.float64, torch.float32))
-    for name, actual in run_gae(inputs, device, backend, **knobs).items():
+    exact, plain = (run_gae(inputs, "reference", dtype, **knobs) for dtype in (torch.float64, torch.float32))
+    for name, actual in run_gae(inputs, **knobs).items():
         assert actual.dtype == torch.float32
         if name in (names or exact):
             assert_ok(tier1(actual, exact[name], plain[name]), name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_hand_computed(backend):
     # γ = λ = ½. Row 0: δ₂ = 4 + 0 − 2 = 2, δ₁ = 0 + 1 − 4 = −3, δ₀ = 1 + 2 − 2 = 1;
     # A₂ = 2, A₁ = −3 + ¼·2 = −2½, A₀ = 1 − ⅝ = ⅜. Row 1: position 1 is skipped, so V_next at 0 is V₂ = 6:
@@ -71,32 +71,39 @@ def test_hand_computed(backend):
     reward = torch.tensor([[1.0, 0.0, 4.0], [1.0, NAN, 2.0]])
     value = torch.tensor([[2.0, 4.0, 2.0], [2.0, NAN, 6.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
-    out = gae(reward, value, mask, gamma=0.5, lam=0.5, bootstrap=torch.tensor([0.0, 8.0]), backend=backend)
+    out = gae(reward, value, mask, gamma=0.5, lam=0.5, bootstrap=torch.tensor([0.0, 8.0]))
     assert out.advantage.tolist() == [[0.375, -2.5, 2.0], [2.0, 0.0, 0.0]]
     assert out.ret.tolist() == [[2.375, 1.5, 4.0], [4.0, 0.0, 6.0]]
 
 
-@pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
 @each("with_bootstrap", [False, True])
 @each(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5)])
-def test_equals_definition_in_fp64(device, backend, with_bootstrap, gamma, lam):
+def test_equals_definition_in_fp64(backend, with_bootstrap, gamma, lam):
     reward, value, mask, bootstrap = random_case(6, 13, dtype=torch.float64)
     mask[0], mask[1] = True, False  # a full row and an empty one
     bootstrap = bootstrap if with_bootstrap else None
     advantage, ret = definition(reward, value, mask, gamma, lam, bootstrap)
-    moved = None if bootstrap is None else bootstrap.to(device)
-    out = gae(
-        reward.to(device), value.to(device), mask.to(device), gamma=gamma, lam=lam, bootstrap=moved, backend=backend
-    )
-    torch.testing.assert_close(out.advantage.cpu(), advantage, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(out.ret.cpu(), ret, rtol=1e-12, atol=1e-12)
+    out = gae(reward, value, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    torch.testing.assert_close(out.advantage, advantage, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.ret, ret, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+SIZES = {"triton": [(1, 1), (2, 129), (3, 64), (5, 127)]}
+# Packs of 4, warps of 128, blocks of up to 2048: ends inside and at the end of each, and rows of several blocks
+SIZES["cuda"] = [(3, T) for T in (1, 3, 4, 127, 128, 516, 1000, 2048, 2049, 4601)]
+
+
 @each("scale", [1.0, 1e-3])
-@each(("B", "T"), [(1, 1), (2, 129), (15, 64), (64, 127)])
-def test_tier1(backend, scale, B, T):
-    hold(random_case(B, T, scale=scale), "cpu", backend)
+def test_tier1(backend, scale):
+    for B, T in SIZES.get(backend, [(1, 1), (2, 129), (15, 64), (64, 127)]):
+        hold(random_case(B, T, scale=scale))
+
+
+@each("with_bootstrap", [False, True])
+@each(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.99, 1.0), (0.0, 0.5), (1.0, 1.0)])
+def test_coefficients(backend, gamma, lam, with_bootstrap):
+    for holes in (0.3,) if backend == "triton" else (0.3, 0.0, 0.99):
+        hold(random_case(3, 33, holes=holes), gamma=gamma, lam=lam, with_bootstrap=with_bootstrap)
 
 
 @needs_native
@@ -106,101 +113,102 @@ def test_cpu_has_the_references_bits(dtype):
     leaves = [x.requires_grad_() for x in (reward, value, bootstrap)]
 
     def run(backend="cpu"):
-        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap, backend=backend)
+        out = gae(reward, value, mask, gamma=0.99, lam=0.95, bootstrap=bootstrap)
         return [*out, *torch.autograd.grad((out.advantage.square() + out.ret).sum(), leaves)]
 
     for result in with_threads(run, 1, 3):
         same_bits(result, run("reference"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     reward, value, mask, bootstrap = random_case(3, 6, dtype=torch.float64)
     mask[1] = False
     inputs = [x.requires_grad_() for x in (reward, value, bootstrap)]
 
     def both(r, v, last):
-        return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=last, backend=backend))
+        return tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=last))
 
     assert torch.autograd.gradcheck(both, inputs)
     assert torch.autograd.gradcheck(lambda r, v: both(r, v, None)[0], inputs[:2])  # ret unused: no gradient arrives
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_wanted_gradients(backend):
     reward, value, mask, bootstrap = random_case(2, 5)
     value.requires_grad_()
-    gae(reward, value, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend).ret.sum().backward()
+    gae(reward, value, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap).ret.sum().backward()
     assert value.grad is not None
     assert reward.grad is None
     assert bootstrap.grad is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @each("garbage", [NAN, float("inf"), float("-inf")])
 def test_masked_inputs_reach_nothing(backend, garbage):
-    reward, value, mask, bootstrap = random_case(5, 9)
-    mask[2] = False
-    bootstrap[2] = garbage  # a row without positions has no use for it
+    reward, value, mask, bootstrap = random_case(4, 70)
+    mask[0], mask[1], mask[2, 32:] = False, True, False  # nothing, everything, a whole block of 32 masked
     results = []
     for fill in (0.0, garbage):
         r, v = (x.masked_fill(~mask, fill).requires_grad_() for x in (reward, value))
-        out = gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend)
+        last = bootstrap.clone()
+        last[0] = fill  # a row without positions has no use for it
+        out = gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap=last)
         torch.autograd.backward(out, [torch.ones_like(x).masked_fill(~mask, fill) for x in out])
         results.append([*out, r.grad, v.grad])
-    for clean, dirty in zip(*results, strict=True):
-        assert torch.equal(clean, dirty)
-        assert (dirty[~mask] == 0).all()
+    same_bits(*results)
+    assert all(x.isfinite().all() and (x[~mask] == 0).all() for x in results[1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_spreads_backwards_in_its_own_row_only(backend):
     reward, value, mask, _ = random_case(3, 6, holes=0.0)
     reward[1, 3] = NAN
-    advantage = gae(reward, value, mask, gamma=0.9, lam=0.8, backend=backend).advantage
+    advantage = gae(reward, value, mask, gamma=0.9, lam=0.8).advantage
     expected = torch.zeros(3, 6, dtype=torch.bool)
     expected[1, :4] = True
     assert torch.equal(advantage.isnan(), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @each(("B", "T"), [(0, 5), (3, 0), (0, 0)])
 def test_empty(backend, B, T):
     reward, value, bootstrap = (torch.zeros(s, requires_grad=True) for s in ((B, T), (B, T), (B,)))
-    out = gae(reward, value, torch.ones(B, T), gamma=0.9, lam=0.8, bootstrap=bootstrap, backend=backend)
+    out = gae(reward, value, torch.ones(B, T), gamma=0.9, lam=0.8, bootstrap=bootstrap)
     assert out.advantage.shape == out.ret.shape == (B, T)
     (out.advantage.sum() + out.ret.sum()).backward()
     assert torch.equal(bootstrap.grad, torch.zeros(B))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@each("layout", ["row_slice", "column_slice", "transposed", "every_second", "expanded", "flipped"])
+LAYOUTS = {
+    "row_slice": lambda x: torch.stack([x, torch.full_like(x, 1)], dim=1).flatten(0, 1)[::2],
+    "column_slice": lambda x: torch.cat([torch.ones_like(x), x, torch.ones_like(x)], dim=1)[:, 137:274],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every_second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda x: x[:1].expand(5, 137),
+    "flipped": lambda x: x.flip(0),
+    "aligned": lambda x: x[:, :136],
+}
+
+
+@each("layout", LAYOUTS)
 def test_layouts(backend, layout):
-    change = {
-        "row_slice": lambda x: torch.stack([x, torch.full_like(x, 1)], dim=1).flatten(0, 1)[::2],
-        "column_slice": lambda x: torch.cat([torch.ones_like(x), x, torch.ones_like(x)], dim=1)[:, 7:14],
-        "transposed": lambda x: x.t().contiguous().t(),
-        "every_second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
-        "expanded": lambda x: x[:1].expand(5, 7),
-        "flipped": lambda x: x.flip(0),
-    }[layout]
-    reward, value, mask, _ = (change(x) if x.dim() == 2 else x for x in random_case(5, 7))
-    dense = [x.clone(memory_format=torch.contiguous_format) for x in (reward, value, mask)]
-    out = gae(reward, value, mask, gamma=0.9, lam=0.8, backend=backend)
-    expected = gae(*dense, gamma=0.9, lam=0.8, backend="reference")
-    same_bits(out, expected)
-    assert out.advantage.is_contiguous()
+    """Bits of dense memory, forward and backward."""
+    views = [LAYOUTS[layout](x) for x in random_case(5, 137)[:3]]
+    results = []
+    for reward, value, mask in (views, [x.clone(memory_format=torch.contiguous_format) for x in views]):
+        out = gae(reward, value, mask, gamma=0.9, lam=0.8)
+        assert out.advantage.is_contiguous()
+        on = registry.resolve("gae", "auto", reward)
+        results.append([*out, *_gae_backward(reward, value, mask, 0.9, 0.8, on)])
+    same_bits(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_accumulate_and_come_out_in_fp32(backend, dtype):
     reward, value, mask, _ = random_case(4, 40, dtype=dtype)
     value.requires_grad_()
-    out = gae(reward, value, mask, gamma=0.99, lam=0.95, backend=backend)
-    expected = gae(reward.float(), value.float(), mask, gamma=0.99, lam=0.95, backend="reference")
+    out = gae(reward, value, mask, gamma=0.99, lam=0.95)
+    expected = gae(reward.float(), value.float(), mask, gamma=0.99, lam=0.95)
     assert out.advantage.dtype == out.ret.dtype == torch.float32
     assert torch.equal(out.advantage, expected.advantage)
+    mixed = gae(reward, value.float(), mask.float(), gamma=0.99, lam=0.95)
+    assert torch.equal(mixed.advantage, expected.advantage)
     out.advantage.sum().backward()
     assert value.grad.dtype == dtype
 
@@ -212,11 +220,11 @@ def test_mask_dtypes_agree():
         assert torch.equal(gae(reward, value, other, gamma=0.9, lam=0.8).advantage, expected.advantage)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_named_backend_never_falls_back(backend):
+@each("named", ["cuda", "triton"])
+def test_named_backend_never_falls_back(named):
     x = torch.zeros(2, 3)
-    with pytest.raises(registry.BackendUnavailableError, match=f"backend='{backend}' cannot serve gae"):
-        gae(x, x, x, gamma=1.0, lam=1.0, backend=backend)
+    with pytest.raises(registry.BackendUnavailableError, match=f"backend='{named}' cannot serve gae"):
+        gae(x, x, x, gamma=1.0, lam=1.0, backend=named)
 
 
 @each(

@@ -9,10 +9,8 @@ from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
 from rlhf_kernels.runtime import native, philox, registry, testing
 
-from .checks import REFERENCE, each, same_bits
-
-pytestmark = pytest.mark.usefixtures("backend")
-
+from .checks import alike, each, tier_of_dtype
+from .dense import surrounded, turned
 
 N, K, M = 17, 12, 10
 RANKS = (2, 3, 1)
@@ -24,7 +22,7 @@ SLOT_OF_ROW = [2] * 3 + [0] * 4 + [-1] * 2 + [0] * 4 + [-1] * 4
 
 
 def work_dtype():
-    return torch.float64 if registry.default_backend() == "reference" else torch.float32
+    return torch.float32 if registry.default_backend() in ("cpu", "triton") else torch.float64
 
 
 def tensors(dtype=None, adapter_dtype=None, *, grad=True, seed=0, scale=1.0):
@@ -32,7 +30,8 @@ def tensors(dtype=None, adapter_dtype=None, *, grad=True, seed=0, scale=1.0):
     dtype = dtype or work_dtype()
 
     def make(*shape, to=dtype):
-        return (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(to).requires_grad_(grad)
+        draw = torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu")
+        return (scale * draw).to(torch.get_default_device(), to).requires_grad_(grad)
 
     x, weight, bias = make(N, K), make(M, K), make(M)
     A = [make(r, K, to=adapter_dtype or dtype) for r in RANKS]
@@ -60,7 +59,7 @@ def formula_delta(x, A, B, drop=None):
 
 
 @each("drop", [None, dropout()])
-def test_linear_equals_the_formula_and_its_gradients(drop):
+def test_linear_equals_the_formula_and_its_gradients(backend, drop):
     x, weight, bias, A, B = tensors()
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=drop)
     expected = F.linear(x, weight, bias) + formula_delta(x, A, B, drop)
@@ -71,7 +70,6 @@ def test_linear_equals_the_formula_and_its_gradients(drop):
         torch.testing.assert_close(got, want)
 
 
-@REFERENCE
 @each("drop", [None, dropout()])
 def test_gradcheck(drop):
     x, weight, bias, A, B = tensors()
@@ -88,7 +86,7 @@ def test_gradcheck(drop):
 
 
 @each("shape", [(N,), (1, N), (N, 1)])
-def test_delta_equals_linear_and_leading_dims_are_rows(shape):
+def test_delta_equals_linear_and_leading_dims_are_rows(backend, shape):
     x, weight, bias, A, B = tensors()
     x_in = x.view(*shape, K)
     y = F.linear(x_in, weight, bias)
@@ -119,7 +117,7 @@ def test_off_rows_keep_the_bits_of_the_base(dtype, autocast, shape, backend):
     assert not torch.equal(bits[ON], base_bits[ON])
 
 
-def test_off_rows_keep_minus_zero_and_nan_bits():
+def test_off_rows_keep_minus_zero_and_nan_bits(backend):
     """Adding a zero delta would turn −0.0 into +0.0, and adding anything may change a NaN's payload."""
     x, _, _, A, B = tensors(torch.float32, grad=False)
     y = torch.full((N, M), -0.0)
@@ -146,32 +144,7 @@ def test_off_rows_of_linear_have_the_bits_of_linear_where_products_underflow(bac
             assert base.signbit().all()
 
 
-def test_garbage_in_off_rows_stays_there():
-    x, weight, bias, A, B = tensors()
-    dirty = torch.where(ON[:, None], x.detach(), float("nan")).requires_grad_()
-    y = lora_linear(dirty, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
-    y[ON].sum().backward()
-    clean = torch.autograd.grad(
-        lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())[ON].sum(), [A[0], B[0], A[2], B[2]]
-    )
-    assert y[~ON].isnan().all()
-    same_bits((A[0].grad, B[0].grad, A[2].grad, B[2].grad), clean)
-
-
-def test_absent_slot_has_no_gradient():
-    for function in ("linear", "delta"):
-        x, weight, bias, A, B = tensors()
-        if function == "linear":
-            y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
-        else:
-            y = lora_delta_(F.linear(x, weight, bias), x, A, B, SCALES, SEGMENTS)
-        y.sum().backward()
-        assert A[1].grad is None
-        assert B[1].grad is None
-        assert all(t.grad is not None for t in (x, weight, bias, A[0], A[2], B[0], B[2]))
-
-
-def test_all_off_is_plain_linear():
+def test_all_off_is_plain_linear(backend):
     x, weight, bias, A, B = tensors()
     off = Segments.single(N, -1)
     assert torch.equal(lora_linear(x, weight, bias, A, B, SCALES, off), linear(x, weight, bias))
@@ -192,7 +165,6 @@ def matmul_shapes_of_backward(y):
     return [(left[0], right[1]) for left, right, *_ in products]
 
 
-@REFERENCE
 def test_nothing_is_computed_for_what_is_frozen():
     x, weight, bias, A, B = tensors()
     y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
@@ -215,52 +187,13 @@ def test_nothing_is_computed_for_what_is_frozen():
     assert B[2].grad is not None
 
 
-def test_frozen_slot_still_passes_gradient_to_x():
-    x, weight, bias, A, B = tensors()
-    for t in (weight, bias, *A, *B):
-        t.requires_grad_(False)
-    (dx,) = torch.autograd.grad(lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS).sum(), x)
-    (want,) = torch.autograd.grad((F.linear(x, weight, bias) + formula_delta(x, A, B)).sum(), x)
-    torch.testing.assert_close(dx, want)
-
-
-def test_dropout_never_touches_the_base_path():
+def test_dropout_never_touches_the_base_path(backend):
     x, weight, bias, A, B = tensors()
     zero = [torch.zeros_like(a).requires_grad_() for a in A]
     y = lora_linear(x, weight, bias, zero, B, SCALES, SEGMENTS, dropout=dropout(p=(0.9, 0.9, 0.9)))
     assert torch.equal(y, linear(x, weight, bias))
     (dx,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(dx, weight.sum(0).expand(N, K))
-
-
-def test_dropout_keeps_the_mean_and_drops_the_right_share():
-    n, k, p = 4000, 8, 0.3
-    x = torch.ones(n, k, dtype=work_dtype())
-    eye = [torch.eye(k, dtype=work_dtype())]
-    drop = Dropout(p=(p,), seed=3, row_ids=torch.arange(n), stream=0)
-    y = torch.zeros(n, k, dtype=work_dtype())
-    lora_delta_(y, x, eye, eye, (1.0,), Segments.single(n, 0), dropout=drop)
-    assert sorted(y.unique().tolist()) == [0.0, pytest.approx(1 / (1 - p))]
-    # 32,000 draws: the standard deviation of the share is 0.0026; six of them
-    assert abs((y == 0).double().mean().item() - p) < 0.016
-    assert abs(y.mean().item() - 1) < 0.023
-
-
-def test_dropout_mask_does_not_depend_on_the_rest_of_the_batch():
-    x, weight, bias, A, B = tensors()
-    drop = dropout()
-    whole = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=drop)
-    alone = Dropout(p=drop.p, seed=drop.seed, row_ids=drop.row_ids[10:12], stream=drop.stream)
-    rows = lora_linear(x[10:12], weight, bias, A, B, SCALES, Segments.single(2, 0), dropout=alone)
-    torch.testing.assert_close(rows, whole[10:12])
-    for other in (
-        Dropout(p=drop.p, seed=drop.seed + 1, row_ids=drop.row_ids, stream=drop.stream),
-        Dropout(p=drop.p, seed=drop.seed, row_ids=drop.row_ids + 1, stream=drop.stream),
-        Dropout(p=drop.p, seed=drop.seed, row_ids=drop.row_ids, stream=drop.stream + 1),
-    ):
-        changed = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=other)
-        assert not torch.allclose(changed[ON], whole[ON])
-        assert torch.equal(changed[~ON], whole[~ON])
 
 
 @each(("base", "adapter"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float64")])
@@ -292,57 +225,7 @@ def test_delta_is_rounded_once(dtype, backend):
     testing.assert_ok(testing.tier2(y[exact_kept], exact[exact_kept]), "lora_delta_")
 
 
-@each("scale", [1.0, 1e-3])
-def test_tier1(scale):
-    inputs = tensors(torch.float32, scale=scale)
-    exact_inputs = [
-        [t.detach().double().requires_grad_() for t in x]
-        if isinstance(x, list)
-        else x.detach().double().requires_grad_()
-        for x in inputs
-    ]
-
-    def run(x, weight, bias, A, B):
-        y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
-        return [y, *torch.autograd.grad(y.square().sum(), [x, weight, bias, A[0], B[0]])]
-
-    def eager(x, weight, bias, A, B):
-        y = F.linear(x, weight, bias) + formula_delta(x, A, B, dropout())
-        return [y, *torch.autograd.grad(y.square().sum(), [x, weight, bias, A[0], B[0]])]
-
-    names = ("y", "dx", "dW", "db", "dA", "dB")
-    for name, got, exact, plain in zip(names, run(*inputs), eager(*exact_inputs), eager(*inputs), strict=True):
-        testing.assert_ok(testing.tier1(got.detach(), exact.detach(), plain.detach()), name)
-
-
-def test_tier3_bf16():
-    inputs = tensors(torch.bfloat16)
-    exact_inputs = [[t.detach().double() for t in x] if isinstance(x, list) else x.detach().double() for x in inputs]
-    got = lora_linear(*inputs, SCALES, SEGMENTS)
-    x, weight, bias, A, B = exact_inputs
-    exact = F.linear(x, weight, bias) + formula_delta(x, A, B)
-    x, weight, bias, A, B = inputs
-    eager = F.linear(x, weight, bias) + formula_delta(x, A, B)
-    testing.assert_ok(testing.tier3(got.detach(), exact, eager.detach()), "lora_linear")
-
-
-def test_strided_inputs_and_results_are_bitwise_repeatable():
-    x, weight, bias, A, B = tensors(torch.float32)
-    wide = torch.randn(K, 2 * N).T[::2]
-    assert not wide.is_contiguous()
-    y = lora_linear(wide, weight.detach().T.contiguous().T, bias, A, B, SCALES, SEGMENTS)
-    torch.testing.assert_close(y, F.linear(wide, weight, bias) + formula_delta(wide, A, B))
-    strided_y = torch.zeros(N, 2 * M)[:, ::2]
-    lora_delta_(strided_y, wide, [a.detach() for a in A], [b.detach() for b in B], SCALES, SEGMENTS)
-    torch.testing.assert_close(strided_y, formula_delta(wide, A, B).detach())
-    runs = []
-    for _ in range(2):
-        out = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
-        runs.append([out, *torch.autograd.grad(out.square().sum(), [x, A[0], B[0]])])
-    same_bits(*runs)
-
-
-def test_backward_under_autocast_keeps_adapter_precision():
+def test_backward_under_autocast_keeps_adapter_precision(backend):
     x, weight, bias, A, B = tensors(torch.float32)
     weight.requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
@@ -353,7 +236,7 @@ def test_backward_under_autocast_keeps_adapter_precision():
     torch.testing.assert_close(dA, want.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_empty_batch():
+def test_empty_batch(backend):
     _, weight, bias, A, B = tensors()
     x = torch.zeros(0, K, dtype=work_dtype())
     for segments in (Segments(starts=(), ends=(), slots=()), Segments.single(0, 1)):
@@ -361,7 +244,211 @@ def test_empty_batch():
         assert lora_delta_(torch.zeros(0, M), x, A, B, SCALES, segments).shape == (0, M)
 
 
-@REFERENCE
+# ---- of any size, dtype and need -------------------------------------------------------------------------------------
+
+
+def segments_of(n):
+    """Slot 2 first, slot 0 twice, an off run, an empty run of the absent slot 1, rows in no run at the end."""
+    cuts = [0, n // 5, n // 2, n // 2 + n // 10, n // 2 + n // 10, n - n // 10]
+    return Segments(starts=tuple(cuts[:-1]), ends=tuple(cuts[1:]), slots=(2, 0, -1, 1, 0))
+
+
+class Case:
+    """x [n, k], weight [m, k], adapters of the given ranks; the same numbers in every dtype."""
+
+    def __init__(self, n=50, k=40, m=33, ranks=(2, 3, 5), *, dtype=torch.float32, adapter=None, scale=1.0, drop=False):
+        g = torch.Generator().manual_seed(n + k)
+
+        def make(*shape, to=dtype):
+            return (scale * torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu")).to(to)
+
+        self.x, self.weight, self.bias, self.dy = make(n, k), make(m, k), make(m), make(n, m)
+        self.A = [make(r, k, to=adapter or dtype) for r in ranks]
+        self.B = [make(m, r, to=adapter or dtype) for r in ranks]
+        self.segments = segments_of(n)
+        self.on = torch.zeros(n, dtype=torch.bool, device="cpu")
+        for start, end, slot in zip(self.segments.starts, self.segments.ends, self.segments.slots, strict=True):
+            self.on[start:end] = slot >= 0
+        row_ids = torch.arange(n, device="cpu") * 2**31 + 7
+        self.dropout = Dropout(p=(0.5, 0.0, 0.25), seed=-11, row_ids=row_ids, stream=4) if drop else None
+
+    def run(self, backend="auto", *, wide=False, delta=False, frozen=(), layout=lambda t: t):
+        """y and the gradients of everything not in `frozen`, on the CPU, by name."""
+        n_slots, device = len(self.A), "cpu" if backend == "reference" else torch.get_default_device()
+        tensors = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        tensors |= {f"A{i}": w for i, w in enumerate(self.A)} | {f"B{i}": w for i, w in enumerate(self.B)}
+        t = {name: layout((w.double() if wide else w).to(device, copy=True)) for name, w in tensors.items()}
+        for name, w in t.items():
+            w.requires_grad_(name not in frozen)
+        A, B = [t[f"A{i}"] for i in range(n_slots)], [t[f"B{i}"] for i in range(n_slots)]
+        drop = self.dropout
+        if drop is not None:
+            drop = Dropout(p=drop.p, seed=drop.seed, row_ids=drop.row_ids.to(device), stream=drop.stream)
+        knobs = {"dropout": drop, "backend": backend}
+        if delta:
+            y = F.linear(t["x"].detach(), t["weight"], t["bias"])
+            y = lora_delta_(y, t["x"], A, B, SCALES[:n_slots], self.segments, **knobs)
+        else:
+            y = lora_linear(t["x"], t["weight"], t["bias"], A, B, SCALES[:n_slots], self.segments, **knobs)
+        y.backward((self.dy.double() if wide else self.dy).to(device))
+        grads = {f"grad {name}": w.grad.cpu() for name, w in t.items() if w.grad is not None}
+        return {"y": y.detach().cpu(), **grads}
+
+    def check(self, **options):
+        """By the tier of each dtype. The yardstick is the reference in the same dtypes, whose products are fp32."""
+        exact, plain = self.run("reference", wide=True, **options), self.run("reference", **options)
+        actual = self.run(**options)
+        assert actual.keys() == plain.keys()
+        for name, value in actual.items():
+            assert value.dtype == plain[name].dtype
+            testing.assert_ok(tier_of_dtype(value, exact[name], plain[name]), name)
+        return actual
+
+
+SHAPES = {  # rows, K, M, ranks
+    "reference": [(50, 40, 33, (2, 3, 5))],
+    "cpu": [
+        (77, 53, 131, (16, 2, 3)),
+        (300, 256, 96, (40, 2, 7)),
+        (5, 1, 1, (1, 2, 1)),
+        (33, 333, 65, (8, 2, 100)),
+        (129, 17, 1000, (1, 2, 256)),
+        (1200, 64, 33, (17, 2, 32)),  # several groups of rows
+    ],
+    "triton": [
+        (50, 40, 33, (2, 3, 5)),
+        *((n, 40, 33, (2, 3, 5)) for n in (1, 2, 15, 127, 129, 400)),  # 400: tiles of 64 rows
+        (37, 16, 1, (1, 1, 1)),
+        (37, 65, 130, (16, 2, 17)),
+        (37, 31, 48, (33, 2, 64)),
+        (37, 48, 70, (128, 2, 128)),
+    ],
+}
+
+
+@each(("scale", "drop", "delta"), [(1.0, True, False), (1.0, False, True), (1e-3, False, False), (1e-3, True, True)])
+def test_tier1(backend, scale, drop, delta):
+    for shape in SHAPES[backend] if backend != "triton" or not (delta or scale < 1) else SHAPES[backend][:1]:
+        actual = Case(*shape, scale=scale, drop=drop).check(delta=delta)
+        if shape[0] > 4:
+            assert "grad A1" not in actual  # the absent slot
+            assert {"grad A0", "grad B0", "grad A2", "grad B2"} < actual.keys()
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@each(("dtype", "adapter"), [(FP16, FP16), (FP16, FP32), (BF16, BF16), (BF16, FP32), (FP32, BF16), (BF16, FP16)])
+@each("delta", [False, True])
+def test_tiers_of_half_types(backend, dtype, adapter, delta):
+    if dtype == FP16 and backend == "cpu":
+        pytest.skip("float16 is the reference's")
+    for shape in SHAPES[backend][:1] if backend == "triton" else SHAPES[backend]:
+        Case(*shape, dtype=dtype, adapter=adapter, scale=0.3, drop=True).check(delta=delta)
+
+
+FROZEN = [
+    ("weight", "bias"),
+    ("weight", "bias", "x"),
+    ("weight", "bias", "A0", "A2"),
+    ("weight", "bias", "x", "A0", "A2"),
+    ("weight", "bias", "B0", "B2"),
+    ("weight", "bias", "x", "B0", "B2"),
+    ("weight", "bias", "A2", "B2"),
+    ("weight", "bias", "x", "A2", "B0"),
+    ("x", "A0", "A1", "A2", "B0", "B1", "B2"),
+    ("weight", "bias", "A0", "A1", "A2", "B0", "B1", "B2"),
+]
+
+
+@each("frozen", FROZEN)
+@each("ranks", [(2, 3, 5), (40, 3, 5)])  # one read of dy, and two
+def test_frozen_tensors_get_no_gradient(backend, frozen, ranks):
+    actual = Case(ranks=ranks).check(frozen=frozen)
+    assert not {f"grad {name}" for name in frozen} & actual.keys()
+
+
+def test_garbage_in_off_rows_stays_there(backend):
+    """Between runs that end in the middle of every tile."""
+    case = Case(100, 64, 96, (16, 3, 5), drop=True)  # for 70, say, oneDNN's bf16 product reads on into the next row
+    case.dy[~case.on] = 0
+    frozen = ("weight", "bias")
+    clean = case.run(frozen=frozen)
+    case.x = torch.where(case.on[:, None], case.x, torch.nan)
+    dirty = case.run(frozen=frozen)
+    assert dirty["y"][~case.on].isnan().all()
+    for name in ("grad A0", "grad B0", "grad A2", "grad B2", "grad x"):
+        assert torch.equal(dirty[name], clean[name]), name
+
+
+def test_nan_of_one_slot_does_not_reach_another(backend):
+    case = Case()
+    case.A[2].fill_(torch.nan)
+    actual, expected = case.run(), case.run("reference")
+    for name, value in expected.items():
+        assert torch.equal(actual[name].isnan(), value.isnan()), name
+    assert actual["grad A0"].isfinite().all()
+
+
+def test_any_layout_and_adapters_of_several_dtypes(backend):
+    case = Case(n=30, k=20, m=12)
+    plain = case.run()
+    for layout in (surrounded, turned):
+        got = case.run(layout=lambda t, layout=layout: layout(t) if t.dim() == 2 else t)
+        alike(backend, got.values(), plain.values(), rtol=1e-5, atol=1e-5)
+    case.A[2], case.B[0] = case.A[2].half(), case.B[0].bfloat16()
+    mixed, plain = case.run(), case.run("reference")
+    for name, value in plain.items():
+        assert mixed[name].dtype == value.dtype
+        torch.testing.assert_close(mixed[name], value, rtol=1e-5 if value.dtype == FP32 else 1e-2, atol=1e-5)
+
+
+def test_an_expanded_gradient_and_a_strided_y(backend):
+    case = Case(n=30, k=20, m=12)
+    x, A, B = ([w.to(torch.get_default_device(), copy=True) for w in ws] for ws in ([case.x], case.A, case.B))
+    y = torch.zeros(30, 24)[:, ::2]
+    lora_delta_(y, x[0], A, B, SCALES, case.segments)
+    plain = lora_delta_(torch.zeros(30, 12), x[0].requires_grad_(), A, B, SCALES, case.segments)
+    torch.testing.assert_close(y, plain.detach())
+    plain.sum().backward()
+    case.dy = torch.ones(30, 12, device="cpu")
+    want = case.run("reference", delta=True)["grad x"]
+    torch.testing.assert_close(x[0].grad.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_many_runs_equal_one_run(backend):
+    case = Case(n=24)
+    case.segments = Segments.single(24, 0)
+    whole = case.run()
+    slots = tuple(0 if n % 3 else -1 for n in range(24))
+    case.segments = Segments(starts=tuple(range(24)), ends=tuple(range(1, 25)), slots=slots)
+    some, on = case.check(), torch.tensor([slot == 0 for slot in slots], device="cpu")
+    torch.testing.assert_close(some["y"][on], whole["y"][on], rtol=1e-5, atol=1e-5)
+
+
+@each("k", [1, 63, 64, 65, 120])
+@each("dtype", [FP32, BF16])
+def test_dropout_draws_the_words_of_philox(backend, dtype, k):
+    """And what is dropped may be anything, forward and backward."""
+    if backend == "triton" and k not in (1, 65):
+        pytest.skip("the interpreter is slow")
+    n = 40
+    row_ids = torch.tensor([0, -1, 2**40 + 3, -(2**62), 5] * 8) + torch.arange(n) * 2**31
+    eye = [torch.eye(k, dtype=dtype)]
+    for seed, stream, p in ((0, 0, 0.37), (-5, 2**32 - 1, 0.1), (2**62 + 1, 7, 0.999), (-(2**63), 7, 0.5)):
+        drop = Dropout(p=(p,), seed=seed, row_ids=row_ids, stream=stream)
+        keep = philox.keep_mask(p, torch.tensor(seed), row_ids, stream, k)
+        x = torch.where(keep, 1.0, torch.inf).to(dtype).requires_grad_()
+        out = lora_delta_(torch.zeros(n, k), x, eye, eye, (1.0,), Segments.single(n, 0), dropout=drop)
+        kept = torch.where(keep, 1 / (1 - p), 0.0)
+        torch.testing.assert_close(out.detach(), kept)
+        out.sum().backward()
+        torch.testing.assert_close(x.grad.float(), kept, rtol=1e-2 if dtype == BF16 else 1e-5, atol=0)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
 @each(
     ("runs", "message"),
     [
@@ -378,7 +465,6 @@ def test_bad_segments(runs, message):
         Segments(starts=runs[0], ends=runs[1], slots=runs[2])
 
 
-@REFERENCE
 @each(
     ("change", "message"),
     [
@@ -394,7 +480,6 @@ def test_bad_dropout(change, message):
         Dropout(**(good | change))
 
 
-@REFERENCE
 @each(
     ("change", "error", "message"),
     [
@@ -422,7 +507,6 @@ def test_bad_input(change, error, message):
         lora_linear(**(good | change))
 
 
-@REFERENCE
 def test_bad_y():
     x, _, _, A, B = tensors()
     one = Segments.single(N, 0)

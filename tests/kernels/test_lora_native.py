@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from rlhf_kernels.linear import linear
 from rlhf_kernels.lora import DecodeLinear, Dropout, LoraCall, Segments, lora_delta_, lora_linear, reference
 from rlhf_kernels.lora.segments import make_call
-from rlhf_kernels.runtime import native, philox, registry, testing
+from rlhf_kernels.runtime import native, registry, testing
 
 from .checks import each, same_bits, threads_change_no_bit
 
@@ -57,43 +57,6 @@ SHAPES = [  # rows, K, M, ranks
 ]
 
 
-@each(("dtype", "adapter"), itertools.product([FP32, BF16], repeat=2))
-def test_tiers(isa, dtype, adapter):
-    """The yardstick is the reference in the same dtypes, whose products are fp32 throughout."""
-    for shape, p in itertools.product(SHAPES, (0.0, 0.4)):
-        inputs = case(*shape, dtype, adapter, p=p)
-        names = ("y", "dx", "dA0", "dA1", "dB0", "dB1")
-        for name, got, exact, eager in zip(
-            names, results(cpu, *inputs), exactly(*inputs), results(reference, *inputs), strict=True
-        ):
-            assert got.dtype == eager.dtype
-            assert got.shape == eager.shape
-            testing.assert_ok((testing.tier1 if got.dtype == FP32 else testing.tier3)(got, exact, eager), name)
-
-
-@each("scale", [1.0, 1e-3])
-def test_small_inputs_keep_tier1(isa, scale):
-    inputs = case(150, 200, 120, (16, 5), FP32, FP32, scale=scale, p=0.3)
-    for got, exact, eager in zip(results(cpu, *inputs), exactly(*inputs), results(reference, *inputs), strict=True):
-        testing.assert_ok(testing.tier1(got, exact, eager))
-
-
-@each(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (BF16, FP16)])
-def test_delta_and_its_gradients(isa, dtype, adapter):
-    """The primitive's delta and ddelta are fp32 whatever x is."""
-    x, _, _, lanes = case(90, 70, 45, (16, 3), dtype, adapter, p=0.3)
-    wide = x.double(), doubled(lanes)
-    testing.assert_ok(testing.tier1(cpu.forward(x, lanes), reference.forward(*wide), reference.forward(x, lanes)))
-    ddelta = torch.randn(63, 45, generator=torch.Generator().manual_seed(1))
-    needed = (True, [True, True], [True, True])
-    got = cpu.backward(ddelta, x, lanes, *needed)
-    exact = reference.backward(ddelta.double(), *wide, *needed)
-    eager = reference.backward(ddelta, x, lanes, *needed)
-    for one, want, plain in zip(got, exact, eager, strict=True):
-        assert one.dtype == plain.dtype
-        testing.assert_ok((testing.tier1 if one.dtype == FP32 else testing.tier3)(one, want, plain))
-
-
 def inside(t, fill=float("nan")):
     """The same values as a view into a larger buffer: rows above and below, columns left and right."""
     buffer = torch.full((t.shape[0] + 4, t.shape[1] + 7), fill, dtype=t.dtype)
@@ -124,53 +87,6 @@ def test_nothing_around_is_read_or_written(isa, dtype, shape, p):
     bits = torch.int16 if dtype == BF16 else torch.int32
     assert torch.equal(y_around.view(bits), before[0].view(bits))
     assert torch.equal(dx_around.view(bits), before[1].view(bits))
-
-
-@each("dtype", [FP32, BF16])
-def test_off_rows_are_not_read(isa, dtype):
-    """Off rows hold NaN, between runs that end in the middle of every tile."""
-    n, k, m = 100, 64, 96  # for 70, say, oneDNN's bf16 product reads on into the next row
-    x, weight, dy, lanes = case(n, k, m, (16, 3), dtype, dtype)
-    A, B = lanes.A, lanes.B
-    segments = Segments(starts=(1, 20, 50), ends=(14, 47, 99), slots=(0, 1, 0))
-    on = torch.zeros(n, dtype=torch.bool)
-    for start, end in zip(segments.starts, segments.ends, strict=True):
-        on[start:end] = True
-    grads = []
-    for fill in (0.0, float("nan")):
-        leaves = [t.clone().requires_grad_() for t in (torch.where(on[:, None], x, fill), *A, *B)]
-        y = lora_linear(leaves[0], weight, None, leaves[1:3], leaves[3:], (1.0, 2.0), segments, backend="cpu")
-        gradient = torch.where(on[:, None], dy, fill)
-        grads.append([y[on], *(g[on] if g.shape == x.shape else g for g in torch.autograd.grad(y, leaves, gradient))])
-    same_bits(*grads)
-
-
-@each("k", [1, 63, 64, 65, 200])
-@each("dtype", [FP32, BF16])
-def test_dropout_draws_the_words_of_philox(isa, dtype, k):
-    n, p = 40, 0.37
-    row_ids = torch.tensor([0, -1, 2**40 + 3, -(2**62), 5] * 8) + torch.arange(n) * 2**31
-    eye = [torch.eye(k, dtype=dtype)]
-    for seed, stream in ((0, 0), (-5, 2**32 - 1), (2**62 + 1, 7)):
-        drop = Dropout(p=(p,), seed=seed, row_ids=row_ids, stream=stream)
-        keep = philox.keep_mask(p, torch.tensor(seed), row_ids, stream, k)
-        x = torch.where(keep, 1.0, float("inf")).to(dtype)  # what is dropped may be anything
-        out = lora_delta_(torch.zeros(n, k), x, eye, eye, (1.0,), Segments.single(n, 0), dropout=drop, backend="cpu")
-        torch.testing.assert_close(out, torch.where(keep, 1 / (1 - p), 0.0))
-
-
-def test_gradient_through_dropout_stops_at_dropped_places(isa):
-    n, k, p = 30, 100, 0.5
-    x, weight, dy, lanes = case(n, k, 50, (16, 3))
-    A, B = lanes.A, lanes.B
-    drop = Dropout(p=(p, p), seed=1, row_ids=torch.arange(n), stream=0)
-    keep = philox.keep_mask(p, torch.tensor(1), drop.row_ids, 0, k)
-    x.requires_grad_()
-    y = lora_linear(x, weight, None, A, B, (1.0, 1.0), Segments.single(n, 0), dropout=drop, backend="cpu")
-    (dx,) = torch.autograd.grad(y, x, dy)
-    base = dy @ weight
-    assert torch.equal(dx[~keep], base[~keep])
-    assert (dx[keep] != base[keep]).double().mean() > 0.9
 
 
 @each(("dtype", "adapter"), [(FP32, FP32), (BF16, BF16), (BF16, FP32)])

@@ -9,6 +9,7 @@ numpy, whose BLAS does not do so on every CPU. `ordered_product` replaces it in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 HERE = Path(__file__).parent
@@ -57,6 +59,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> str:
     """Where a test puts its tensors."""
     return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+
+@pytest.fixture
+def on_triton(device: str) -> Iterator[str]:
+    """The Triton kernels are in use, and a test's tensors are made where they run."""
+    with registry.use_backend("triton"), torch.device(device) if device == "cuda" else contextlib.nullcontext():
+        yield "triton"
+
+
+@pytest.fixture
+def backend(on_triton: str) -> str:
+    """What the properties in an op's own file ask for; a module here may add the paths that its kernels have."""
+    return on_triton
 
 
 def ordered_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The Triton attention: tiers against float64, the bits of decode_attention in exact mode, families, strides."""
+"""The Triton attention: tiers against float64, the bits of decode_attention in exact mode, families."""
 
 from itertools import accumulate
 
@@ -9,12 +9,20 @@ from rlhf_kernels.attention import triton as ours
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import registry, testing
 
-from tests.kernels import test_attention as definition
-from tests.kernels.checks import each, same_bits
-from tests.kernels.test_attention import bits_of_families, hold, numbers, options_of, with_gradients
-from tests.kernels.triton.test_lora import tier3_or_truncated
+from tests.kernels.checks import each, tier_of_dtype
+from tests.kernels.test_attention import (  # noqa: F401
+    bits_of_families,
+    case,
+    hold,
+    numbers,
+    options_of,
+    rows_seen,
+    test_a_sink_of_minus_infinity_is_none,
+    test_peaked_and_very_negative_scores,
+    test_views_of_a_projection,
+    with_gradients,
+)
 
-NAN = float("nan")
 HEADS = [(2, 2, 8), (4, 2, 40), (7, 1, 64)]
 """Groups of 1, 2 and 7 heads, of sizes that do and do not fill their tile."""
 LENGTHS = (1, 32, 0, 67)
@@ -24,25 +32,15 @@ FAMILIES = (LENGTHS, None), (SHARED, PARENTS)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def case(device, heads, lengths, dtype=torch.float32):
-    return [x.to(device) for x in definition.case(heads, lengths, dtype)]
-
-
-def options_on(device, name, heads):
-    return {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options_of(name, heads).items()}
-
-
 def decoded(q, k, v, lengths, parents, rows, **options):
     """decode_attention in exact mode for these rows."""
-    seen = [definition.rows_seen(lengths, parents)[row] for row in rows]
+    seen = [rows_seen(lengths, parents)[row] for row in rows]
     table = torch.full((len(seen), max(map(len, seen))), 2**30)
     for row, keys in enumerate(seen):
         table[row, : len(keys)] = torch.tensor(keys)
     counts = torch.tensor([len(keys) for keys in seen])
     with registry.use_exact():
-        return decode_attention(
-            q[rows], k[:, None], v[:, None], counts.to(q.device), table.to(q.device), backend="triton", **options
-        )
+        return decode_attention(q[rows], k[:, None], v[:, None], counts, table, backend="triton", **options)
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (66, 1, 16)], ids=str)
@@ -55,22 +53,22 @@ def decoded(q, k, v, lengths, parents, rows, **options):
         ("all", True, torch.float32),
     ],
 )
-def test_rows_have_the_bits_of_decode_attention(device, heads, name, shared, dtype):
+def test_rows_have_the_bits_of_decode_attention(on_triton, heads, name, shared, dtype):
     """Of the first and last queries of sequences and of tiles."""
     lengths, parents = (SHARED, PARENTS) if shared else (LENGTHS, (-1,) * len(LENGTHS))
     ends = list(accumulate(lengths))
     rows = sorted({row for end in ends for row in (end - 1, end, end + 32) if row < ends[-1]})
-    options, tensors = options_on(device, name, heads), case(device, heads, lengths, dtype)
+    options, tensors = options_of(name, heads), case(heads, lengths, dtype)
     got = attention(*tensors, lengths, parents=parents, backend="triton", **options)
     assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_bits_depend_on_nothing_beside_a_family(device, dtype):
+def test_bits_depend_on_nothing_beside_a_family(on_triton, dtype):
     """Alone and between others, forward and backward; a shared prompt gives forward the bits of copies."""
     lengths, options = (20, 33, 5, 40), {"scale": 0.25, "window": 35, "backend": "triton"}
-    tensors = case(device, (2, 1, 16), lengths, dtype)
-    whole = bits_of_families(tensors, lengths, numbers(sum(lengths), 2, 16, seed=9).to(device), **options)
+    tensors = case((2, 1, 16), lengths, dtype)
+    whole = bits_of_families(tensors, lengths, numbers(sum(lengths), 2, 16, seed=9), **options)
     for begin, end in ((20, 53), (53, 58)):
         copies = [torch.cat([x[:20], x[begin:end]]) for x in tensors]
         assert torch.equal(attention(*copies, [len(copies[0])], **options)[20:], whole[0][begin:end])
@@ -86,65 +84,50 @@ def test_bits_depend_on_nothing_beside_a_family(device, dtype):
     ],
     ids=str,
 )
-def test_tier1(device, heads, name, size):
+def test_tier1(on_triton, heads, name, size):
     def tensors_of(lengths):
-        return [x * size for x in case(device, heads, lengths)]
+        return [x * size for x in case(heads, lengths)]
 
-    hold("triton", testing.tier1, FAMILIES, heads, options_on(device, name, heads), tensors_of, device)
+    hold("triton", testing.tier1, FAMILIES, heads, options_of(name, heads), tensors_of)
 
 
 @pytest.mark.parametrize(
     ("dtype", "name"), [(torch.bfloat16, "all"), pytest.param(torch.float16, "window", marks=pytest.mark.long)]
 )
-def test_half_precision(device, dtype, name):
+def test_half_precision(on_triton, dtype, name):
     heads = (4, 2, 40)
 
     def tensors_of(lengths):
-        return case(device, heads, lengths, dtype)
+        return case(heads, lengths, dtype)
 
-    hold("triton", tier3_or_truncated, FAMILIES, heads, options_on(device, name, heads), tensors_of, device)
-
-
-def test_any_strides(device):
-    """Heads outermost, features that are not neighbours, also of the output's gradient."""
-    lengths, heads = (30, 40), (4, 2, 16)
-    tensors = case(device, heads, lengths)
-    d_out = numbers(sum(lengths), heads[0], heads[2], seed=9).to(device)
-    want = with_gradients(tensors, lengths, d_out, scale=0.3, backend="triton")
-    q, k, v = tensors
-    spread = torch.stack([k, torch.full_like(k, NAN)], -1)[..., 0]
-    turned = (q.transpose(0, 1).contiguous().transpose(0, 1), spread, v.permute(2, 1, 0).contiguous().permute(2, 1, 0))
-    leaves = [x.detach().requires_grad_() for x in turned]
-    out = attention(*leaves, lengths, scale=0.3, backend="triton")
-    got = [out, *torch.autograd.grad(out, leaves, d_out.transpose(0, 1).contiguous().transpose(0, 1))]
-    same_bits(got, want)
+    hold("triton", tier_of_dtype, FAMILIES, heads, options_of(name, heads), tensors_of)
 
 
-def test_what_is_not_seen_is_not_read(device):
+def test_what_is_not_seen_is_not_read(on_triton):
     """NaN in other families; keys behind a window, in blocks that no query of a tile sees."""
     lengths, n = (20, 100, 20), 120
-    q, k, v = case(device, (2, 1, 16), lengths)
-    d_out = numbers(sum(lengths), 2, 16, seed=9).to(device)
+    q, k, v = case((2, 1, 16), lengths)
+    d_out = numbers(sum(lengths), 2, 16, seed=9)
     options = {"scale": 0.3, "window": 5, "backend": "triton"}
     want = with_gradients([q, k, v], lengths, d_out, **options)
     for x in (q, k, v):
-        x[:20] = x[n:] = x[20:40] = NAN
+        x[:20] = x[n:] = x[20:40] = torch.nan
     got = with_gradients([q, k, v], lengths, d_out, **options)
     seen = slice(20 + 64, n)  # whose tiles begin after what the broken keys can reach
     assert all(torch.equal(x[seen], y[seen]) for x, y in zip(got, want, strict=True))
     assert got[0][:20].isnan().all()
 
 
-def test_nothing(device):
+def test_nothing(on_triton):
     for lengths in ((), (0, 0)):
-        tensors = case(device, (4, 2, 8), lengths)
-        got = with_gradients(tensors, lengths, torch.zeros(0, 4, 8, device=device), scale=1.0, backend="triton")
+        tensors = case((4, 2, 8), lengths)
+        got = with_gradients(tensors, lengths, torch.zeros(0, 4, 8), scale=1.0, backend="triton")
         assert [x.shape[0] for x in got] == [0] * 4
 
 
-def test_opcheck(device):
-    q, k, v = case(device, (2, 1, 8), (3, 4))
-    sinks = torch.tensor([0.3, -1.0], device=device)
+def test_opcheck(on_triton):
+    q, k, v = case((2, 1, 8), (3, 4))
+    sinks = torch.tensor([0.3, -1.0])
     rest = ([3, 4], [-1, 0], 0.3, 2, 1.5, "triton")
     for x in (sinks, None):
         torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, x, *rest))
@@ -155,20 +138,20 @@ def test_opcheck(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (16, 16, 80), (8, 4, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_decoding_at_size(heads, dtype):
+def test_bits_of_decoding_at_size(on_triton, heads, dtype):
     lengths, parents = (500, 900, 120, 1), (-1, -1, 0, 0)
-    tensors, options = case("cuda", heads, lengths, dtype), {"scale": heads[2] ** -0.5}
+    tensors, options = case(heads, lengths, dtype), {"scale": heads[2] ** -0.5}
     got = attention(*tensors, lengths, parents=parents, backend="triton", **options)
     rows = [0, 31, 32, 63, 64, 499, 500, 1399, 1400, 1519, 1520]
     assert torch.equal(got[rows], decoded(*tensors, lengths, parents, rows, **options))
 
 
-def test_tiles_are_made_once(device, monkeypatch):
+def test_tiles_are_made_once(on_triton, monkeypatch):
     made = []
     upload = ours.upload
     monkeypatch.setattr(ours, "upload", lambda rows, *more: made.append(rows) or upload(rows, *more))
     ours._TILES.clear()
-    tensors = case(device, (2, 1, 8), (5, 3))
+    tensors = case((2, 1, 8), (5, 3))
     for _ in range(3):
         attention(*tensors, (5, 3), scale=1.0, parents=(-1, 0), backend="triton")
     assert made == [[[0, 0, 0, 0, 5], [5, 5, 0, 0, 3]]]
