@@ -17,6 +17,7 @@ from pathlib import Path
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES
 
+ADAPTER_FILE = "adapter_config.json"  # of a PEFT folder
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = "*.safetensors"

@@ -59,8 +59,6 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
         raise ConfigError(
             f"reward_model_path: expected a model folder or owner/name of the Hub, got {str(given)!r}, which is neither"
         )
-    if (Path(folder) / "adapter_config.json").is_file():
-        raise ConfigError(place.format("a model") + "an adapter; give it as reward_adapter")
     try:
         size = int(read_config(folder).get_text_config().vocab_size)
     except ValueError as error:

@@ -91,7 +91,7 @@ class Rloo(PolicyGradient):
             micro.advantages_M[micro.batch.last_completion_rows_N],  # the same at every token of an answer
             micro.batch,
             n_answers=micro.n_answers,
-            clip_low=self.options.cliprange,
+            clip_low=self.options.clip_low,
             clip_high=self.options.clip_high,
         )
 

@@ -61,7 +61,7 @@ ALGORITHMS = {
     ),
     "cispo": AlgorithmFacts(
         summary="cispo (clipped importance weights)",
-        reads=("beta", "kl_target", "cliprange_high", "scale_rewards"),
+        reads=("beta", "kl_target", "cliprange", "scale_rewards"),
         has_token_ratio=True,
     ),
     "copg": AlgorithmFacts(
@@ -75,7 +75,7 @@ ALGORITHMS = {
     ),
     "grpo": AlgorithmFacts(
         summary="grpo",
-        reads=("beta", "kl_target", "cliprange", "cliprange_high", "delta", "scale_rewards", "loss_type"),
+        reads=("beta", "kl_target", "cliprange", "delta", "scale_rewards", "loss_type"),
         has_token_ratio=True,
         loss_types=("grpo", "dapo", "dr_grpo"),
     ),
@@ -90,8 +90,8 @@ ALGORITHMS = {
     "ppo": AlgorithmFacts(
         summary="ppo",
         reads=(
-            *("beta", "kl_target", "gamma", "lam", "kl_estimator", "cliprange", "cliprange_high", "delta"),
-            *("cliprange_value", "whiten_advantages", *_CRITIC),
+            *("beta", "kl_target", "gamma", "lam", "kl_estimator", "cliprange", "delta", "cliprange_value"),
+            *("scale_rewards", *_CRITIC),
         ),
         generations=1,
         least_drawn=1,
@@ -116,7 +116,7 @@ ALGORITHMS = {
     ),
     "rloo": AlgorithmFacts(
         summary="rloo (the other answers to the prompt)",
-        reads=("beta", "kl_target", "kl_estimator", "cliprange", "cliprange_high", "loss_type"),
+        reads=("beta", "kl_target", "kl_estimator", "cliprange", "loss_type"),
         sums_per_answer=True,
         loss_types=("proximal", "vanilla"),
     ),
@@ -162,8 +162,9 @@ class AlgorithmOptions(Options):
     )
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
-    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
-    cliprange_high: float | None = option(None, "upper clip of the ratio, 1 + cliprange_high; none: cliprange", gt=0)
+    cliprange: list[float] = option(
+        [0.2], "the policy ratio is clipped to 1 ± this; of two numbers to 1 - the first and 1 + the second"
+    )
     delta: float | None = option(
         None, "largest ratio that a token of negative advantage counts with; none: any (dual clip)", gt=1
     )
@@ -177,14 +178,15 @@ class AlgorithmOptions(Options):
         "reinforce is a sum per answer",
         ge=0,
     )
-    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
     loss_type: str | None = option(
         None,
         "; ".join(f"{name}: {', '.join(facts.loss_types)}" for name, facts in ALGORITHMS.items() if facts.loss_types)
         + "; none: the first of them",
     )
     scale_rewards: Literal["group", "none"] = option(
-        "group", "grpo: divide advantages by the standard deviation of the prompt's scores, or not"
+        "group",
+        "group: grpo and cispo divide advantages by the standard deviation of the prompt's scores; ppo gives them mean "
+        "0 and variance 1 over the batch",
     )
     kl_in: Literal["to_go", "local", "loss"] = option(
         "to_go", "remax: a token answers for its KL and that of all after it, or its own alone, or the loss has a term"
@@ -226,14 +228,19 @@ class AlgorithmOptions(Options):
         return self.generations - self.facts.with_greedy
 
     @property
+    def clip_low(self) -> float:
+        """The ratio is clipped to at least 1 - this."""
+        return self.cliprange[0]
+
+    @property
     def clip_high(self) -> float:
         """The ratio is clipped to at most 1 + this."""
-        return self.cliprange if self.cliprange_high is None else self.cliprange_high
+        return self.cliprange[-1]
 
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages get mean 0 and variance 1 over the tokens of a rollout."""
-        return self.whiten_advantages and "whiten_advantages" in self.facts.reads
+        return self.scale_rewards == "group" and self.algorithm == "ppo"
 
     @property
     def has_ratio(self) -> bool:
@@ -302,15 +309,16 @@ class AlgorithmOptions(Options):
             )
         if name == "online_dpo" and self.beta == 0:
             raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"cliprange": [0.2]}
+        if not 1 <= len(self.cliprange) <= 2 or min(self.cliprange) <= 0:
+            raise ConfigError(f"cliprange: expected one or two numbers > 0, got {self.cliprange}")
         if self.kl_target is not None and self.beta == 0:
             raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
         readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}
         if self.delta is not None and self.delta < 1 + self.clip_high:
             raise ConfigError(f"delta: expected at least 1 + {self.clip_high:g}, the upper clip, got {self.delta}")
         if self.chosen_loss_type == "vanilla":
-            for clip in ("cliprange", "cliprange_high"):
-                readers[clip] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS[clip]))
+            readers["cliprange"] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS["cliprange"]))
         if self.kl_in == "loss":
             readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
         for option_name, (is_read, algorithms) in readers.items():

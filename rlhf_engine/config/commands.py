@@ -22,6 +22,7 @@ from rlhf_engine.config.run import (
     ModelOptions,
     Optim,
     Quantization,
+    RewardModelOptions,
     RowOptions,
     RunOptions,
     check_device,
@@ -48,7 +49,7 @@ OWN_MODEL = ("reward-function", "recipe:stories260k")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
+class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     FIRST = ("model_name_or_path", "adapter", "prompt", "num_generations", "max_completion_length")
@@ -64,10 +65,6 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
         None,
         "draw so many answers per prompt and keep the one with the highest reward, which reads stop texts, too",
         ge=2,
-    )
-    reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
-    reward_model_path: str | None = option(
-        None, "best_of: folder of a whole reward model; without either, the base's own reward head"
     )
     max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
@@ -91,11 +88,8 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
         if self.out is not None:
             not_empty("out", self.out)
         self._check_prompts()
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and self.best_of is None:
-                raise ConfigError(f"{name}: expected it together with best_of, got no best_of")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if self.reward_model_path is not None and self.best_of is None:
+            raise ConfigError("reward_model_path: expected it together with best_of, got no best_of")
         if self.best_of is not None and (self.greedy or self.num_generations > 1):
             other = "greedy" if self.greedy else f"num_generations {self.num_generations}"
             raise ConfigError(f"best_of: expected it without greedy and num_generations, got {other}")
@@ -132,7 +126,7 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
+class EvaluateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
     FIRST = ("model_name_or_path", "models", "dataset_name", "reward_model_path", "output_dir")
@@ -160,10 +154,6 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
         "file.py:function; none: reward_model where a reward model is given",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
-    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model")
-    reward_model_path: str | None = option(
-        None, "folder of a whole reward model; reward_model without either is the base's own head"
-    )
     judge: str | None = option(
         None,
         f"who prefers which of two answers: {REWARD}, file.py:function with TRL's judge signature, or the address of "
@@ -196,8 +186,7 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     @property
     def sources(self) -> tuple[str, ...]:
         """Reward sources: those of `reward_funcs`, or the reward model that is given."""
-        given = self.reward_adapter is not None or self.reward_model_path is not None
-        return tuple(self.reward_funcs) or (("reward_model",) if given else ())
+        return tuple(self.reward_funcs) or (() if self.reward_model_path is None else ("reward_model",))
 
     @property
     def judged_by(self) -> str | None:
@@ -215,11 +204,8 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
                 f"reward_weights: expected {len(self.sources)} numbers, one per reward source, got "
                 f"{len(self.reward_weights)}"
             )
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and "reward_model" not in self.sources:
-                raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if self.reward_model_path is not None and "reward_model" not in self.sources:
+            raise ConfigError(f"reward_model_path: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
 
     def _check_judge(self) -> None:
         if self.judge == REWARD and not self.sources:

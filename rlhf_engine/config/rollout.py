@@ -12,7 +12,7 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
-AsyncMode = Literal["off", "replay", "overlap", "ray"]
+AsyncMode = Literal["off", "blocks", "replay", "overlap", "ray"]
 Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
 StepName = Literal["auto", "native", "graph", "transformers"]
 """Implementations of a decoding step, by name."""
@@ -117,7 +117,8 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
     async_mode: AsyncMode = option(
         "off",
         "overlap: draw the answers of later steps while this one is learned, on the same base; ray: by processes "
-        "that hold the base as well, on Ray; replay: the same answers one after the other; off: every step draws its "
+        "that hold the base as well, on Ray; replay: the same answers one after the other; blocks: draw the answers of "
+        "max_staleness + 1 steps by the policy before the first of them (off-policy study); off: every step draws its "
         "own",
         alias="async",
     )
@@ -136,9 +137,6 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         "RAY_ADDRESS or else on this machine",
         ge=1,
     )
-    batches_per_policy: int = option(
-        1, "draw the answers of so many steps by the policy before the first of them (off-policy study)", ge=1
-    )
     off_policy_correction: Correction | None = option(
         None,
         "for answers of an older policy or of a vLLM server. behaviour: ratios are to the policy that drew them; "
@@ -151,7 +149,7 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
     @property
     def is_async(self) -> bool:
         """Whether answers are drawn by a copy of the policy, which may be older than what learns."""
-        return self.async_mode != "off" or self.batches_per_policy > 1
+        return self.async_mode != "off"
 
     @property
     def corrections(self) -> tuple[Correction, ...]:
@@ -183,17 +181,12 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         Raises:
             ConfigError: options that contradict each other, or that are set and not read.
         """
-        if self.async_mode != "off":
-            if self.max_staleness == 0:
-                raise ConfigError(
-                    f"max_staleness: expected at least 1 with async {self.async_mode!r}, where a batch is drawn "
-                    "before the updates on the one before it are done, got 0"
-                )
-            if self.batches_per_policy > 1:
-                raise ConfigError(
-                    f"batches_per_policy: expected 1 with async {self.async_mode!r}, got {self.batches_per_policy}"
-                )
-        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("overlap", "replay", "ray")}
+        if self.async_mode not in ("off", "blocks") and self.max_staleness == 0:
+            raise ConfigError(
+                f"max_staleness: expected at least 1 with async {self.async_mode!r}, where a batch is drawn before the "
+                "updates on the one before it are done, got 0"
+            )
+        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("blocks", "replay", "overlap", "ray")}
         for name, modes in {**readers, "ray_generators": ("ray",)}.items():
             value, default = getattr(self, name), _DEFAULTS[name]
             if self.async_mode not in modes and value != default:
@@ -223,7 +216,7 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         if chosen is not None and chosen not in possible:
             kind = f"{self.chosen_loss_type} {self.algorithm}".strip()
             expected = f"one of {', '.join(possible)} for {kind}"
-            unset = "it unset where every step draws its own answers (async, batches_per_policy, vllm_server_base_url)"
+            unset = "it unset where every step draws its own answers (async, vllm_server_base_url)"
             raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
         truncates = (chosen or (*possible, "none")[0]).endswith("truncate") or (weighed and chosen != "none")
         if not truncates and self.off_policy_clip_max != _DEFAULTS["off_policy_clip_max"]:

@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import ADAPTER_FILE, local_folder
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
 """Names of files with rows end so."""
 
 SOURCES = (
     "a file or folder of JSON, JSONL, CSV (each also .gz) or Parquet, a folder of save_to_disk, or a dataset of the "
-    "Hub: owner/name[/subset][@revision][:split]"
+    "Hub: owner/name[/subset][@revision][:split]; with [:N] at the end its first N rows"
 )
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
@@ -108,14 +108,34 @@ class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
-    dataset_limit: int | None = option(
-        None, "use only the first so many rows of the training data; those of the Hub are fetched without a copy", ge=1
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.dataset_name:
             raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelOptions(Options):
+    """The learned reward."""
+
+    reward_model_path: str | None = option(
+        None,
+        "a reward model, also of the Hub: PEFT folder of an adapter, or folder of a whole one "
+        "(AutoModelForSequenceClassification), which costs a head on the base's weights; none: the base's own head",
+    )
+
+    @property
+    def reward_adapter(self) -> str | None:
+        """`reward_model_path` where an adapter is there."""
+        path = self.reward_model_path
+        is_adapter = path is not None and (local_folder(path, "reward_model_path") / ADAPTER_FILE).is_file()
+        return path if is_adapter else None
+
+    @property
+    def whole_reward_model(self) -> str | None:
+        """`reward_model_path` where no adapter is there."""
+        return None if self.reward_adapter is not None else self.reward_model_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +169,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
     optim: Optim = option("adamw", OPTIM_HELP)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
-    adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(
         None, "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1", ge=0
@@ -182,13 +201,10 @@ class TrainingOptions(DataOptions, ModelOptions):
         not_empty("output_dir", self.output_dir)
         check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
-        if self.optim == "adafactor":
-            for field in dataclasses.fields(self):
-                if field.name.startswith("adam_") and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"{field.name}: expected it unset with optim adafactor, which does not read it, got "
-                        f"{getattr(self, field.name)}"
-                    )
+        if self.optim == "adafactor" and self.adam_epsilon != 1e-8:
+            raise ConfigError(
+                f"adam_epsilon: expected it unset with optim adafactor, which does not read it, got {self.adam_epsilon}"
+            )
         unknown = [name for name in self.report_to if name not in TRACKERS]
         if unknown:
             raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")

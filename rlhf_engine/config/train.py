@@ -15,14 +15,21 @@ from typing import Any, Literal
 
 from rlhf_engine.config.parser import option
 from rlhf_engine.config.rollout import AsyncOptions
-from rlhf_engine.config.run import QUANTIZATION_HELP, HeldOutOptions, Quantization, TrainingOptions, not_empty
+from rlhf_engine.config.run import (
+    QUANTIZATION_HELP,
+    HeldOutOptions,
+    Quantization,
+    RewardModelOptions,
+    TrainingOptions,
+    not_empty,
+)
 from rlhf_engine.errors import ConfigError
 
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
+class TrainConfig(AsyncOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
@@ -41,11 +48,6 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
         None, "PEFT folder the actor starts from, or its name on the Hub; none: a fresh adapter"
     )
     reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
-    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
-    reward_model_path: str | None = option(
-        None,
-        "folder of a whole reward model (AutoModelForSequenceClassification); on the base's weights it costs a head",
-    )
     critic_init: Literal["base", "actor", "reward"] = option(
         "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
     )
@@ -72,8 +74,9 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
         "checks answers: math, code, json_schema, format, length, repetition, with options as in length,most=200",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
-    missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
-    missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
+    missing_eos_penalty: str | float | None = option(
+        None, "subtracted from the score of an answer that never ends; =SCORE, such as =-1: its score, whatever it says"
+    )
 
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
     num_train_epochs: float | None = option(None, "passes over the prompts, in place of max_steps", gt=0)
@@ -95,7 +98,21 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     eval_steps: int = option(
         0, "evaluate on held-out prompts before the first step and every so many steps; 0: never", ge=0
     )
-    num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
+
+    @property
+    def unfinished(self) -> tuple[float | None, float | None]:
+        """Penalty of an answer that never ends, or else its score. ConfigError for what is neither."""
+        given = self.missing_eos_penalty
+        if given is None:
+            return None, None
+        try:
+            number = float(str(given).removeprefix("="))
+        except ValueError:
+            number = math.nan
+        is_score = str(given).startswith("=")
+        if not math.isfinite(number) or (number < 0 and not is_score):
+            raise ConfigError(f"missing_eos_penalty: expected a number >= 0, or =SCORE such as =-1, got {given!r}")
+        return (None, number) if is_score else (number, None)
 
     @property
     def largest_grad_norm(self) -> float | None:
@@ -111,10 +128,8 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
                 f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
                 f"got {len(self.reward_weights)}"
             )
-        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
-            raise ConfigError(
-                f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
-            )
+        if self.unfinished[1] is None:
+            object.__setattr__(self, "missing_eos_penalty", self.unfinished[0])
         self.check_prompts_kept()
         if self.dry_run and (self.vllm_servers or self.is_async):
             raise ConfigError(
@@ -158,11 +173,8 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
 
     def _check_method(self) -> None:
         """Check what a method needs and what it cannot do, before any weights are read."""
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and "reward_model" not in self.reward_funcs:
-                raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
+        if self.reward_model_path is not None and "reward_model" not in self.reward_funcs:
+            raise ConfigError(f"reward_model_path: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
         if "reward_model" not in self.reward_funcs and self.method == "dynamic_lora_ppo":
             raise ConfigError(
                 "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the "
@@ -180,9 +192,8 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
             )
         if self.method == "full_ppo":
             if self.is_async:
-                needed = "async" if self.async_mode != "off" else "batches_per_policy"
                 raise ConfigError(
-                    f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
+                    "async: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
                 )
             if self.vllm_servers:
                 raise ConfigError(
@@ -228,14 +239,14 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
                 f"{self.reward_funcs}"
             )
         start = self.actor_adapter or self.reference_adapter  # of the actor's slot, which J-Hydra's critic reads
+        adapter = self.reward_adapter
         apart = {
-            "full_ppo": self.reward_adapter is not None,
-            "j_hydra_ppo": (start and Path(start).resolve())
-            != (self.reward_adapter and Path(self.reward_adapter).resolve()),
+            "full_ppo": adapter is not None,
+            "j_hydra_ppo": (start and Path(start).resolve()) != (adapter and Path(adapter).resolve()),
         }
         if apart.get(self.method, False):
             raise ConfigError(
                 f"critic_init: expected 'base' for {self.method} here, whose critic has no slot of its own and starts "
-                f"on {start or 'the base'!r}, where the reward head reads {self.reward_adapter or 'the base'!r}; got "
+                f"on {start or 'the base'!r}, where the reward head reads {adapter or 'the base'!r}; got "
                 "'reward'"
             )

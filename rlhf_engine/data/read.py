@@ -9,6 +9,7 @@ A source is
     a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
     owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
     (`train` where no split is named)
+    any of these with [:N] at its end, of which the first N rows are read
 
 A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and runs no code of it. Text is
 UTF-8, with or without a byte order mark; only line feeds end a line, as JSON strings may hold U+2028. A line that is no
@@ -64,6 +65,8 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
+_FIRST = re.compile(r"(.+)\[:(\d+)\]")
+"""A source, and how many of its rows are read."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 """Beginning of the name of a file that holds one part of a data set."""
 _BOM = b"\xef\xbb\xbf"
@@ -190,6 +193,9 @@ def load_rows(
     published rewards (see `data.types`) are unpaired preferences whose group is their dialogue, or the prompts of
     these. A source without usable rows raises ConfigError, with the tally's `argument` as its name.
     """
+    named = None if Path(source).exists() else _FIRST.fullmatch(os.fspath(source))
+    if named is not None:
+        source, limit = named[1], min(int(named[2]), limit or int(named[2]))
     streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
     read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
     records = [part for record in read for part in _known_parts(record, kinds)]

@@ -80,9 +80,9 @@ class Evaluation:
         rows = data.load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self._vocabulary = read_vocabulary(config.model_name_or_path)
-        if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, self._vocabulary)
-        self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
+        if config.whole_reward_model is not None:
+            require_same_tokens(self.tokenizer, config.whole_reward_model, self._vocabulary)
+        self._context = read_context_length(config.model_name_or_path, config.whole_reward_model)
         self.prompts: data.PromptSet = data.tokenize_prompts(
             [recast(row, data.PromptOnly) for row in rows],
             self.tokenizer,

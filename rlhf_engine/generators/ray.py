@@ -49,7 +49,7 @@ _BEAT = 1.0  # seconds between two questions whether a generator is at work
 _START = 600.0  # seconds in which a generator has to come up, or `timeout` if that is more: bases load slowly
 RESTARTS = 3  # times in a run that a lost generator is replaced
 _REACH = 10.0  # seconds in which a cluster's head has to answer
-_PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_adapter", "reward_model_path")
+_PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_model_path")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 

@@ -52,8 +52,8 @@ class StalenessRule:
     @classmethod
     def of(cls, config: AsyncOptions) -> StalenessRule:
         """The rule that a configuration describes."""
-        if config.async_mode == "off":
-            return cls(batches_per_policy=config.batches_per_policy)
+        if config.async_mode in ("off", "blocks"):
+            return cls(batches_per_policy=config.max_staleness + 1 if config.is_async else 1)
         return cls(max_staleness=config.max_staleness, newest=config.async_policy != "fixed")
 
     def earliest(self, step: int) -> int:

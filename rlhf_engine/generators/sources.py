@@ -295,7 +295,7 @@ def make_source(
         return OwnPolicy(rollouts, prompts)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
-    kind = PastPolicies if config.async_mode in ("off", "replay") else Concurrent
+    kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
     return kind(model, prompts, past, version=version, reward=reward, connect=connect, serve=serve)
 
 

@@ -87,7 +87,7 @@ def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[s
         # also where the base has a reward head: it was not trained on an adapter's hidden states
         raise ConfigError(
             f"{argument}: expected a trained reward head in {peft_io.HEADS_FILE} of {folder!r} or as its score, got "
-            "none; give a reward_adapter or a reward_model_path"
+            "none; give a reward_model_path"
         )
     return head
 

@@ -166,7 +166,7 @@ def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSp
         "dtype": (backbone.dtype, DTYPES[config.dtype]),
         "device": (base.device, device),
         "quantization": (backbone.quantized, config.quantization != "none"),
-        "reward_model_path": (None, config.reward_model_path),
+        "reward_model_path": (None, config.whole_reward_model),
         "shard_base": (False, config.shard_base),
     }
     for option, (theirs, ours) in expected.items():
@@ -191,7 +191,7 @@ def _sources(
     quantization: Quantization,
 ) -> _Sources:
     base = config.model_name_or_path
-    reward = config.reward_model_path
+    reward = config.whole_reward_model
     # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
     names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
     # a backbone without a folder of its own starts as another copy of the base
@@ -256,7 +256,7 @@ def _reward_head(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, t
     """The trained reward head that the learned reward needs; None if the learned reward is not asked for."""
     if "reward" not in roles:
         return None
-    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    source = config.reward_model_path or config.model_name_or_path
     return reward_model.require_reward_head(source, "reward_funcs: 'reward_model'")
 
 
@@ -293,7 +293,8 @@ def check_sources(config: TrainConfig) -> None:
 
 def _check_adapters(config: TrainConfig) -> None:
     """Adapters must all be of one base: by its hash where they have recorded one, else by the last part of its name."""
-    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter", "reward_adapter")}
+    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter")}
+    given["reward_model_path"] = config.reward_adapter
     recorded = {option: peft_io.recorded_base(folder) for option, folder in given.items() if folder is not None}
     hashes = {option: digest for option, (_, digest) in recorded.items() if digest}
     if len(set(hashes.values())) > 1:

@@ -348,7 +348,7 @@ class RoleOptimizer:
         return cls(
             model,
             learning_rates,
-            betas=(0.9, config.adam_beta2),
+            betas=(0.9, 0.999),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.largest_grad_norm,

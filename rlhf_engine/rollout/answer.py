@@ -50,18 +50,17 @@ def build_answer_model(
     others: dict[str, str | PreTrainedModel] = {}
     if reward_for is None:
         return HydraModel.from_pretrained(base, roles=roles, slots=slots, dtype=dtype, device=device)
-    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    source = config.reward_model_path or config.model_name_or_path
     head = reward_model.require_reward_head(source, reward_for)
+    slot = OFF
     if config.reward_adapter is not None:
-        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
+        slot, slots["reward"] = "reward", peft_io.read_slot_config(config.reward_adapter)
     place = "base"
-    if config.reward_model_path is not None:
-        base, other = reward_model.load_beside(
-            config.model_name_or_path, config.reward_model_path, dtype=dtype, device=device
-        )
+    if config.whole_reward_model is not None:
+        base, other = reward_model.load_beside(base, config.whole_reward_model, dtype=dtype, device=device)
         if other is not None:
             others, place = {"reward": other}, "reward"
-    roles["reward"] = RoleSpec(backbone=place, slot="reward" if config.reward_adapter else OFF, head="reward")
+    roles["reward"] = RoleSpec(backbone=place, slot=slot, head="reward")
     model = HydraModel.from_pretrained(base, roles=roles, slots=slots, backbones=others, dtype=dtype, device=device)
     scalar_head = model.heads["reward"]
     assert isinstance(scalar_head, ScalarHead)
@@ -85,13 +84,13 @@ class AnswerSession:
         tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
         rows = read_prompts(config, tally)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
+        if config.whole_reward_model is not None:
+            require_same_tokens(self.tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
         prompts = tokenize_prompts(
             rows,
             self.tokenizer,
             tally,
-            context_length=read_context_length(config.model_name_or_path, config.reward_model_path),
+            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,

@@ -31,7 +31,6 @@ _PATHS = (
     "model_name_or_path",
     "actor_adapter",
     "reference_adapter",
-    "reward_adapter",
     "reward_model_path",
     "dataset_name",
     "eval_dataset_name",

@@ -22,6 +22,8 @@ from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.training.rl_policy import RlInputs, RlPolicy
 
+_SAMPLES = 4  # prompts whose answers go into the report
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
@@ -138,10 +140,8 @@ class Evaluator:
     def note_samples(self) -> None:
         """Answer the first few prompts, held-out ones if there are any, and note the answers in the log."""
         config, step = self._policy.config, self._policy.state.step
-        if config.num_samples == 0:
-            return
         prompts = self._inputs.eval_set or self._inputs.train_set
-        indices = list(range(min(config.num_samples, len(prompts.rows))))
+        indices = list(range(min(_SAMPLES, len(prompts.rows))))
         answers = self.answer(prompts, indices, seed=config.seed)
         samples = Samples(step=step, prompts=answers.prompts, completions=answers.completions, scores=answers.scores)
         with writing(self._output / SAMPLES_LOG):

@@ -141,7 +141,7 @@ class RlTrainer(Run[TrainerState]):
         if step == 0:  # no checkpoint to keep, and `begin` has noted samples
             return metrics
         self._note_best(metrics.get("eval/reward"))
-        if self.config.num_samples and not self._is_last():
+        if not self._is_last():
             with self.whole_base():
                 self.world.on_main("samples", self.evaluation.note_samples)
         return metrics

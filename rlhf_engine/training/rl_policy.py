@@ -79,22 +79,21 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     begin_kernels(resume, exact=exact)
     check_sources(config)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    if config.reward_model_path is not None:
-        require_same_tokens(tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
+    if config.whole_reward_model is not None:
+        require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
     scorer = AnswerScorer(
         config.reward_funcs,
         config.reward_weights,
-        config.missing_eos_penalty,
-        config.missing_eos_score,
+        *config.unfinished,
         timeout=REWARD_SECONDS,
     )
-    context = read_context_length(config.model_name_or_path, config.reward_model_path)
+    context = read_context_length(config.model_name_or_path, config.whole_reward_model)
     reports: dict[str, Tally] = {}
 
-    def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
+    def load_prompts(argument: str, path: str) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         prompts = tokenize_prompts(
-            load_rows(path, tally, config, kinds=("prompt_only",), limit=limit),
+            load_rows(path, tally, config, kinds=("prompt_only",)),
             tokenizer,
             tally,
             context_length=context,
@@ -106,7 +105,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         reports[argument] = tally
         return prompts
 
-    train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
+    train_set, eval_set = load_prompts("dataset_name", config.dataset_name), None
     if config.eval_share is not None:
         split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
@@ -169,8 +168,8 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
     beta = None if config.kl_target is None else config.beta
     judged_by = None
     if inputs.eval_set is not None:  # what an evaluation's reward is measured by
-        unfinished = (config.missing_eos_penalty, config.missing_eos_score)
-        judged_by = digest([config.to_dict()["reward_funcs"], config.reward_weights, *unfinished, inputs.eval_set.ids])
+        rewards = [config.to_dict()["reward_funcs"], config.reward_weights, *config.unfinished]
+        judged_by = digest([*rewards, inputs.eval_set.ids])
     return TrainerState(
         step=0,
         seed=config.seed,

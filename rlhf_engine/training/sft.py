@@ -228,7 +228,6 @@ class SftTrainer(SupervisedRun[SftState]):
             tally,
             config,
             kinds=("preference", "implicit_preference", "prompt_completion"),
-            limit=config.dataset_limit,
         )
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)

@@ -28,7 +28,7 @@ def test_a_weight_is_the_ratio_up_to_a_bound_and_no_token_loses_its_gradient():
         n_tokens=4.0,
         n_answers=2.0,
     )
-    algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange_high=0.5))
+    algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange=0.5))
     found = algorithm.loss(new, micro)
     found.loss.backward()
     weights = torch.tensor([math.exp(0.1), 1.5, math.exp(-1.0), 0.0])

@@ -53,7 +53,6 @@ def train_flags(model: Path, folder: Path, *more: str) -> list[str]:
         "num_ppo_epochs": 1,
         "max_completion_length": 6,
         "lora_r": 4,
-        "num_samples": 0,
     }
     kept = {name: value for name, value in values.items() if f"--{name}" not in more}  # a flag twice is an error
     return ["train", *[part for name, value in kept.items() for part in (f"--{name}", str(value))], *more]
@@ -294,7 +293,7 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     assert (tmp_path / "rm" / "curves.png").is_file()
     assert "output_dir: expected one without a run" in refused(capsys, *reward)
     assert run(capsys, *reward, "--resume_from_checkpoint", "auto")[1].startswith("nothing to do: ")
-    flags = train_flags(model, tmp_path, "--reward_adapter", str(final), "--algorithm", "reinforce")
+    flags = train_flags(model, tmp_path, "--reward_model_path", str(final), "--algorithm", "reinforce")
     flags = [f for pair in zip(flags[1::2], flags[2::2], strict=True) if pair[0] not in _PPO_ONLY for f in pair]
     code, out, err = run(capsys, "train", *flags)
     assert code == 0, err
@@ -313,7 +312,7 @@ def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
     ]:
         folder = tmp_path / writer
         folder.mkdir()
-        flags = train_flags(model, folder, "--num_samples", "1")
+        flags = train_flags(model, folder)
         with monkeypatch.context() as patched:
             patched.setattr(writer, write)
             code, _, err = run(capsys, *flags)
@@ -363,7 +362,7 @@ def test_sft_lora_then_train_on_it(capsys, model, tmp_path):
     code, out, _ = run(capsys, *sft, "--device", "cpu", "--lora_r", "4", "--output_dir", str(tmp_path / "sft"))
     assert code == 0
     assert lying(out)["slot"] == str(tmp_path / "sft")
-    adapters = ["--reference_adapter", str(tmp_path / "sft"), "--reward_adapter", str(tmp_path / "sft")]
+    adapters = ["--reference_adapter", str(tmp_path / "sft"), "--reward_model_path", str(tmp_path / "sft")]
     assert run(capsys, *train_flags(model, tmp_path, *adapters, "--method", "j_hydra_ppo"))[0] == 0
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert abs(first["kl"]) < 1e-4

@@ -89,10 +89,8 @@ _REFUSED = {
 REFUSED = {name: why for why, names in _REFUSED.items() for name in names.split()}
 """Options that have to stay at their defaults, and why."""
 
-_AS_OURS = (
-    "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef whiten_advantages"
-)
-OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange_high"}
+_AS_OURS = "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef"
+OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange"}
 """Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
 
 ALSO_DEFAULT = {"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
@@ -121,7 +119,9 @@ class HydraConfig(GRPOConfig):
 
     algorithm: str = _option("ppo", f"One of {', '.join(ALGORITHMS)}.")
     loss_type: str | None = _option(None, "Kind of loss; none: the algorithm's first.")
-    scale_rewards: str | None = _option(None, "For algorithms with groups: group or none; none of both: group.")
+    scale_rewards: str | None = _option(
+        None, "group or none; of PPO group gives advantages mean 0 and variance 1. None: group where it is read."
+    )
     num_generations: int | None = _option(None, "Answers per prompt; none: the algorithm's.")
     beta: float = _option(0.05, "Coefficient of the KL to the reference.")
     num_iterations: int = _option(1, "Epochs over each rollout.")
@@ -132,7 +132,6 @@ class HydraConfig(GRPOConfig):
     cliprange_value: float | None = _option(
         0.2, "Values are clipped to the old value plus or minus this; none: no clipping."
     )
-    whiten_advantages: bool = _option(True, "Advantages with mean 0 and variance 1.")
     critic_learning_rate: float | None = _option(None, "Of critic and value head; none: as actor.")
     missing_eos_penalty: float | None = _option(None, "Subtracted where an answer never ends.")
     reward_clip_range: tuple[float, float] | None = _option(
@@ -196,8 +195,10 @@ class HydraConfig(GRPOConfig):
             ConfigError: an option out of its range.
         """
         fields = {option.name for option in dataclasses.fields(AlgorithmOptions)}
-        names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields}
-        read = {ours: getattr(self, name) for ours, name in names.items() if ours in self.facts.reads}
+        names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields and ours in self.facts.reads}
+        read = {ours: getattr(self, name) for ours, name in names.items()}
+        if "cliprange" in read:
+            read["cliprange"] = [self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high]
         if self.facts.loss_types:
             read["loss_type"] = self.loss_type
         return AlgorithmOptions(algorithm=self.algorithm, entropy_coef=self.entropy_coef, **read)

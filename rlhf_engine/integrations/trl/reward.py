@@ -5,7 +5,7 @@
 
 w is 1, or with pos_weight "balanced" (number of false) / (number of true). Source: PERL (arXiv 2403.10704), whose
 reward models are LoRA on a frozen base; a PeftModel's layers run on our kernels. The folder that is saved is one
-for `AutoPeftModelForSequenceClassification`, and for `reward_adapter` of the trainers and of `rlhf-engine train`: the
+for `AutoPeftModelForSequenceClassification`, and for the trainers and `rlhf-engine train`: the
 policy then runs on the same base. r is read at the token that ends the answer, where rollouts stop; RewardTrainer reads
 it behind the white space that many chat templates write there.
 """

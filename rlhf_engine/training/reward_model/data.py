@@ -68,7 +68,6 @@ def load_examples(
     end_ids: Sequence[int],
     vocabulary: int,
     group_column: str | None = None,
-    limit: int | None = None,
 ) -> list[RewardExample]:
     """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
 
@@ -76,7 +75,7 @@ def load_examples(
     `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
     vocabulary: number of the model's token ids.
     """
-    rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column, limit=limit)
+    rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column)
     if objective == "auto" and all(_has_both(row) for row in rows):
         raise ConfigError(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "

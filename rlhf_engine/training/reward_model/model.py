@@ -136,8 +136,7 @@ def write_reward_model(
 ) -> None:
     """Write a new folder that `rlhf-engine train` takes.
 
-    lora: PEFT adapter and heads.safetensors (`--reward_adapter`), and what `export` asks for in a sub-folder. full: a
-    sequence classifier (`--reward_model_path`).
+    lora: PEFT adapter and heads.safetensors, and what `export` asks for in a sub-folder. full: a sequence classifier.
     """
     folder.mkdir(parents=True)
     backbone, head = model.backbone(), model.heads["reward"]

@@ -322,7 +322,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             vocabulary=read_vocabulary(config.model_name_or_path),
             group_column=config.group_column,
-            limit=config.dataset_limit if argument == "dataset_name" else None,
         )
         self.reports[argument] = tally
         different, same = drop_same(argument, examples)
