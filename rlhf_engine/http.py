@@ -98,11 +98,7 @@ class Transport:
     """Requests to one server; may be used by several threads."""
 
     def __init__(self, base_url: str, server: Server, *, timeout: float) -> None:
-        """Make a client of http(s)://host:port, with or without /v1; nothing is sent yet.
-
-        timeout: seconds within which a whole answer has to be there, attempts that failed included. Raises ConfigError
-        for an address of another form.
-        """
+        """Make a client of http(s)://host:port, with or without /v1; `timeout` seconds include attempts that failed."""
         self.server, self.url, self.timeout = server, base_url, timeout
         try:
             url = httpx2.URL(base_url)
@@ -128,11 +124,7 @@ class Transport:
         again: bool,
         group: RequestGroup | None = None,
     ) -> tuple[int, bytes]:
-        """(status, body) of one request, on a connection of its own.
-
-        again: whether it is sent again after a lost or refused connection and after 502, 503 and 504. Raises
-        RolloutServerError where no answer comes.
-        """
+        """(status, body) of one request; `again` after a lost or refused connection, 502, 503 or 504."""
         group = RequestGroup() if group is None else group
         content = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self.timeout

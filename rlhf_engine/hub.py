@@ -31,10 +31,7 @@ def is_hub_name(name: str | os.PathLike[str]) -> bool:
 
 
 def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_path", *, weights: bool = False) -> Path:
-    """Folder of a model or an adapter: a path as it is, or that of `owner/name[@revision]` in the Hub's cache.
-
-    `argument` is the option that names it, for messages. `weights` fetches its safetensors as well.
-    """
+    """Folder of a path, or of `owner/name[@revision]` in the Hub's cache; `weights` fetches safetensors as well."""
     if not is_hub_name(name):
         return Path(name)
     try:
@@ -66,11 +63,7 @@ def require_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder as one commit to a model repository, which is made where it is missing; the commit's address.
-
-    Files of another model that lie there are removed by that commit, or both would be loaded; other files stay. The
-    manifest stays here: the Hub has checksums of its own. `private` is about a new repository alone.
-    """
+    """Upload a folder as one commit to a repository, where no other model's files stay; the commit's address."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -36,10 +36,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptCheckpointError unless a folder holds what its manifest lists, no less and no more.
-
-    names: compare the content of these files alone, as paths within the folder; None: of all.
-    """
+    """Raise CorruptCheckpointError unless a folder holds what its manifest lists; of `names` alone, where given."""
     listed = _read(folder)
     there = set(_files(folder))
     _require_none(folder, listed, set(listed) - there, "not there")
@@ -77,10 +74,7 @@ def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = No
 
 
 def _manifest_of(folder: Path) -> Path | None:
-    """The folder of the manifest that lists the files of `folder`; None without one.
-
-    Files of that name by other programs are passed over, and further up also those that are damaged.
-    """
+    """The folder of the manifest that lists the files of `folder`; None without one."""
     if (folder / MANIFEST_FILE).is_file() and not _is_foreign(folder / MANIFEST_FILE):
         return folder
     for root in list(folder.absolute().parents)[:_PARENTS]:

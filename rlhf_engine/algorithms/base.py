@@ -181,14 +181,7 @@ class Algorithm(ABC):
         max_completion_length: int = 1,
         train_actor: bool = True,
     ) -> None:
-        """Hold the options.
-
-        Args:
-            options: options of the algorithm.
-            temperature: temperature > 0 that the answers were drawn at.
-            max_completion_length: most tokens that an answer can have, ≥ 1.
-            train_actor: False while only a critic warms up. A critic on the actor's slot then trains its head alone.
-        """
+        """Hold the options and the temperature > 0 of the answers; without train_actor only a critic learns."""
         self.options, self.temperature = options, temperature
         self.max_completion_length, self.train_actor = max_completion_length, train_actor
         self.discarded_roles: tuple[str, ...] = () if train_actor else ("actor",)

@@ -28,10 +28,7 @@ from rlhf_engine.hydra import PackedBatch
 
 
 def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple[int, int]]:
-    """(best, worst) answer of each prompt; the first and the last where all score the same.
-
-    Raises ValueError for an answer that is alone in its group.
-    """
+    """(best, worst) answer of each prompt, the first and the last at equal scores; ValueError for one alone."""
     if (group_sizes(groups_N) < 2).any():
         raise ValueError("groups_N: expected at least two answers per prompt, got one")
     return sequences.best_and_worst(scores_N, groups_N)

@@ -60,10 +60,7 @@ def token_weights(batch: PackedBatch, *, loss_type: LossType, max_completion_len
 
 
 class Grpo(Algorithm):
-    """GRPO by the fused loss: token weights are its mask, k3 its KL term.
-
-    With an entropy bonus the entropy of a token is weighed and divided as ℓ of that token is.
-    """
+    """GRPO by the fused loss: token weights are its mask, k3 its KL term, and its entropies are weighed as ℓ."""
 
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=self.options.scale_rewards)

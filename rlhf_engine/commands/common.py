@@ -94,10 +94,7 @@ def run_trainer(
     *,
     notes: Iterable[str] = (),
 ) -> int:
-    """Make a trainer's remaining steps, with its progress shown; the exit code.
-
-    `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
-    """
+    """Make a trainer's remaining steps with its progress shown, and print where `results` lie; the exit code."""
     from rlhf_engine.runs.page import PAGE_FILE
 
     finished = trainer.world.gather(trainer.finished())[0]

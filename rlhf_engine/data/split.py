@@ -86,10 +86,7 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 def side_by_side(keys: Sequence[int]) -> list[int]:
-    """Order places such that equal keys are neighbours, each key where it first appears.
-
-    Where all keys differ the order stays.
-    """
+    """Order places such that equal keys are neighbours, each key where it first appears."""
     first: dict[int, int] = {}
     for place, key in enumerate(keys):
         first.setdefault(key, place)

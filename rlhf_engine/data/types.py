@@ -77,10 +77,7 @@ class RowError(ValueError):
     """A row that cannot be used. Rows are counted by what was expected of them."""
 
     def __init__(self, expected: str, got: str, hint: str = "") -> None:
-        """Make the message `expected …, got …`; all rows of one reason have the same `expected`.
-
-        `hint` names an option that would serve such rows.
-        """
+        """Make the message `expected …, got …`; `hint` names an option that would serve such rows."""
         super().__init__(f"expected {expected}, got {got}")
         self.hint = hint
         self.expected = expected
@@ -137,10 +134,7 @@ def recast(row: Row, kind: type[R], **texts: Any) -> R:
 
 
 def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
-    """Give a record of another form TRL's columns, as the module says. Raises RowError for what is no conversation.
-
-    Where types with answers alone are wanted, a conversation becomes a record for each turn of the assistant.
-    """
+    """Give a record of another form TRL's columns, for each answer wanted; RowError for what is no conversation."""
     learned = "prompt_completion" in wanted and "prompt_only" not in wanted
     if not isinstance(value, Mapping) or any(value.get(name) is not None for name in ("chosen", "completion")):
         return [value]
@@ -195,10 +189,7 @@ def recognise(
 
 
 def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = None) -> Row:
-    """Make a row of a type out of a record. Raises RowError for a column that is missing or holds something else.
-
-    group_column: column whose value is the row's group; None: the prompt is.
-    """
+    """Make a row of a type, in the group of `group_column` or its prompt; RowError for a missing or wrong column."""
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
     names = _COLUMNS[kind]
@@ -225,10 +216,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """Prompt, better and worse answer of two texts that begin with the same prompt; the rule is the module's.
-
-    Raises RowError for texts of different forms, without a beginning in common, or with nothing left after it.
-    """
+    """Prompt, better and worse answer of two texts that begin alike; RowError where they do not."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected of one form, strings or messages", "one of each")
     n = 0

@@ -273,10 +273,7 @@ class Evaluation:
         return answers
 
     def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
-        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself.
-
-        Ids that do not read as the text, or as what a stop text cut, are those of another tokenizer.
-        """
+        """An answer to prompt i as drawn, as far as columns tell; ids that do not read as the text do not count."""
         reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
         is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
         read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None

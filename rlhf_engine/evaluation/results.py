@@ -44,10 +44,7 @@ _LINES = (
 
 
 def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Figures of an evaluation as plain values for JSON: prompts, judge, against, and for each model its figures.
-
-    A figure with an interval is [value, low, high].
-    """
+    """Figures of an evaluation as plain values for JSON; one with an interval is [value, low, high]."""
     config = evaluation.config
     against = measured[config.against]
     return {

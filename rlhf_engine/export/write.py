@@ -161,10 +161,7 @@ def _of_folder(config: ExportConfig, root: Path, held: dict[str, Any], options: 
 
 
 def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = True) -> PreTrainedModel:
-    """The base of a source on the CPU, its adapter merged. Raises ConfigError for a quantised or another base.
-
-    dtype: None for that of the base's files. lm_head: False loads a sequence classifier without a score instead.
-    """
+    """The base of a source on the CPU, its adapter merged; ConfigError for a quantised or another base."""
     files = getattr(read_config(source.base), "quantization_config", None)
     if files is not None:
         kind = files.get("quant_method") if isinstance(files, dict) else files.quant_method
@@ -219,11 +216,7 @@ def _write_adapter(source: Source, folder: Path, config: ExportConfig) -> None:
 def _write_classifier(
     source: Source, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> list[str]:
-    """Write an AutoModelForSequenceClassification that gives the source's rewards; notes for the user.
-
-    transformers reads the score at the last token that is not padding, and rewards are read at the last token. So the
-    padding token has to be one that never ends a sequence.
-    """
+    """Write a sequence classifier with the source's rewards, whose padding token never ends a sequence; notes."""
     reward_model.require_classifier_class(source.base, "to")
     if source.head is None:
         raise ConfigError(f"source: expected a model with a reward head, got {str(source.root)!r}, which has none")

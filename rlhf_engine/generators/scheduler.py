@@ -74,10 +74,7 @@ class StalenessRule:
 
 
 def newest_after(known: Collection[int], done: int) -> int:
-    """Number of steps after which the newest policy was made that there was after `done` steps.
-
-    The first where none is known from so early, as after a run was taken up: it is the one that the run began with.
-    """
+    """Steps after which the newest policy was made that there was after `done`; the first where none is so early."""
     return max((steps for steps in known if steps <= done), default=min(known))
 
 
@@ -208,10 +205,7 @@ class Scheduler:
     # ---- the learner's side ----------------------------------------------------------------------------------------
 
     def publish(self, done: int, snapshot: Snapshot) -> int:
-        """The policy after so many steps is there. May be one that is known already: nothing was learned.
-
-        Returns the bytes that are sent.
-        """
+        """The policy after so many steps is there, maybe one that is known already; the bytes that are sent."""
         sent = 0
         with self._changed:
             if snapshot.version not in self._after.values():

@@ -285,11 +285,7 @@ def make_source(
     connect: Connect | None = None,
     serve: Serve | None = None,
 ) -> AnswerSource:
-    """Make the source of a run's answers, where its prompts say that the run is.
-
-    Policies of the past come from a checkpoint; `version` is the present one's. `reward` is whether a reward role
-    scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
-    """
+    """Make the source of a run's answers; `connect` serves async_mode 'ray', and with `serve` a server draws."""
     config = prompts.config
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)

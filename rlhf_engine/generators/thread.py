@@ -154,10 +154,7 @@ class ServedWorker:
         raise AssertionError("unreachable")
 
     def check(self, version: int) -> dict[str, float]:
-        """Compare the server's log-probs with those of a policy, by the learner, which holds it as the past one.
-
-        Answers of that version have been drawn. The metrics are empty where it was compared before.
-        """
+        """Compare the server's log-probs with those of the past policy; no metrics where that was done before."""
         return self._rollouts.check(version)
 
     def close(self) -> None:

@@ -135,11 +135,7 @@ def plan_packed(
     parents: Sequence[int] | None = None,
     new: NewTokens | None = None,
 ) -> PackedPlan:
-    """Plan for sequences of the given lengths, packed one after another.
-
-    parents: sequences whose keys come before those of others, see `PackedPlan`, where `can_share` allows it. new: where
-    the tokens are kept.
-    """
+    """Plan for sequences of the given lengths packed one after another, with `parents` as in `PackedPlan`."""
     plan = PackedPlan(
         lengths=tuple(lengths), device=device, parents=None if parents is None else tuple(parents), new=new
     )

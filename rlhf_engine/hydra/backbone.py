@@ -118,10 +118,7 @@ class Backbone(nn.Module):
         in the cache, the least of all layers."""
 
     def beside(self) -> Backbone:
-        """The same base with slots of its own, none so far; both may run and train, one at a time or in two threads.
-
-        Raises ValueError for a base that is trained itself, or of which this process holds a share.
-        """
+        """The same base with slots of its own, none so far, to run and train beside; ValueError for a trained one."""
         if not self.frozen or self.sharded:
             state = "trained itself" if not self.frozen else "sharded"
             raise ValueError(f"backbone: expected a frozen base that is whole to share, got one that is {state}")
@@ -133,10 +130,7 @@ class Backbone(nn.Module):
         return other
 
     def train(self, mode: bool = True) -> Backbone:
-        """Set train mode where it decides on gradient checkpointing, and eval mode in all other modules of the base.
-
-        So routers, clips and noise of an architecture compute what they compute in a rollout.
-        """
+        """Set train mode where it decides on gradient checkpointing, eval mode elsewhere, as in rollouts."""
         super().train(mode)
         for module in self.model.modules():
             if not hasattr(module, "gradient_checkpointing"):
@@ -244,10 +238,7 @@ class Backbone(nn.Module):
         dropout: gate.DropoutKey | None = None,
         windows: list[int | None] | None = None,
     ) -> torch.Tensor:
-        """One backbone forward: hidden states [T, H] after the final norm; `windows` as in `BackboneCall`.
-
-        Raises RuntimeError if somebody has given the model another attention since it was taken over.
-        """
+        """One backbone forward, hidden states [T, H] after the final norm; RuntimeError for another attention."""
         if self.model.config._attn_implementation != ATTENTION_NAME:
             raise RuntimeError(
                 f"backbone: expected the attention {ATTENTION_NAME!r} that it was given, got "
@@ -364,10 +355,7 @@ def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead, *, backend: str = "auto") -> torch.Tensor:
-    """Logits [T, V] as the model defines them, whose rows do not depend on each other where `linear`'s do not.
-
-    For probes and truncated distributions: elsewhere training never makes them. backend: of `linear`.
-    """
+    """Logits [T, V] as the model defines them, for probes and truncated distributions; `backend` of `linear`."""
     z = linear(hidden, head.weight, head.bias, backend=backend)
     if head.lora is not None:
         low = linear(hidden.to(head.lora.A.dtype), head.lora.A, backend=backend)

@@ -202,10 +202,7 @@ class PackedBatch:
 
     @cached_property
     def last_completion_rows_N(self) -> torch.Tensor:
-        """int64 [N], index of each completion's last token among the M.
-
-        Raises ValueError for a completion without tokens.
-        """
+        """int64 [N], index of each completion's last token among the M; ValueError for one without tokens."""
         empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
         if empty:
             raise ValueError(f"batch: expected completions of at least one token, got none in sequences {empty[:5]}")

@@ -234,11 +234,7 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
-    """The same function under the same decorators, which reads one global differently.
-
-    None for a function with variables of an enclosing one, and for a decorator that does not hold what it decorates in
-    such a variable.
-    """
+    """The same function under the same decorators, which reads one global differently; None where it cannot."""
     if not isinstance(function, FunctionType):
         return None
     decorated, closure, names = getattr(function, "__wrapped__", None), None, function.__globals__

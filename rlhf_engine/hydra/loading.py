@@ -309,10 +309,7 @@ def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.dev
 
 
 def read_context_length(*paths: str | os.PathLike[str] | None) -> int:
-    """Read `Backbone.context_length` of a model folder, without loading the model.
-
-    Of several folders, which read the same answers, it is the shortest. None is no folder.
-    """
+    """Read the shortest `Backbone.context_length` of model folders, without loading the models; None is no folder."""
     return min(context_length(read_config(path)) for path in paths if path is not None)
 
 

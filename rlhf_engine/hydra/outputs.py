@@ -180,10 +180,7 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobPair:
-    """Log-probs of two roles and the exact KL(role ‖ reference) [M].
-
-    Roles with one LM head need one sweep over V.
-    """
+    """Log-probs of two roles and the exact KL(role ‖ reference) [M]; with one LM head in one sweep over V."""
 
     role: str = "actor"
     """A role with an LM head."""
@@ -381,10 +378,7 @@ class LogprobLossOutputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobLoss:
-    """Any loss of the log-probs of the completion tokens, less an entropy bonus of entropy_coef · Σ entropy / denom.
-
-    The sum is over the tokens of mask_M [M], or over all of them.
-    """
+    """Any loss of the log-probs of tokens in mask_M [M], less entropy_coef · Σ entropy / denom."""
 
     role: str = "actor"
     """A role with an LM head."""

@@ -78,10 +78,7 @@ def save_slot(
 
 
 def require_exportable(backbone: Backbone, name: str) -> list[str]:
-    """Linears of a slot that are written as parameters. Raises ValueError for a slot that `save_slot` would refuse.
-
-    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried, before any training.
-    """
+    """Linears of a slot that are written as parameters; ValueError for a slot that `save_slot` would refuse."""
     slot, model = backbone.slot(name), backbone.model
     base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
     kind = (*base, slot.config, *((path, pair.A.shape, pair.B.shape) for path, pair in slot.items()))
@@ -209,11 +206,7 @@ def _whole_name(base: str) -> str:
 
 
 def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedModel:
-    """The plain model of a backbone, every weight one number that fills its shape.
-
-    Its weights are float32, as adapters are: PEFT rounds an adapter to the dtype of what it is put on.
-    classifier: the sequence classifier with one label on the same backbone instead.
-    """
+    """The plain float32 model of a backbone, or its classifier, every weight one number that fills its shape."""
     config = copy.deepcopy(backbone.model.config)
     config._attn_implementation = "eager"
     with torch.device("meta"):

@@ -80,10 +80,7 @@ def is_peft_model(source: object) -> bool:
 
 
 def take_peft_adapter(model: Any) -> PeftAdapter:
-    """Take the active LoRA out of a PeftModel and strip PEFT's layers off its base.
-
-    Raises ValueError, and leaves the model as it is, unless its function is the plain base and that LoRA.
-    """
+    """Take the active LoRA out of a PeftModel and strip PEFT's layers off; ValueError where there is more."""
     from peft import get_peft_model_state_dict
 
     name = model.active_adapter
@@ -122,10 +119,7 @@ def require_plainly_on(model: PeftModel, name: str, where: str) -> None:
 
 
 def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
-    """SlotConfig of a PEFT LoRA folder, with `init_from` pointing at it.
-
-    Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
-    """
+    """SlotConfig of a PEFT LoRA folder, `init_from` pointing at it; ValueError for what the gate does not serve."""
     where = f"adapter {str(folder)!r}"
     folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
@@ -141,10 +135,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
-    """Base that an adapter's folder records: name or path, and hash; None for what it does not record.
-
-    Raises ValueError for a file that is not JSON.
-    """
+    """Base that an adapter's folder records, name or path and hash; None for what it does not record."""
     folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
     values: list[str | None] = []
@@ -238,11 +229,7 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
 
 
 def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[str]) -> None:
-    """Write the named scalar heads to `heads.safetensors`, after the model whose folder it is.
-
-    Others, vLLM for one, read every safetensors file of a folder that has no index. So a model in one file gets an
-    index, which names that file alone.
-    """
+    """Write the scalar heads, and an index of the model's one file: others read every safetensors file without."""
     tensors = {
         f"{name}.{key}": t.detach().cpu().contiguous()
         for name in sorted(names)

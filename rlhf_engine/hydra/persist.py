@@ -160,11 +160,7 @@ def load_pretrained(
 
 
 def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
-    """Load what `save_pretrained` wrote into a model of the same roles, in place.
-
-    Raises ValueError for a folder of other slots or backbones, of adapters in another dtype, or of a frozen backbone
-    with another hash.
-    """
+    """Load what `save_pretrained` wrote into a model of the same roles, in place; ValueError where it differs."""
     folder = Path(folder)
     record = read_record(folder)
     kept = lasting_slots(model.roles)

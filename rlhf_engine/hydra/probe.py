@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def undone_on_error(*models: nn.Module) -> Iterator[None]:
-    """Put every module of the models back as it was if the block raises.
-
-    That is its class, attributes, hooks, children, training mode, and which parameters have gradients. Numbers in
-    parameters and buffers are not looked after.
-    """
+    """Put the modules of the models back as they were if the block raises, but not numbers in parameters."""
     modules = {id(module): (module, type(module), _state(module)) for model in models for module in model.modules()}
     gradients = [(p, p.requires_grad) for model in models for p in model.parameters()]
     done = False
@@ -71,11 +67,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that makes hidden states of tokens.
-
-    A model whose `base_model_prefix` names none of its parts is its own base model for transformers. Then it is the
-    innermost model that holds the input embeddings.
-    """
+    """The part of a model that makes hidden states: by `base_model_prefix`, or the innermost with the embeddings."""
     named: nn.Module = model.base_model
     if named is not model:
         return named
@@ -143,10 +135,7 @@ def refusing(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def own_states(model: PreTrainedModel, first: int) -> OwnStates:
-    """Run the probe's sequences, each alone, through a model that is still its own. first: the first token.
-
-    Raises UnsupportedModelError for a model whose forward does not take token ids alone.
-    """
+    """Run the probe's sequences, each alone, through a model still its own; `first` is the first token."""
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     with refusing(model, "its own forward"), loading.quiet_transformers():

@@ -42,10 +42,7 @@ _SCORE = ("score", "classifier")
 
 
 def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | None:
-    """weight [1, H] and bias [1] of the reward head in an adapter's or a model's folder; None if there is none.
-
-    Raises ValueError for a head with more than one output.
-    """
+    """weight [1, H] and bias [1] of the reward head in a folder, ValueError for more outputs; None without one."""
     folder = local_folder(folder, "the reward model", weights=True)
     check_model(folder, weights=False)
     if "reward" in peft_io.head_names(folder):
@@ -139,11 +136,7 @@ def require_classifier_class(path: str | os.PathLike[str], argument: str) -> Non
 def save_classifier_adapter(
     backbone: Backbone, slot: str, head: ScalarHead, folder: str | os.PathLike[str], *, base_name: str
 ) -> None:
-    """Write a slot and a head as PEFT's adapter of a sequence classifier on the base (SEQ_CLS, num_labels 1).
-
-    `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)` loads it. Raises ValueError for a
-    head with a bias.
-    """
+    """Write a slot and a head as PEFT's adapter of a sequence classifier; ValueError for a head with a bias."""
     save_slot(backbone, slot, folder, base_name=base_name, score=_score_weight(head))
 
 
@@ -154,10 +147,7 @@ def save_classifier(
     *,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write a model without an LM head, and a head as its score: `AutoModelForSequenceClassification` loads it.
-
-    Raises ValueError for a model that carries no score or a head with a bias.
-    """
+    """Write a model and a head as a sequence classifier with a score; ValueError for a head with a bias."""
     if not hasattr(model, "score"):
         raise ValueError(f"model: expected a sequence classifier without its score, got a {type(model).__name__}")
     weight = _score_weight(head)

@@ -44,12 +44,7 @@ class ShardedBase:
     """Makes the backbones of a model sharded ones, in place."""
 
     def __init__(self, model: HydraModel, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        """All processes of the group do this together, with equal models.
-
-        device: where the shares go, block by block, of a model that lies in the host's memory; None: where it lies.
-        Raises ValueError for backbones that are quantised, and RuntimeError where the sharded model's hidden states
-        differ from what they were.
-        """
+        """Share equal models out in all processes together, onto `device`; RuntimeError where hidden states change."""
         backbones = [model.backbone(name) for name in model.backbones]
         for name, backbone in zip(model.backbones, backbones, strict=True):
             if backbone.quantized:
@@ -93,10 +88,7 @@ class ShardedBase:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """All of the base on every process. All processes enter together; within, none waits for another.
-
-        To enter again within costs nothing and concerns nobody else.
-        """
+        """All of the base on every process. All enter together, and none waits for another within."""
         if self._is_whole:
             yield
             return

@@ -370,11 +370,7 @@ _VARIANTS = 64
 
 @functools.cache
 def _flex_compiled() -> tuple[Any, Any]:
-    """FlexAttention and the maker of its masks, neither of which runs eagerly: both would make scores of T × T.
-
-    A variant serves all lengths, or nearly all. Layers of other dtypes, heads, softcaps and sinks have others, with and
-    without gradients.
-    """
+    """FlexAttention and the maker of its masks, compiled: run eagerly, both would make scores of T × T."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # torch compiles 8 variants of a function, and the ninth would be an error: none runs eagerly

@@ -11,10 +11,7 @@ import torch
 
 
 class Exchange:
-    """Attributes of another library exchanged for ours, until `undo`. A context manager that takes them back.
-
-    Several exchanges of one attribute may be undone in any order.
-    """
+    """Context manager of attributes of another library exchanged for ours, until `undo`, in any order."""
 
     _in_place: ClassVar[weakref.WeakSet[Exchange]] = weakref.WeakSet()
 

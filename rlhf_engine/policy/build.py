@@ -90,11 +90,7 @@ def loading_device(config: TrainingOptions) -> torch.device:
 def shard_base(
     model: HydraModel, config: TrainingOptions, world: World
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Share the backbones of a model out among the ranks, onto their devices.
-
-    The result makes the block in which ranks draw and score, each answers of its own: with all of the base on every
-    rank, or, where a server draws, with blocks that are gathered as they run.
-    """
+    """Share a model's backbones out among the ranks; the result makes the block in which each rank draws alone."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     base = ShardedBase(model, group, world.device)
     return_freed_memory()

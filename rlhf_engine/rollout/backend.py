@@ -21,10 +21,7 @@ class Rollouts(Protocol):
     """Draws answers of the policy as it was at the last `sync`."""
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Draw from the model's present weights from now on, which are this version; metrics of having got there.
-
-        Without effect where the version is drawn from already.
-        """
+        """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
         ...
 
     def generate(
@@ -101,11 +98,7 @@ class RolloutServer:
 
 
 def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: int = 0) -> RolloutServer | None:
-    """The configured server of a rank, before any weights are read; None for local rollouts.
-
-    prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
-    serves something else.
-    """
+    """The configured server of a rank, before any weights are read; None for local rollouts."""
     if not (urls := config.vllm_servers):
         return None
     client = VllmClient(urls[rank % len(urls)], timeout=SERVER_SECONDS + config.max_completion_length / SLOWEST)
@@ -141,11 +134,7 @@ def serve(
     rank: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> VllmRollouts:
-    """Backend by which a server draws the answers of one role. Roles have adapters of their own there.
-
-    role: `actor`, or `behaviour` of a run whose answers past policies draw. compared: the role whose log-probs the
-    server's have to be; None: the same. stopped: see `VllmRollouts`.
-    """
+    """Backend by which a server draws the answers of a role, compared with another; `stopped` as of VllmRollouts."""
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,

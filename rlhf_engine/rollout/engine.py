@@ -85,10 +85,7 @@ class Admission:
     """The requests that wait, and the blocks of the cache."""
 
     def __init__(self, rows: Sequence[AnswerRow], *, most_rows: int, most_blocks: int | None, most_tokens: int) -> None:
-        """most_rows: alive at once. most_blocks: None for as many as those may need. most_tokens: prompts of one call.
-
-        Raises ValueError if one row alone may need more than `most_blocks`.
-        """
+        """Take bounds of rows alive at once, of blocks and of prompt tokens; ValueError if a row alone needs more."""
         groups: dict[_PrefixKey, list[AnswerRow]] = {}
         for row in rows:
             groups.setdefault(row.prefix, []).append(row)
@@ -197,11 +194,7 @@ _BURST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options by which rows are run. They change answers by rounding at most.
-
-    In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer
-    is batched with. Where exact mode does not serve (`exactness`), one row runs at a time then.
-    """
+    """Options by which rows are run, which change answers by rounding at most, and in exact mode not at all."""
 
     max_rows: int | None = None
     """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""

@@ -154,10 +154,7 @@ def check_rollout(
     *,
     options: EngineOptions | None = None,
 ) -> RolloutCheck:
-    """Compare a rollout of the actor's role with the training forward, and some of its answers with themselves alone.
-
-    Raises ValueError for a filtered rollout, of which nobody has said what words its tokens were drawn among.
-    """
+    """Compare a rollout of the actor's role with the training forward, and some answers with themselves alone."""
     if rollout.filtered:
         raise ValueError(
             "rollout: expected one with the words that its tokens were drawn among, got log-probs of some words "

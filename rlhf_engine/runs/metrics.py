@@ -114,10 +114,7 @@ def run_record(
     backends: Mapping[str, Any],
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Record of what ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
-
-    config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.runtime.registry.report(...)`.
-    """
+    """Record of what ran: versions, commit, machine, options, kernel backends, start time."""
     from rlhf_engine.hydra import varlen  # takes transformers, which readers of metrics do not need
 
     device, cpu = torch.device(device), cores.find()
@@ -181,10 +178,7 @@ def _git_commit(file: Path) -> dict[str, Any] | None:
 
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
-    """Write `obj` as indented JSON; the file is either the old one or the whole new one.
-
-    NaN and infinity raise ValueError: a record has none, and JSON could not hold them.
-    """
+    """Write `obj` as indented JSON, the old file or the whole new one; ValueError for NaN and infinity."""
     write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
@@ -220,11 +214,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
-    """Lines of a JSONL file up to the last whole one, each with its object, None where the line is damaged.
-
-    Behind them is what a crash has left: a line cut short, or after a power cut blocks of zeros. A whole line is a JSON
-    object with a step. Others that come before one are damaged, and a warning names them.
-    """
+    """Lines of a JSONL file up to the last whole one, with their objects; None, and a warning, for damaged ones."""
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
     records = [(_object(line), line) for line in lines]
     while records and records[-1][0] is None:
@@ -387,10 +377,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """The open trackers of a run; none where none are asked for."""
 
     def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
-        """output: of the run, whose name the trackers get; TensorBoard's files go into it. step: from which it goes on.
-
-        Raises ConfigError for one that is not installed.
-        """
+        """Open the trackers of an output folder, which go on from `step`; ConfigError for one not installed."""
         self._open: list[Any] = []
         if not names:
             return

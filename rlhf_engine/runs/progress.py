@@ -182,10 +182,7 @@ class TrainingProgress:
         )
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`step` steps are done; those metrics that are to be shown and are there are shown.
-
-        After the second of them a line says how long the others will take, if that is more than `LONG_S`.
-        """
+        """Show the metrics of `step`; after the second one also how long the others take, if more than `LONG_S`."""
         self._estimate(step, metrics)
         if not self.plain:
             self._dashboard.update(metrics)

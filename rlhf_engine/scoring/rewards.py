@@ -78,10 +78,7 @@ class AnswerScorer:
         finished: Sequence[bool],
         reward_model_N: torch.Tensor | None,
     ) -> ScoredAnswers:
-        """Scores of N answers. reward_model_N: fp32 [N] from the reward role, needed where `reward_model` is a source.
-
-        Raises RewardError for a function that raised or returned something other than N finite numbers or None.
-        """
+        """Scores of N answers, of which the reward role's are given; RewardError for a function that failed."""
         logged = defaultdict[str, list[float]](list)
         log = {"log_metric": lambda name, value: logged[name].append(float(value))}
         context = {"trainer_state": self.trainer_state, **log}

@@ -47,10 +47,7 @@ def _opened(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:
 
 @dataclass(kw_only=True)
 class Judged:
-    """Reward whose answers are judged in processes apart from the run, each within one limit of time and of memory.
-
-    An answer that goes beyond a limit has the reward 0.
-    """
+    """Reward judged in processes apart, within limits of time and memory; beyond them an answer has 0."""
 
     __name__: ClassVar[str]
     timeout: float = 5.0

@@ -112,10 +112,7 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
 
 
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
-    """Add up the gradients of a minibatch's shares.
-
-    A parameter without a gradient on any rank stays without one, as in one process.
-    """
+    """Add up the gradients of a minibatch's shares; a parameter without one on any rank stays without."""
     if world.size == 1:
         return
     held = world.gather([p.grad is not None for p in parameters])

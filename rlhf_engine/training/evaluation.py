@@ -42,10 +42,7 @@ class Answers:
 
 
 class Evaluator:
-    """Answers of the present policy, outside of its training; each rank answers a share of the held-out prompts.
-
-    `sampling` makes options by seed. Within `whole_base` each rank calls the model at its own pace.
-    """
+    """Answers of the present policy outside of its training; each rank answers a share of the held-out prompts."""
 
     def __init__(
         self,
@@ -69,11 +66,7 @@ class Evaluator:
         seed: int = 0,
         sample_ids: list[int] | None = None,
     ) -> Answers:
-        """Draw one answer per prompt from a role and score it, without penalties for a missing end.
-
-        With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own. The seed
-        and `sample_ids` (None: from 0 on) key the draws.
-        """
+        """Draw one answer per prompt, keyed by seed and `sample_ids`; scores are without a penalty for no end."""
         self._rollouts.sync(self._policy.state.policy_version)
         token_ids = [prompts.ids[i] for i in indices]
         with self._whole_base():
@@ -100,11 +93,7 @@ class Evaluator:
         return scores.kl_M.sum()
 
     def evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts, of which each rank answers a share.
-
-        `eval/kl` is the exact KL to the reference in nats per answer, `eval/reward` the mean score where there is one.
-        Beside them are means of what reward functions logged.
-        """
+        """Answer the held-out prompts: exact KL in nats per answer, mean score, means of what functions logged."""
         assert self._inputs.eval_set is not None
         world, n = self._policy.world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))

@@ -51,11 +51,7 @@ class RlTrainer(Run[TrainerState]):
         connect: Connect | None = None,
         base: HydraModel | None = None,
     ) -> None:
-        """Find everything that can be wrong with the request: ConfigError, RewardError, RolloutServerError.
-
-        `connect` starts generators in other processes, for an `async_mode` that has them. `base` is a model whose
-        frozen backbones serve this run as well, such as that of another run; None: load them.
-        """
+        """Find everything that can be wrong with the request; `connect` starts generators, `base` gives backbones."""
         require_served(config, world)
         self.world, self._connect = world, connect
         if world.size > 1:
@@ -168,10 +164,7 @@ class RlTrainer(Run[TrainerState]):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank, and return its folder.
-
-        `past` is the state of the source of answers; None: as it is now. A failing disk raises CheckpointWriteError.
-        """
+        """Write a checkpoint of the current step on the main rank, `past` None: as it is now; its folder."""
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
         past = self.source.state() if past is None else past
@@ -186,10 +179,7 @@ class RlTrainer(Run[TrainerState]):
         return folder
 
     def make_saver(self) -> Callable[[], object]:
-        """Make a function that writes a checkpoint with the source of answers as it is now.
-
-        A draw that fails may have taken answers out of the source.
-        """
+        """Make a function that writes a checkpoint with the source of answers as it is now, before a draw fails."""
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
@@ -200,11 +190,7 @@ class RlTrainer(Run[TrainerState]):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """Make one rollout and its update; metrics by name. Nothing of a failed step is applied to what is on disk.
-
-        Every failure is an EngineError: NonFiniteError, MismatchError (rollout and training differ at equal weights),
-        RewardError, MemoryLimitError (a single answer does not fit), or a failed generator, server or rank.
-        """
+        """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device, with_peaks=config.dry_run)
         prompts = self._prompts.prompts(state.step)

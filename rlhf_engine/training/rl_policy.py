@@ -186,10 +186,7 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
 
 
 def resumed_state(held: TrainerState, state: TrainerState, resume: Path) -> TrainerState:
-    """Counters of a run that goes on. held: of its checkpoint. state: of a run that would begin with these options.
-
-    Raises ConfigError for other prompts; warns of another β or other rewards.
-    """
+    """Counters of a run that goes on; ConfigError for other prompts, a warning for another β or other rewards."""
     if held.prompts is not None and held.prompts != state.prompts:
         raise ConfigError(f"dataset_name: expected the prompts of the run of {resume}, got others")
     beta = held.beta if state.beta is not None and held.beta is not None else state.beta
@@ -229,11 +226,7 @@ class RlPolicy(Policy[TrainerState]):
     def __init__(
         self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
     ) -> None:
-        """Take a model as it is before any step, or go on from the checkpoint `resume`.
-
-        `state` has the counters of a run that begins. A checkpoint that does not fit, or that differs from its
-        manifest, raises ConfigError.
-        """
+        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit."""
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
@@ -263,11 +256,7 @@ class RlPolicy(Policy[TrainerState]):
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """Make one step: all epochs over the answers of an experience, and the counters; metrics by name.
-
-        `n_answers` were drawn in the step, those included that nothing is learned from. Every failure is an
-        EngineError; a loss or gradient that is not finite raises before anything of its minibatch is applied.
-        """
+        """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
         state, options = self.state, self.options
         train_actor = state.step >= options.critic_warmup_steps
         algorithm = make_algorithm(options, train_actor=train_actor)
@@ -334,10 +323,7 @@ class RlPolicy(Policy[TrainerState]):
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """Make the algorithm of a run with its options, at the temperature that answers are drawn at.
-
-    `train_actor` is False while only a critic warms up.
-    """
+    """Make the algorithm of a run with its options; `train_actor` is False while only a critic warms up."""
     return find_algorithm(config.algorithm)(
         config,
         temperature=config.temperature,

@@ -119,10 +119,7 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Example]:
-    """Tokenize rows with answers; those that can be used, in their order. See `data.tokenize_rows`.
-
-    pairs: whether all rows are preferences whose worse answer is trained on; else rejected answers are left out.
-    """
+    """Tokenize rows with answers, with `pairs` rejected ones too; those that can be used, in their order."""
     if not pairs:  # nor does their length matter
         rows = [
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
@@ -145,10 +142,7 @@ def tokenize_rows(
 def packed_batch(
     examples: Sequence[Example], device: torch.device, *, pairs: bool, places: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Pack the answers of at least one row: all chosen ones, then with `pairs` all rejected ones.
-
-    places: those of the rows in their optimizer step, which key dropout masks; None: 0 to n−1.
-    """
+    """Pack the chosen answers of rows, then with `pairs` the rejected ones; `places` key dropout masks."""
     answers = [e.chosen for e in examples]
     ids = [2 * i for i in (range(len(examples)) if places is None else places)]
     if pairs:
@@ -280,10 +274,7 @@ class SftTrainer(SupervisedRun[SftState]):
         return replace(held, rows_per_step=self.rows_per_step)
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """Make all remaining steps and write the model, see `Run.run`; the metrics of the last step.
-
-        Of a run that is finished they are those that its folder holds.
-        """
+        """Make all remaining steps and write the model; metrics of the last step, also of a finished run."""
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
         metrics: dict[str, Any] = super().run(on_step, stop=stop)

@@ -162,10 +162,7 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
 def answers_by_minibatch(
     batch: PackedBatch, answers_per_unit: int, count: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Places of the answers of each minibatch of an epoch. Units are dealt at random.
-
-    Those of one prompt are neighbours, so that they share the prompt's forward and backward in a micro-batch.
-    """
+    """Places of the answers of each minibatch of an epoch, dealt at random; those of a prompt are neighbours."""
     k, answers = answers_per_unit, []
     for units in minibatches(batch.n_sequences // k, count, generator):
         order = side_by_side([batch.prompts_N[unit * k] for unit in units])
@@ -361,11 +358,7 @@ def divide(
     max_rows: int,
     max_tokens: int | None,
 ) -> list[list[int]]:
-    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of the units.
-
-    The model is in the mode that it will run in: whether prompts are shared is its own decision. A unit of more than
-    `max_tokens` (None: any number) raises ValueError.
-    """
+    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of units."""
     shared = None
     if model.shares(batch):
         shared = [(batch.prompts_N[unit[0]], batch.prompt_lens[unit[0]]) for unit in units]

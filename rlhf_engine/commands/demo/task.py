@@ -320,10 +320,7 @@ def vocabulary_texts() -> list[str]:
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of every word in `texts`, split at white space; <bos> comes before each text.
-
-    Ids: the special tokens first, then words by frequency and spelling. Decoding joins with single spaces.
-    """
+    """A word-level tokenizer of the words in `texts`, most frequent first; <bos> comes before each text."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL_TOKENS), show_progress=False)

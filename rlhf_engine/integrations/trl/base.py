@@ -475,10 +475,7 @@ class HydraTrainer(GRPOTrainer):
         }
 
     def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
-        """Mask of the answers that have a score and can be learned from, [N] bool, where k are in a group.
-
-        An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
-        """
+        """Mask of the answers that can be learned from, [N] bool: with a score, a baseline, or k in the group."""
         if self._facts.with_greedy:
             ((_, scored_N),) = self._hidden_totals
             keep_N = keep_N & scored_N
@@ -492,10 +489,7 @@ class HydraTrainer(GRPOTrainer):
     def _prepare(
         self, mode: str, experience: Experience, keep_N: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Values that the algorithm learns from, by field and token, [M], and the tokens' mask, bool [M].
-
-        A process without an answer to learn from takes part in the sums over all processes.
-        """
+        """Values [M] that the algorithm learns from, by field, and their mask, bool [M], by all processes together."""
         batch, kept = experience.batch, keep_N.nonzero()[:, 0].tolist()
         prepared, metrics = self.algorithm.prepare(experience.select(kept)) if kept else (None, {})
         self._note_all(mode, metrics)
@@ -519,10 +513,7 @@ class HydraTrainer(GRPOTrainer):
         return columns, mask_M
 
     def _normalised(self, advantages_M: torch.Tensor, ends_N: torch.Tensor) -> torch.Tensor:
-        """Advantages with mean 0 and variance 1 over all processes, where the options say so: by token or by answer.
-
-        ends_N: places of the answers' last tokens.
-        """
+        """Advantages with mean 0 and variance 1 over all processes if options say so, by token or answer (ends_N)."""
         if self.algorithm.options.whitens_advantages:
             mean, variance = self._moments(advantages_M)
             return ((advantages_M.double() - mean) / (variance + 1e-8) ** 0.5).to(advantages_M.dtype)

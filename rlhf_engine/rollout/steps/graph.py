@@ -57,11 +57,7 @@ class GraphStep(TransformersStep):
         *,
         required: bool,
     ) -> None:
-        """columns: blocks of the longest table. idle_block: a block of the cache that no row has.
-
-        required: a step that cannot be captured raises CaptureError; otherwise it is said in a warning and in `name`,
-        and the model's own forward goes on.
-        """
+        """Capture a step for tables of `columns` blocks; else the forward runs, or CaptureError if required."""
         super().__init__(backbone, cache)
         self._columns, self._idle_block = columns, idle_block
         self._capture: Capture | None = capture
@@ -208,10 +204,7 @@ def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], NextTokens], pool:
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture, and see that the allocator leaves it, too.
-
-    Where the end fails, torch 2.11 stays in the capture: no memory is given back then, and `empty_cache` dies.
-    """
+    """End a capture, and see that the allocator leaves it too: torch 2.11 stays in one that fails."""
     try:
         graph.capture_end()
     except RuntimeError:

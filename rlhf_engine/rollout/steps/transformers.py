@@ -46,10 +46,7 @@ class RolloutStep(ABC):
 
     @abstractmethod
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
-        """Put every row's last token into the cache at its length; its hidden states [N, H].
-
-        longest: no row has more tokens in the cache before.
-        """
+        """Put every row's last token into the cache at its length; its hidden states [N, H]."""
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         """n tokens more for every live row, one after another, without waiting for the device in between."""

@@ -69,12 +69,7 @@ def load_examples(
     vocabulary: int,
     group_column: str | None = None,
 ) -> list[RewardExample]:
-    """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
-
-    What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `data.load_rows` and
-    `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
-    vocabulary: number of the model's token ids.
-    """
+    """Tokenized rows of a source, of the objective's kind or with `auto` of its columns'; the tally counts others."""
     rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column)
     if objective == "auto" and all(_has_both(row) for row in rows):
         raise ConfigError(
@@ -103,10 +98,7 @@ def load_examples(
 
 
 def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenized, float]]:
-    """Rows, each with the number in its column `margin`, 0 for single answers and where no row has the column.
-
-    What is bad is counted in `tally`. Raises ConfigError for too many bad rows.
-    """
+    """Rows, each with the number in its column `margin`, 0 without one; ConfigError for too many bad rows."""
     has_column = any(row.row.columns.get("margin") is not None for row in rows)
     usable = []
     for row in rows:
@@ -120,10 +112,7 @@ def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenize
 
 
 def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Leave out pairs of the same answer twice, which teach no preference; what stays, and notes on what does not.
-
-    argument: option that names the source. examples: rows with `answers`. Raises ConfigError where nothing stays.
-    """
+    """Leave out pairs of the same answer twice; what stays, and notes on the rest. ConfigError if nothing stays."""
     different = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
     if not different:
         raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")

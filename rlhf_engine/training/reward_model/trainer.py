@@ -180,10 +180,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return super().saves_now() or self.state.best_step == self.state.step
 
     def end(self) -> dict[str, Any]:
-        """Write the best step's model into final/, and the result into the record; the result.
-
-        Afterwards `model` is the one that was written, unless it is in shares, and `state` that of the last step.
-        """
+        """Write the best step's model into final/, and the result into the record; `model` is then that one."""
         self.plot()
         self._load_best()
         write_final(self.output, lambda folder: write_reward_model(self.model, self.tokenizer, folder, self.config))
@@ -210,10 +207,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return packed_batch(rows, self.model.device)
 
     def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
-        """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
-
-        Each rank computes those of its share of the batches. Raises NonFiniteError for one that is not finite.
-        """
+        """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
         self.model.eval()
         size, world = self.config.per_device_eval_batch_size, self.world
         starts = range(0, len(examples), size)
@@ -239,10 +233,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return rewards
 
     def evaluate(self) -> dict[str, float | None]:
-        """Metrics of the held-out rows with 95 % intervals, see `reward_metrics`; None where a metric is undefined.
-
-        `eval/…` is of the rows that choose the best step, `test/…` of those that only report.
-        """
+        """Held-out metrics with 95 % intervals: `eval/…` of rows that choose the best step, `test/…` of others."""
         assert self.eval_set
         sets = {"eval": self.eval_set, "test": self.test_set}
         rewards = self.rewards([*self.eval_set, *self.test_set]).split([len(rows) for rows in sets.values()])
