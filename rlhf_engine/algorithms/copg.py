@@ -52,22 +52,7 @@ def copg_loss(
     n_pairs: float,
     beta: float,
 ) -> CopgOutputs:
-    """Loss with gradient g of a batch of pairs, whose answers are next to each other.
-
-    Args:
-        logprobs_M: [M], of the policy, with a gradient.
-        ref_logprobs_M: [M], of the reference.
-        scores_N: [N], r of each answer.
-        batch: N sequences.
-        n_pairs: the n of the whole minibatch, so that parts of it add up.
-        beta: β, 0 included.
-
-    Returns:
-        Loss and gaps.
-
-    Raises:
-        ValueError: a batch that is not made of pairs.
-    """
+    """Loss and gaps, with gradient g, of a batch of pairs whose answers are neighbours; ValueError for others."""
     if batch.n_sequences % 2:
         raise ValueError(f"batch: expected pairs of answers, got {batch.n_sequences} answers")
     regularised_N = scores_N - beta * sequence_sums(logprobs_M.detach() - ref_logprobs_M, batch)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -280,20 +279,12 @@ class AlgorithmOptions(Options):
         return self.loss_type or (*self.facts.loss_types, "")[0]
 
     def check_algorithm(self) -> None:
-        """Check that the options fit the algorithm.
-
-        Raises:
-            ConfigError: options that contradict the algorithm, or that are set and not read.
-        """
+        """Raise ConfigError for options that contradict the algorithm, or that are set and not read."""
         name = self.algorithm
         least = 1 if self.has_critic else 2
-        if self.generations < least:
-            raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
-        if self.generation_batch_size % self.generations:
-            raise ConfigError(
-                f"generation_batch_size: expected a multiple of num_generations ({self.generations}), "
-                f"got {self.generation_batch_size}"
-            )
+        self.require("num_generations", self.generations >= least, f"at least {least} for {name}")
+        is_multiple = self.generation_batch_size % self.generations == 0
+        self.require("generation_batch_size", is_multiple, f"a multiple of num_generations ({self.generations})")
         if self.units_per_step % self.mini_batches:
             of = "" if self.units_per_step == self.generation_batch_size else f", {self.units_per_step} to learn from"
             raise ConfigError(
@@ -301,30 +292,24 @@ class AlgorithmOptions(Options):
                 f"got {self.generation_batch_size}{of}"
             )
         known = self.facts.loss_types
-        if self.loss_type is not None and known and self.loss_type not in known:
-            raise ConfigError(f"loss_type: expected one of {', '.join(known)} for {name}, got {self.loss_type!r}")
-        if name == "reinforce" and self.beta > 1:
-            raise ConfigError(
-                f"beta: expected at most 1 for reinforce, which maximises (1-beta) reward - beta KL, got {self.beta}"
-            )
-        if name == "online_dpo" and self.beta == 0:
-            raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"cliprange": [0.2]}
-        if not 1 <= len(self.cliprange) <= 2 or min(self.cliprange) <= 0:
-            raise ConfigError(f"cliprange: expected one or two numbers > 0, got {self.cliprange}")
-        if self.kl_target is not None and self.beta == 0:
-            raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
+        is_known = self.loss_type is None or not known or self.loss_type in known
+        self.require("loss_type", is_known, f"one of {', '.join(known)} for {name}")
+        why = "at most 1 for reinforce, which maximises (1-beta) reward - beta KL"
+        self.require("beta", name != "reinforce" or self.beta <= 1, why)
+        why = "more than 0 for online_dpo, which divides or multiplies by it"
+        self.require("beta", name != "online_dpo" or self.beta > 0, why)
+        why = "more than 0 with kl_target, by whose error it is multiplied"
+        self.require("beta", self.kl_target is None or self.beta > 0, why)
+        is_range = 1 <= len(self.cliprange) <= 2 and min(self.cliprange) > 0
+        self.require("cliprange", is_range, "one or two numbers > 0")
+        is_above = self.delta is None or self.delta >= 1 + self.clip_high
+        self.require("delta", is_above, f"at least 1 + {self.clip_high:g}, the upper clip")
         readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}
-        if self.delta is not None and self.delta < 1 + self.clip_high:
-            raise ConfigError(f"delta: expected at least 1 + {self.clip_high:g}, the upper clip, got {self.delta}")
         if self.chosen_loss_type == "vanilla":
             readers["cliprange"] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS["cliprange"]))
         if self.kl_in == "loss":
             readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
         for option_name, (is_read, algorithms) in readers.items():
-            value = getattr(self, option_name)
-            if not is_read and value != defaults[option_name]:
-                raise ConfigError(
-                    f"{option_name}: expected it unset for {name}, which does not read it "
-                    f"({', '.join(algorithms)}), got {value!r}; a file may have it in a section of theirs"
-                )
+            if not is_read:
+                theirs = f"{', '.join(algorithms)}; a file may have it in a section of theirs"
+                self.require_unset([option_name], f"for {name}, which does not read it ({theirs})")

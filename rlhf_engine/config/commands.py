@@ -27,6 +27,7 @@ from rlhf_engine.config.run import (
     RunOptions,
     check_device,
     check_repository,
+    check_weights,
     not_empty,
 )
 from rlhf_engine.config.train import Method
@@ -78,25 +79,17 @@ class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.resume and self.out is None:
-            raise ConfigError("resume: expected it together with out, the file to go on with, got no out")
-        if self.min_completion_length > self.max_completion_length:
-            raise ConfigError(
-                f"min_completion_length: expected at most max_completion_length ({self.max_completion_length}), got "
-                f"{self.min_completion_length}"
-            )
-        if self.out is not None:
-            not_empty("out", self.out)
+        if self.out is None:
+            self.require_unset(["resume"], "without out, the file to go on with")
+        is_less = self.min_completion_length <= self.max_completion_length
+        most = f"at most max_completion_length ({self.max_completion_length})"
+        self.require("min_completion_length", is_less, most)
         self._check_prompts()
-        if self.reward_model_path is not None and self.best_of is None:
-            raise ConfigError("reward_model_path: expected it together with best_of, got no best_of")
-        if self.best_of is not None and (self.greedy or self.num_generations > 1):
-            other = "greedy" if self.greedy else f"num_generations {self.num_generations}"
-            raise ConfigError(f"best_of: expected it without greedy and num_generations, got {other}")
-        if self.greedy and self.num_generations > 1:
-            raise ConfigError(
-                f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
-            )
+        if self.best_of is None:
+            self.require_unset(["reward_model_path"], "without best_of")
+        else:
+            self.require_unset(("greedy", "num_generations"), "with best_of")
+        self.check_greedy(self.num_generations)
 
     @property
     def prompt_source(self) -> tuple[str, str]:
@@ -112,9 +105,6 @@ class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
             raise ConfigError("prompt: expected at least one prompt, a prompt_file or a dataset_name, got none of them")
         if len(given) > 1:
             raise ConfigError(f"{given[1]}: expected one of prompt, prompt_file and dataset_name, got {given}")
-        for name in ("prompt_file", "dataset_name"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
         if self.dataset_name is None and (self.system_prompt is not None or self.chat_template_kwargs):
             raise ConfigError(
                 "dataset_name: expected conversations for system_prompt and chat_template_kwargs, got none"
@@ -172,16 +162,16 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_prompts_kept()
-        for name in ("dataset_name", "output_dir", "against"):
-            not_empty(name, getattr(self, name))
-        for name in self.models:
-            not_empty("models", name)
-        if self.greedy and self.num_generations > 1:
-            raise ConfigError(
-                f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
-            )
-        self._check_rewards()
-        self._check_judge()
+        self.check_greedy(self.num_generations)
+        check_weights(self.reward_weights, self.sources)
+        if "reward_model" not in self.sources:
+            self.require_unset(["reward_model_path"], "without 'reward_model' among reward_funcs")
+        if not self.sources:
+            self.require("judge", self.judge != REWARD, "reward_funcs or a reward model for a judge by reward")
+        if not self.judge_is_server:
+            self.require_unset(("judge_model", "judge_template"), "without the address of a server as judge")
+        has_name = not self.judge_is_server or self.judge_model is not None
+        self.require("judge_model", has_name, "the name of the server's model")
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -197,24 +187,6 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
     def judge_is_server(self) -> bool:
         """Whether the judge is a server."""
         return self.judge is not None and self.judge.startswith(("http://", "https://"))
-
-    def _check_rewards(self) -> None:
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.sources):
-            raise ConfigError(
-                f"reward_weights: expected {len(self.sources)} numbers, one per reward source, got "
-                f"{len(self.reward_weights)}"
-            )
-        if self.reward_model_path is not None and "reward_model" not in self.sources:
-            raise ConfigError(f"reward_model_path: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
-
-    def _check_judge(self) -> None:
-        if self.judge == REWARD and not self.sources:
-            raise ConfigError("judge: expected reward_funcs or a reward model for a judge by reward, got neither")
-        for name in ("judge_model", "judge_template"):
-            if getattr(self, name) is not None and not self.judge_is_server:
-                raise ConfigError(f"{name}: expected the address of a server as judge, got {self.judge!r}")
-        if self.judge_is_server and self.judge_model is None:
-            raise ConfigError("judge_model: expected the name of the server's model, got none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,19 +228,12 @@ class PlanConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "lora_target_modules"):
-            not_empty(name, getattr(self, name))
-        if self.batch % self.num_generations:
-            raise ConfigError(
-                f"batch: expected a multiple of num_generations ({self.num_generations}), got {self.batch}"
-            )
-        if self.batch < self.processes * self.num_generations:
-            raise ConfigError(
-                f"batch: expected at least {self.processes * self.num_generations} with {self.processes} processes, a "
-                f"prompt of {self.num_generations} answers for each, got {self.batch}"
-            )
-        if self.budget_bytes <= 0:
-            raise ConfigError(f"gpu: expected more than nothing, got {self.gpu!r}")
+        not_empty("lora_target_modules", self.lora_target_modules)
+        n = self.num_generations
+        self.require("batch", self.batch % n == 0, f"a multiple of num_generations ({n})")
+        least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
+        self.require("batch", self.batch >= self.processes * n, least)
+        self.require("gpu", self.budget_bytes > 0, "more than nothing")
 
     @property
     def share(self) -> int:
@@ -317,18 +282,15 @@ class ExportConfig(Options):
         if self.to == "gguf":  # type: ignore[comparison-overlap]  # a format of before
             raise ConfigError(f"to: expected merged, peft or sequence_classification, got 'gguf'; {GGUF}")
         super().__post_init__()
-        for name in ("source", "output_dir", "role", "model_name_or_path"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
-        if self.license is not None and _LICENSE.fullmatch(self.license) is None:
-            raise ConfigError(f"license: expected a name such as apache-2.0, got {self.license!r}")
-        if self.base_model is not None and _NAME_OR_REVISION.fullmatch(self.base_model) is None:
-            raise ConfigError(f"base_model: expected owner/name or owner/name@revision, got {self.base_model!r}")
+        is_name = self.license is None or _LICENSE.fullmatch(self.license)
+        self.require("license", bool(is_name), "a name such as apache-2.0")
+        is_name = self.base_model is None or _NAME_OR_REVISION.fullmatch(self.base_model)
+        self.require("base_model", bool(is_name), "owner/name or owner/name@revision")
         check_repository(self.push_to_hub)
-        if self.private and self.push_to_hub is None:
-            raise ConfigError("private: expected it together with push_to_hub, got no push_to_hub")
-        if self.to == "peft" and self.dtype != "auto":
-            raise ConfigError(f"dtype: expected auto with peft, which copies the adapter as it is, got {self.dtype!r}")
+        if self.push_to_hub is None:
+            self.require_unset(["private"], "without push_to_hub")
+        if self.to == "peft":
+            self.require_unset(["dtype"], "with peft, which copies the adapter as it is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,12 +310,6 @@ class DemoConfig(RunOptions):
     )
     quick: bool = option(False, "a few steps only, to see that everything runs")
     json: bool = option(False, "print the summary as one JSON object")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_empty("output_dir", self.output_dir)
-        if self.start is not None:
-            not_empty("start", self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,16 +332,11 @@ class InitConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("output_dir", self.output_dir)
-        if self.model_name_or_path is not None:
-            not_empty("model_name_or_path", self.model_name_or_path)
-            if self.start not in OWN_MODEL:
-                raise ConfigError(
-                    f"model_name_or_path: expected it with {' or '.join(OWN_MODEL)}, got it with {self.start!r}, which "
-                    "makes a small model; the commands in its README take any"
-                )
-        elif self.start.startswith("recipe:"):
-            raise ConfigError(f"model_name_or_path: expected the base of {self.start!r}, got none")
+        if self.start not in OWN_MODEL:
+            why = f"with {self.start!r}, which makes a small model; the commands in its README take any"
+            self.require_unset(["model_name_or_path"], why)
+        is_given = self.model_name_or_path is not None or not self.start.startswith("recipe:")
+        self.require("model_name_or_path", is_given, f"the base of {self.start!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,13 +365,10 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_device(self.device)
-        for name in ("op", "model", "case", "isa", "json", "out"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
-        if self.model is not None and self.op != "rollout":
-            raise ConfigError(f"model: expected it with the op rollout, got op {self.op!r}")
-        if self.quick and self.full:
-            raise ConfigError("full: expected either quick or full, got both")
+        if self.op != "rollout":
+            self.require_unset(["model"], "without the op rollout")
+        if self.quick:
+            self.require_unset(["full"], "with quick")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,4 +384,3 @@ class ReportConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("run", self.run)
-        not_empty("out", self.out)

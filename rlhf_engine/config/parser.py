@@ -27,7 +27,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -141,25 +141,13 @@ def option(
 
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
-    """Make an `option` without a default.
-
-    Args:
-        help: line of `--help`.
-        switches: as of `option`.
-
-    Returns:
-        The field.
-    """
+    """Make an `option` without a default."""
     return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the config classes: type and bound checks, `to_dict`, `to_yaml`.
-
-    Raises:
-        ConfigError: an option of another type or out of its bounds, or options that contradict each other.
-    """
+    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination."""
 
     FIRST: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows; none: all."""
@@ -185,20 +173,23 @@ class Options:
                     kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
                     raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name.
+    def require(self, name: str, is_fine: bool, expected: str) -> None:
+        """Raise ConfigError, naming the option, what was expected and its value, unless that is fine."""
+        if not is_fine:
+            value = getattr(self, name)
+            raise ConfigError(f"{name}: expected {expected}, got {'none' if value is None else repr(value)}")
 
-        Returns:
-            Field name → value; lists are copies, and functions are `module:name`.
-        """
+    def require_unset(self, names: Iterable[str], why: str) -> None:
+        """Raise ConfigError for an option whose value is not the default."""
+        for name in names:
+            self.require(name, getattr(self, name) == _default(_fields(type(self))[name]), f"it unset {why}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name; functions are `module:name`."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """YAML of all options.
-
-        Returns:
-            Text that `--config` reads back to an equal config.
-        """
+        """YAML of all options, which `--config` reads back to an equal config."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
@@ -316,10 +307,12 @@ def _meant(name: str, hint: Any, value: Any) -> str:
 
 
 def _require_names(name: str, value: Any) -> None:
-    """Refuse strings that no file could be called, before anything looks for one of that name."""
+    """Refuse strings that no file could be called, before anything looks for one of that name, and empty ones."""
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
+        if not text:
+            raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
         try:
             os.stat(text)
         except ValueError as error:  # a null byte

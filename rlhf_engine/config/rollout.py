@@ -63,8 +63,11 @@ class SamplingOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(self.stop):
-            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
+        self.require("stop", all(self.stop), "texts that are not empty")
+
+    def check_greedy(self, n: int) -> None:
+        """Raise ConfigError for several greedy answers to a prompt."""
+        self.require("num_generations", not self.greedy or n == 1, "1 with greedy, where all answers are the same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +94,11 @@ class RolloutOptions(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        engine = {field.name for field in dataclasses.fields(EngineConfig)}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            foreign = field.name in engine if self.vllm_servers else field.name.startswith("vllm_")
-            if foreign and value != field.default:
-                without = "" if self.vllm_servers else "out"
-                raise ConfigError(f"{field.name}: expected it unset with{without} vllm_server_base_url, got {value!r}")
-        if not all(self.vllm_servers):
-            raise ConfigError(
-                "vllm_server_base_url: expected addresses separated by single commas, got "
-                f"{self.vllm_server_base_url!r}"
-            )
+        if self.vllm_servers:
+            self.require_unset([f.name for f in dataclasses.fields(EngineConfig)], "with vllm_server_base_url")
+        else:
+            self.require_unset(["vllm_adapter_dir"], "without vllm_server_base_url")
+        self.require("vllm_server_base_url", all(self.vllm_servers), "addresses separated by single commas")
 
     @property
     def vllm_servers(self) -> list[str]:
@@ -176,36 +172,24 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         return "sequence_truncate" if whole_answers else "token_truncate"
 
     def check_async(self) -> None:
-        """Check that the options fit each other.
-
-        Raises:
-            ConfigError: options that contradict each other, or that are set and not read.
-        """
-        if self.async_mode not in ("off", "blocks") and self.max_staleness == 0:
-            raise ConfigError(
-                f"max_staleness: expected at least 1 with async {self.async_mode!r}, where a batch is drawn before the "
-                "updates on the one before it are done, got 0"
-            )
+        """Raise ConfigError for options that contradict each other, or that are set and not read."""
+        self.require(
+            "max_staleness",
+            self.async_mode in ("off", "blocks") or self.max_staleness > 0,
+            f"at least 1 with async {self.async_mode!r}, where a batch is drawn before the updates on the one before "
+            "it are done",
+        )
         readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("blocks", "replay", "overlap", "ray")}
         for name, modes in {**readers, "ray_generators": ("ray",)}.items():
-            value, default = getattr(self, name), _DEFAULTS[name]
-            if self.async_mode not in modes and value != default:
-                raise ConfigError(f"{name}: expected it unset without async {' or '.join(modes)}, got {value!r}")
-        if self.async_mode == "ray" and self.async_policy == "in_flight":
-            raise ConfigError(
-                "async_policy: expected 'fixed' or 'newest' with async 'ray', where a policy goes to generators before "
-                "they begin, got 'in_flight'"
-            )
+            if self.async_mode not in modes:
+                self.require_unset([name], f"without async {' or '.join(modes)}")
         self._check_correction()
-        if self.vllm_servers and self.async_mode == "ray":
-            raise ConfigError(
-                "vllm_server_base_url: expected it unset with async 'ray', whose generators draw by themselves"
-            )
-        if self.vllm_servers and self.async_policy == "in_flight":
-            raise ConfigError(
-                "async_policy: expected 'fixed' or 'newest' with vllm_server_base_url, whose answers are of the policy "
-                "that they were begun with, got 'in_flight'"
-            )
+        if self.async_mode == "ray":
+            self.require_unset(["vllm_server_base_url"], "with async 'ray', whose generators draw by themselves")
+        if self.async_mode == "ray" or self.vllm_servers:
+            why = "whose answers are of the policy that they were begun with"
+            where = f"with async 'ray' or vllm_server_base_url, {why}"
+            self.require("async_policy", self.async_policy != "in_flight", f"'fixed' or 'newest' {where}")
 
     def _check_correction(self) -> None:
         """Check the correction of answers that an older policy or a server drew."""
@@ -218,12 +202,6 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
             expected = f"one of {', '.join(possible)} for {kind}"
             unset = "it unset where every step draws its own answers (async, vllm_server_base_url)"
             raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
-        truncates = (chosen or (*possible, "none")[0]).endswith("truncate") or (weighed and chosen != "none")
-        if not truncates and self.off_policy_clip_max != _DEFAULTS["off_policy_clip_max"]:
-            raise ConfigError(
-                "off_policy_clip_max: expected it unset without off_policy_correction token_truncate or "
-                f"sequence_truncate, got {self.off_policy_clip_max}"
-            )
-
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(AsyncOptions)}
+        if not (chosen or (*possible, "none")[0]).endswith("truncate") and not (weighed and chosen != "none"):
+            why = "without off_policy_correction token_truncate or sequence_truncate"
+            self.require_unset(["off_policy_clip_max"], why)

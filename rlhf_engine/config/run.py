@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +61,6 @@ class ModelOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("model_name_or_path", self.model_name_or_path)
         check_device(self.device)
 
 
@@ -85,22 +85,13 @@ class RowOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_bad_rows > 1 and not self.max_bad_rows.is_integer():
-            raise ConfigError(
-                f"max_bad_rows: expected a share below 1 or a whole number of rows, got {self.max_bad_rows:g}"
-            )
+        is_fine = self.max_bad_rows <= 1 or self.max_bad_rows.is_integer()
+        self.require("max_bad_rows", is_fine, "a share below 1 or a whole number of rows")
 
     def check_prompts_kept(self) -> None:
-        """Check that the truncation keeps the last tokens of prompts.
-
-        Raises:
-            ConfigError: `truncation` is `keep_start`.
-        """
-        if self.truncation == "keep_start":
-            raise ConfigError(
-                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
-                "answered, got 'keep_start'"
-            )
+        """Raise ConfigError for a truncation that cuts the last tokens of prompts."""
+        why = "error, drop or keep_end for prompts, whose last tokens are what is to be answered"
+        self.require("truncation", self.truncation != "keep_start", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +99,6 @@ class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.dataset_name:
-            raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,16 +184,11 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("output_dir", self.output_dir)
         check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
-        if self.optim == "adafactor" and self.adam_epsilon != 1e-8:
-            raise ConfigError(
-                f"adam_epsilon: expected it unset with optim adafactor, which does not read it, got {self.adam_epsilon}"
-            )
-        unknown = [name for name in self.report_to if name not in TRACKERS]
-        if unknown:
-            raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")
+        if self.optim == "adafactor":
+            self.require_unset(["adam_epsilon"], "with optim adafactor, which does not read it")
+        self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +202,8 @@ class HeldOutOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = self.eval_dataset_name
-        if isinstance(value, str):
-            not_empty("eval_dataset_name", value)
-            if re.fullmatch(r"[\d.]+", value):
-                object.__setattr__(self, "eval_dataset_name", float(value))
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
+            object.__setattr__(self, "eval_dataset_name", float(value))
         if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise ConfigError(f"eval_dataset_name: expected a source or a share between 0 and 1, got {value!r}")
 
@@ -235,9 +214,15 @@ class HeldOutOptions(Options):
 
 
 def not_empty(name: str, value: str | list[Any]) -> None:
-    """Raise ConfigError, naming the option, for an empty text, an empty list or a list with an empty text."""
-    if not value or (isinstance(value, list) and not all(value)):
+    """Raise ConfigError, naming the option, for an empty list."""
+    if not value:
         raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
+
+
+def check_weights(weights: list[float] | None, sources: Sequence[Any]) -> None:
+    """Raise ConfigError for weights that are not one for each reward source."""
+    if weights is not None and len(weights) != len(sources):
+        raise ConfigError(f"reward_weights: expected {len(sources)} numbers, one per reward source, got {len(weights)}")
 
 
 def check_repository(name: str | None) -> None:

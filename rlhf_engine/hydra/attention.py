@@ -175,15 +175,7 @@ bench/results/nvidia-h200/share.json has copies alone."""
 
 
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether sequences may go on from a prompt that they share.
-
-    They need tokens at hand, and a kernel of `attention` (on a GPU in exact mode or by name) or FlexAttention.
-
-    Args:
-        tokens_T: [T], of the sequences.
-        dtype: of the backbone.
-        head_size: least size of its heads.
-    """
+    """Whether sequences of tokens_T may go on from a prompt that they share: a kernel or FlexAttention has to serve."""
     if not eager(tokens_T):
         return False
     device_type = tokens_T.device.type

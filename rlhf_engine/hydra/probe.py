@@ -182,12 +182,7 @@ def _move_by_one_unit(module: nn.Module, arguments: object, out: torch.Tensor) -
 
 @torch.no_grad()
 def check(backbone: Backbone, own: OwnStates) -> tuple[int, int, int]:
-    """Raise UnsupportedModelError for a backbone that the engine would get wrong; see the module.
-
-    Returns:
-        Width of the hidden states. Bytes of one token's keys and values in all layers. Width of a head in the cache,
-        the least of all layers.
-    """
+    """Raise UnsupportedModelError for a backbone that is not served; its widths of states, cached tokens and heads."""
     cache = KVCache(blocks=len(own.tokens))
     modes = [(module, module.training) for module in backbone.modules()]
     with refusing(backbone.model, "its forward on packed rows"):

@@ -137,14 +137,7 @@ class Path:
 
 
 def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared: bool = False) -> Attend | None:
-    """Return the function that serves such a layer; None where SDPA or the op `attention` does.
-
-    Args:
-        query: [1, H, T, D].
-        value: [1, K, T, E].
-        rule: of the layer's scores.
-        shared: whether sequences go on from a prompt that they share.
-    """
+    """The function that serves such a layer, `shared` prompts included; None where SDPA or the op `attention` does."""
     if not _may_serve(query.device.type, query.dtype):
         return None
     layer = Layer(
@@ -161,13 +154,7 @@ def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared:
 
 
 def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `choose` finds who serves layers of sequences that share prompts.
-
-    Args:
-        device_type: type of the device of the tensors.
-        dtype: of queries, keys and values.
-        head_size: least size of a head of a query or of a value.
-    """
+    """Whether `choose` finds who serves layers of such heads, of sequences that share prompts."""
     return _may_serve(device_type, dtype) and head_size >= _FLEX_HEAD
 
 

@@ -30,19 +30,7 @@ from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_t
 def build_answer_model(
     config: GenerateConfig | EvaluateConfig, adapters: Mapping[str, str | None], *, reward_for: str | None = None
 ) -> HydraModel:
-    """Build the policies of a command, each a slot of the base.
-
-    Args:
-        config: options that name the base, the reward model, dtype and device.
-        adapters: role → PEFT folder of its adapter, or None for the base alone.
-        reward_for: option that wants a role `reward`, for messages; None: there is no such role.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: folders that cannot serve.
-    """
+    """Build the policies of a command, each a slot of the base, and a role `reward` for the option that wants one."""
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)
     roles = {role: RoleSpec(slot=role if folder else OFF) for role, folder in adapters.items()}
     slots = {role: peft_io.read_slot_config(folder) for role, folder in adapters.items() if folder}

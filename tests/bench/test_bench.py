@@ -383,7 +383,7 @@ def test_wrong_requests_are_refused_in_one_line(tmp_path, capsys):
         (["gae", "--dtype", "fp8"], "dtype: expected one of 'bf16', 'fp16', 'fp32', got 'fp8'"),
         (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),
-        (["gae", "--quick", "--full"], "expected either quick or full, got both"),
+        (["gae", "--quick", "--full"], "full: expected it unset with quick"),
         (["gae", "--out", f"{tmp_path}/file/below"], "expected paths that can be written"),
         (["gae", "--quik"], "unknown option --quik; did you mean --quick"),
     ):

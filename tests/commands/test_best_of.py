@@ -96,9 +96,9 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--reward_model_path", "x"], "reward_model_path: expected it together with best_of, got no best_of"),
-        (["--best_of", "4", "--greedy"], "best_of: expected it without greedy and num_generations, got greedy"),
-        (["--best_of", "4", "--num_generations", "2"], "got num_generations 2"),
+        (["--reward_model_path", "x"], "reward_model_path: expected it unset without best_of"),
+        (["--best_of", "4", "--greedy"], "greedy: expected it unset with best_of"),
+        (["--best_of", "4", "--num_generations", "2"], "num_generations: expected it unset with best_of, got 2"),
         (["--best_of", "1"], "best_of: expected an integer or none >= 2, got 1"),
         (
             ["--best_of", "4", "--reward_model_path", "x"],

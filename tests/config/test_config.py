@@ -309,7 +309,10 @@ def test_help_shows_what_is_used_most_with_an_example(capsys, cls):
         (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--max_grad_norm", "-1"], r"max_grad_norm: expected a number or none >= 0, got -1\.0"),
         (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
-        (["--reward_model_path", "x", "--reward_funcs", "a:b"], r"reward_model_path: expected 'reward_model' among"),
+        (
+            ["--reward_model_path", "x", "--reward_funcs", "a:b"],
+            r"reward_model_path: expected it unset without 'reward_model'",
+        ),
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
         (["--warmup_steps", "101"], r"warmup_steps: expected at most max_steps \(100\), got 101"),
         (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),

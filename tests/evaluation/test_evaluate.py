@@ -401,7 +401,7 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
         ({"judge": "reward", "reward_funcs": []}, "judge: expected reward_funcs or a reward model"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected 1 numbers"),
         ({"greedy": True}, "num_generations: expected 1 with greedy"),
-        ({"judge_model": "m"}, "judge_model: expected the address of a server as judge"),
+        ({"judge_model": "m"}, "judge_model: expected it unset without the address of a server as judge"),
     ],
 )  # fmt: skip
 def test_bad_requests(place, tmp_path, given, message):

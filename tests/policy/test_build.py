@@ -235,16 +235,19 @@ def test_contradictory_options():
         ),
         (
             {"method": "dynamic_lora_ppo", "reward_funcs": ["m:f"]},
-            "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the rew",
+            "method: expected another than dynamic_lora_ppo, whose second backbone is the reward model's, without",
         ),
-        ({"critic_init": "reward", "reward_funcs": ["m:f"]}, "critic_init: expected 'reward_model' among reward_funcs"),
+        (
+            {"critic_init": "reward", "reward_funcs": ["m:f"]},
+            "critic_init: expected another start without 'reward_model'",
+        ),
         (
             {"critic_init": "actor", "method": "dynamic_lora_ppo"},
             "critic_init: expected 'base' or 'reward' for dynamic",
         ),
         (
             {"reward_model_path": "b", "reward_funcs": ["m:f"]},
-            "reward_model_path: expected 'reward_model' among reward_funcs",
+            "reward_model_path: expected it unset without 'reward_model'",
         ),
         ({"method": "hydra"}, r"method: expected one of .*full_ppo.*hydra_ppo.*got 'hydra'"),
     ]:

@@ -617,8 +617,8 @@ def test_contradictory_options(tmp_path):
     for options, message in [
         ({"eval_dataset_name": 1.0}, "eval_dataset_name: expected a source or a share between 0 and 1, got 1.0"),
         ({"eval_dataset_name": "0"}, "eval_dataset_name: expected a source or a share between 0 and 1, got '0'"),
-        ({"group_column": "c"}, "group_column: expected it with a share as eval_dataset_name, .* got 'c' without"),
-        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name, got"),
+        ({"group_column": "c"}, "group_column: expected it unset without a share as eval_dataset_name, .* got 'c'"),
+        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it unset without eval_dataset_name"),
         ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),

@@ -143,5 +143,5 @@ def test_weights_of_both_corrections_multiply():
 def test_what_does_not_go_together(model, server, tmp_path):
     with pytest.raises(ConfigError, match="vllm_server_base_url: expected it unset with async 'ray'"):
         config(model, tmp_path, server, async_mode="ray")
-    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with vllm_server_base_url"):
+    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with async 'ray' or vllm"):
         config(model, tmp_path, server, async_policy="in_flight")
