@@ -34,10 +34,8 @@ class Server(NamedTuple):
     key_variable: str  # of the environment, with the server's key: a flag would be kept in the run record
 
 
-PAUSES = (0.25, 1.0)
-"""Seconds before a request is sent again, once for each."""
-MOST_BYTES = 1 << 26
-"""The longest body that is read. A token with its log-probs takes less than 300 bytes."""
+PAUSES = (0.25, 1.0)  # seconds before a request is sent again, once for each
+MOST_BYTES = 1 << 26  # the longest body that is read. A token with its log-probs takes less than 300 bytes.
 _PASSING = (502, 503, 504)  # statuses of a server, or of what stands in front of it, that may be up in a moment
 
 

@@ -37,10 +37,8 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
 class CopgOutputs(NamedTuple):
     """Loss and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d, of which the gradient is g; its value means nothing"""
-    gap_P: torch.Tensor
-    """R_a − R_b [P], without a gradient"""
+    loss: torch.Tensor  # 0-d, of which the gradient is g; its value means nothing
+    gap_P: torch.Tensor  # R_a − R_b [P], without a gradient
 
 
 def copg_loss(

@@ -37,12 +37,9 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
 class DpoOutputs(NamedTuple):
     """Loss and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d"""
-    chosen_P: torch.Tensor
-    """β (log π(w) − log π_ref(w)), the implicit reward [P], without a gradient"""
-    rejected_P: torch.Tensor
-    """the same of l"""
+    loss: torch.Tensor  # 0-d
+    chosen_P: torch.Tensor  # β (log π(w) − log π_ref(w)), the implicit reward [P], without a gradient
+    rejected_P: torch.Tensor  # the same of l
 
 
 def dpo_loss(

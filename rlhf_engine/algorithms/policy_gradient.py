@@ -74,17 +74,14 @@ def k3(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
 class GradientLoss(NamedTuple):
     """The policy-gradient loss, and the KL term where the loss has one."""
 
-    loss: torch.Tensor
-    """0-d, their sum"""
-    kl: torch.Tensor | None
-    """0-d, (1/n) Σ k3 without a gradient"""
+    loss: torch.Tensor  # 0-d, their sum
+    kl: torch.Tensor | None  # 0-d, (1/n) Σ k3 without a gradient
 
 
 class PolicyGradient(LogprobAlgorithm):
     """L with the advantages that a derived algorithm makes, and the KL to the reference times `kl_coef`."""
 
-    divide_by_own_length = False
-    """A departure of ReMax's released code, see above."""
+    divide_by_own_length = False  # a departure of ReMax's released code, see above
     kl_coef = 0.0
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> GradientLoss:

@@ -42,12 +42,9 @@ def leave_one_out(returns_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tens
 class SequenceLoss(NamedTuple):
     """A loss of ratios of whole answers."""
 
-    loss: torch.Tensor
-    """0-d"""
-    ratio_N: torch.Tensor
-    """ρ [N], without a gradient"""
-    clipped_N: torch.Tensor
-    """bool [N], whether the clip decided"""
+    loss: torch.Tensor  # 0-d
+    ratio_N: torch.Tensor  # ρ [N], without a gradient
+    clipped_N: torch.Tensor  # bool [N], whether the clip decided
 
 
 def proximal_loss(

@@ -28,8 +28,7 @@ class Template:
 
     readme: str  # name of the README's template
     files: Mapping[str, str] = field(default_factory=dict)  # file → its template
-    commands: tuple[str, ...]
-    """Commands, in their order. Braces name what `_values` gives."""
+    commands: tuple[str, ...]  # commands, in their order. Braces name what `_values` gives.
 
 
 STARTS = {

@@ -63,9 +63,6 @@ def split_by_group(rows: Sequence[R], *, share: float, seed: int = 0, argument: 
     return Split(*parts)
 
 
-# ---- order and packing -----------------------------------------------------------------------------------------------
-
-
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """Order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)

@@ -186,9 +186,6 @@ def _with_shorter_prompt(
     return None
 
 
-# ---- chat templates --------------------------------------------------------------------------------------------------
-
-
 def _template(
     tokenizer: PreTrainedTokenizerBase, row: Row, messages: Sequence[Message], *, opens_answer: bool = False
 ) -> str:

@@ -24,8 +24,7 @@ from rlhf_engine.errors import RankError
 
 T = TypeVar("T")
 
-SECONDS = 1800.0
-"""Seconds that a process waits for the others before it gives the run up."""
+SECONDS = 1800.0  # seconds that a process waits for the others before it gives the run up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +58,6 @@ class World:
     def is_main(self) -> bool:
         """Whether this rank writes what a run leaves behind."""
         return self.rank == 0
-
-    # ---- exchanges -------------------------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
         """Small plain values of all ranks, in their order, on every rank."""

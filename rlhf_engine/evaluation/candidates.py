@@ -106,9 +106,6 @@ def _short_name(place: str) -> str:
     return parts[-1].removesuffix(suffix) if parts else place
 
 
-# ---- answers and verdicts on disk ------------------------------------------------------------------------------------
-
-
 class Answer(NamedTuple):
     """One answer of one candidate."""
 

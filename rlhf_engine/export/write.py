@@ -31,8 +31,7 @@ from rlhf_engine.manifest import check_model, write_manifest
 from rlhf_engine.runs.folder import MODEL_CONFIG, RECORD_FILE, find_model
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 
-_PREFERRED = ("actor", "sft", "reward")
-"""Roles that are exported where none is named, the first that the source has."""
+_PREFERRED = ("actor", "sft", "reward")  # roles that are exported where none is named, the first that the source has
 _QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit")
 """Options by which a run loads its base quantised, and those of before."""
 

@@ -59,8 +59,7 @@ class Worker:
         self._in_flight, self._score = in_flight, score
         self._held: Snapshot | None = None
         self.stop, self.hurry = threading.Event(), threading.Event()
-        self.beat = time.monotonic()
-        """Time at which it was last seen at work."""
+        self.beat = time.monotonic()  # time at which it was last seen at work
 
     def __call__(self, item: WorkItem) -> Rollout:
         """The answers of a work item. Raises StoppedError after `stop`, and what drawing raises."""

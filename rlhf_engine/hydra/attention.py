@@ -46,10 +46,8 @@ from rlhf_engine.hydra.varlen import ScoreRule, Sequences
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
-_WINDOW_BLOCK = 1024
-"""Queries per SDPA call of a sequence that is longer than twice its window (and than twice this)."""
-_PLAIN_BLOCK = 512
-"""Queries whose scores exist at a time in plain torch."""
+_WINDOW_BLOCK = 1024  # queries per SDPA call of a sequence that is longer than twice its window (and than twice this)
+_PLAIN_BLOCK = 512  # queries whose scores exist at a time in plain torch
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "cache_position", "return_dict", "output_router_logits", "logits_to_keep"}
 )
@@ -60,8 +58,7 @@ _WITHOUT_EFFECT = frozenset(
 class Bucket:
     """Sequences that share one SDPA call."""
 
-    length: int
-    """Length they are padded to."""
+    length: int  # length they are padded to
     n_sequences: int
 
 
@@ -71,8 +68,7 @@ class Grid:
 
     rows: torch.Tensor
     """int64 [places], the row of each place; a place of padding repeats the first row of its sequence."""
-    places: torch.Tensor
-    """int64 [T], the place of each row."""
+    places: torch.Tensor  # int64 [T], the place of each row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +79,7 @@ class PackedPlan:
     device: torch.device
     parents: tuple[int, ...] | None = None
     """Parent of each sequence, whose keys come before its own, by its number; −1: none. None: no sequence has one."""
-    new: NewTokens | None = None
-    """Place where keys and values are kept for decoding (prefill); None: nowhere."""
+    new: NewTokens | None = None  # place where keys and values are kept for decoding (prefill); None: nowhere
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
@@ -113,16 +108,11 @@ Linears = dict[tuple[object, gate.SlotTable], DecodeLinear]
 class DecodePlan:
     """One new token per row against the cache."""
 
-    new: NewTokens
-    """Place of each row's new token; its position is the number of tokens before it."""
-    max_length: int
-    """Longest row including the new token, known on the host."""
-    lengths_N: torch.Tensor
-    """int64 [N], tokens of each row with the new one."""
-    table_NB: torch.Tensor
-    """int64 [N, B], the blocks of each row."""
-    linears: Linears
-    """Linears that layers have prepared; the steps of one generation share them."""
+    new: NewTokens  # place of each row's new token; its position is the number of tokens before it
+    max_length: int  # longest row including the new token, known on the host
+    lengths_N: torch.Tensor  # int64 [N], tokens of each row with the new one
+    table_NB: torch.Tensor  # int64 [N, B], the blocks of each row
+    linears: Linears  # linears that layers have prepared; the steps of one generation share them
 
 
 AttentionPlan = PackedPlan | DecodePlan

@@ -45,14 +45,11 @@ from rlhf_engine.hydra.probe import base_model, give_own_configs, undone_on_erro
 class LmHead:
     """Output embedding of the model, as the vocabulary kernels need it."""
 
-    weight: torch.Tensor
-    """[V, H]"""
-    bias: torch.Tensor | None
-    """[V] or None"""
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V] or None
     softcap: float | None
     logit_scale: float | None
-    lora: HeadLora | None = None
-    """Addition of the slot that the head is looked up for."""
+    lora: HeadLora | None = None  # addition of the slot that the head is looked up for
 
 
 class Backbone(nn.Module):
@@ -72,17 +69,14 @@ class Backbone(nn.Module):
         self.model = model
         self.frozen = frozen
         self.quantized = is_quantised(model)
-        self.sharded = False
-        """Whether this process holds a share of every tensor only, see `sharding`."""
+        self.sharded = False  # whether this process holds a share of every tensor only, see `sharding`
         self.in_turn: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
         """Runs a call where each is one of all processes, with blocks that are gathered for it; None elsewhere."""
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
-        self._slots: dict[str, AdapterSlot] = {}
-        """The same, for calls."""
-        self.source: str | None = None
-        """Folder that the base was loaded from, where heads may lie beside it."""
+        self._slots: dict[str, AdapterSlot] = {}  # the same, for calls
+        self.source: str | None = None  # folder that the base was loaded from, where heads may lie beside it
         self._hash: str | None = None
         self._decoder_hash: str | None = None
         first, second = probe.TRIES
@@ -97,8 +91,7 @@ class Backbone(nn.Module):
         give_own_configs(model)
         loading.keep_differentiable(model)
         model.requires_grad_(not self.frozen)
-        self.base_path = path_of(base_model(model), model)
-        """Name of the decoder in the model."""
+        self.base_path = path_of(base_model(model), model)  # name of the decoder in the model
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         own = probe.own_states(model, first_token)
@@ -401,8 +394,7 @@ def _blocks_prefix(model: PreTrainedModel) -> str:
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
-_COUNTS = "get_seq_length"
-"""Method of transformers' caches that attention counts by."""
+_COUNTS = "get_seq_length"  # method of transformers' caches that attention counts by
 
 
 class PastOfRows:

@@ -24,14 +24,10 @@ _POSITION_BITS = 24
 class SharedRows:
     """Rows of a batch in which a prompt of several sequences stands once, followed by their completions."""
 
-    rows: torch.Tensor
-    """int64 [R], the row of the batch that each of the R ≤ T rows is."""
-    places_T: torch.Tensor
-    """int64 [T], the place of each row of the batch among the R."""
-    lengths: tuple[int, ...]
-    """Rows of each part: a shared prompt, a completion of one, or a whole sequence."""
-    parents: tuple[int, ...]
-    """Number of the prompt that each part goes on from; −1: none."""
+    rows: torch.Tensor  # int64 [R], the row of the batch that each of the R ≤ T rows is
+    places_T: torch.Tensor  # int64 [T], the place of each row of the batch among the R
+    lengths: tuple[int, ...]  # rows of each part: a shared prompt, a completion of one, or a whole sequence
+    parents: tuple[int, ...]  # number of the prompt that each part goes on from; −1: none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from rlhf_engine.hydra.eager import is_eager
 
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
 """Errors of a trial with a class that wants attributes or arguments of its own."""
-_ROTARY = "apply_rotary_pos_emb"
-"""Name of the function that turns queries and keys, in the modelling files."""
+_ROTARY = "apply_rotary_pos_emb"  # name of the function that turns queries and keys, in the modelling files
 
 
 def fuse_llama_ops(model: nn.Module) -> int:
@@ -55,8 +54,7 @@ def fuse_llama_ops(model: nn.Module) -> int:
     return fused
 
 
-_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}
-"""Fused subclass of each class met so far, or None."""
+_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}  # fused subclass of each class met so far, or None
 
 
 def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -99,9 +97,6 @@ def _backend(op: str, *tensors: Tensor) -> str | None:
         return None
     backend = registry.resolve(op, "auto", x, x.shape[-1:] or None)
     return None if backend == "reference" else backend
-
-
-# ---- recognising a class and giving it another forward ---------------------------------------------------------------
 
 
 def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:

@@ -30,18 +30,15 @@ from rlhf_engine.hydra.attention import DecodePlan, Linears
 
 _ROUTER = "Router"
 """End of the class names of routers: linears whose forward returns routes beside their product or in its place."""
-_QUANTISED = ("Linear4bit", "Linear8bitLt")
-"""bitsandbytes' linears, by name: the package is optional."""
+_QUANTISED = ("Linear4bit", "Linear8bitLt")  # bitsandbytes' linears, by name: the package is optional
 
 
 class GatedLayer:
     """The place of a linear in the model, and its shape."""
 
     def __init__(self, path: str, stream: int, in_features: int, out_features: int) -> None:
-        self.path = path
-        """Name of the linear in the model."""
-        self.stream = stream
-        """Number that keeps the dropout masks of two layers apart."""
+        self.path = path  # name of the linear in the model
+        self.stream = stream  # number that keeps the dropout masks of two layers apart
         self.in_features = in_features
         self.out_features = out_features
 

@@ -40,8 +40,7 @@ _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Their configs carry is_decoder=False, and they are decoders all the same."""
 
 
-_CHUNKED = "chunked_attention"
-"""Kind of a layer whose queries see their own chunk of the sequence, up to themselves."""
+_CHUNKED = "chunked_attention"  # kind of a layer whose queries see their own chunk of the sequence, up to themselves
 
 
 _OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)

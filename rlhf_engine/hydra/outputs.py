@@ -366,14 +366,10 @@ class PolicyLoss:
 class LogprobLossOutputs(NamedTuple):
     """A loss of log-probs, and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d, the loss less the entropy bonus"""
-    logprob: torch.Tensor
-    """fp32 [M], without a gradient"""
-    entropy: torch.Tensor
-    """fp32 [M], nats, without a gradient"""
-    result: Any
-    """result of the loss function"""
+    loss: torch.Tensor  # 0-d, the loss less the entropy bonus
+    logprob: torch.Tensor  # fp32 [M], without a gradient
+    entropy: torch.Tensor  # fp32 [M], nats, without a gradient
+    result: Any  # result of the loss function
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -508,14 +504,10 @@ class LmLoss:
 class PairwiseOutputs(NamedTuple):
     """Bradley-Terry loss and how well it ranks."""
 
-    loss: torch.Tensor
-    """0-d: (−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom"""
-    n_correct: torch.Tensor
-    """0-d: pairs with r_w > r_l"""
-    sum_margin: torch.Tensor
-    """0-d: Σ (r_w − r_l)"""
-    n_tied: torch.Tensor
-    """0-d: pairs with r_w = r_l"""
+    loss: torch.Tensor  # 0-d: (−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom
+    n_correct: torch.Tensor  # 0-d: pairs with r_w > r_l
+    sum_margin: torch.Tensor  # 0-d: Σ (r_w − r_l)
+    n_tied: torch.Tensor  # 0-d: pairs with r_w = r_l
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -574,14 +566,10 @@ class PairwiseRewardLoss:
 class PointwiseOutputs(NamedTuple):
     """Cross-entropy of single answers' labels, and how well the sign of the reward tells them apart."""
 
-    loss: torch.Tensor
-    """0-d: −Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom"""
-    n_correct: torch.Tensor
-    """0-d: answers with r > 0 and label 1, or r < 0 and label 0"""
-    sum_margin: torch.Tensor
-    """0-d: Σ (2 p − 1) r, the reward in the direction of the label"""
-    n_tied: torch.Tensor
-    """0-d: answers with r = 0"""
+    loss: torch.Tensor  # 0-d: −Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom
+    n_correct: torch.Tensor  # 0-d: answers with r > 0 and label 1, or r < 0 and label 0
+    sum_margin: torch.Tensor  # 0-d: Σ (2 p − 1) r, the reward in the direction of the label
+    n_tied: torch.Tensor  # 0-d: answers with r = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

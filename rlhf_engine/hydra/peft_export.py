@@ -39,8 +39,7 @@ from rlhf_engine.hydra.probe import base_model
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone
 
-_EXACT = (torch.float32, torch.float64)
-"""dtypes of weights that a LoRA may be added to without being rounded away."""
+_EXACT = (torch.float32, torch.float64)  # dtypes of weights that a LoRA may be added to without being rounded away
 _loaded_back: dict[tuple[Any, ...], list[str]] = {}
 """Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are."""
 

@@ -57,11 +57,9 @@ SCORE_MODULES = ("score", "classifier")
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
-_COPY = ".base_layer.weight"
-"""End of the name of a linear's own weight. PEFT saves it beside a LoRA on the LM head."""
+_COPY = ".base_layer.weight"  # end of the name of a linear's own weight. PEFT saves it beside a LoRA on the LM head.
 
-PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""name of the linear → (A [r, in], B [out, r])"""
+PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name of the linear → (A [r, in], B [out, r])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

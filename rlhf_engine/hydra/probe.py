@@ -85,13 +85,10 @@ def give_own_configs(model: nn.Module) -> None:
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-_LENGTHS = (5, 8)
-"""Tokens of the two sequences in the packed row; the decoding step adds one to each."""
-TRIES = (1, 20)
-"""First tokens of the first and the second try."""
+_LENGTHS = (5, 8)  # tokens of the two sequences in the packed row; the decoding step adds one to each
+TRIES = (1, 20)  # first tokens of the first and the second try
 _TIMES_ROUNDING = 8.0
-_WORDS = 4096
-"""Rows of the head whose logits are made at a time."""
+_WORDS = 4096  # rows of the head whose logits are made at a time
 _FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of a model's code that cannot run on packed rows of tokens."""
 
@@ -104,12 +101,10 @@ class DifferentNumbers(UnsupportedModelError):
 class OwnStates:
     """Hidden states of a model's own forward for the probe's sequences, each alone."""
 
-    tokens: tuple[torch.Tensor, ...]
-    """int64 [length + 1] each."""
+    tokens: tuple[torch.Tensor, ...]  # int64 [length + 1] each
     hidden: tuple[torch.Tensor, ...] | None
     """[length + 1, H] each; None of a fake model, which has no numbers to compare."""
-    rounding: float
-    """Median relative change of a row when embeddings move by one unit in the last place."""
+    rounding: float  # median relative change of a row when embeddings move by one unit in the last place
 
 
 def refusal(

@@ -54,8 +54,7 @@ class ShardedBase:
         mesh = DeviceMesh.from_group(group, (device or model.device).type)
         self._group, self._backbones = group, backbones
         self._is_whole = self._is_in_step = False
-        self._failed: BaseException | None = None
-        """What has ended a call that the other processes are in the middle of."""
+        self._failed: BaseException | None = None  # what has ended a call that the other processes are in the middle of
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         shard: Callable[..., FSDPModule] = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         self._blocks: list[FSDPModule] = []
@@ -105,8 +104,6 @@ class ShardedBase:
                 module.set_reshard_after_forward(True, recurse=False)
             for module in modules:
                 module.reshard()
-
-    # ---- in step ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def in_step(self, world: World) -> Iterator[None]:

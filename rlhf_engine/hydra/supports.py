@@ -26,12 +26,10 @@ from torch.nn import functional as F
 class Supports:
     """Words that each of M tokens was drawn among."""
 
-    words: torch.Tensor
-    """int32 [S], the ids or the bits of every token, one after another."""
+    words: torch.Tensor  # int32 [S], the ids or the bits of every token, one after another
     offsets: torch.Tensor
     """int64 [M+1] on the host, where each token's numbers begin. None of them: all words; W: bits; fewer: ids."""
-    vocabulary: int
-    """V, number of words."""
+    vocabulary: int  # V, number of words
 
     def __post_init__(self) -> None:
         if self.words.dtype != torch.int32 or self.words.dim() != 1:

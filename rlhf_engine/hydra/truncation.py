@@ -35,8 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_engine.hydra.backbone import LmHead, head_logits
 from rlhf_engine.hydra.supports import Supports
 
-OUTSIDE = -1e30
-"""Logit of a word outside of a support: its probability is 0, and 0 times its log is a number."""
+OUTSIDE = -1e30  # logit of a word outside of a support: its probability is 0, and 0 times its log is a number
 
 Results = tuple[torch.Tensor, ...]
 
@@ -44,10 +43,8 @@ Results = tuple[torch.Tensor, ...]
 class Reader(NamedTuple):
     """Hidden states and the head that reads them."""
 
-    hidden: torch.Tensor
-    """[M, H], floating"""
-    head: LmHead
-    """LM head"""
+    hidden: torch.Tensor  # [M, H], floating
+    head: LmHead  # LM head
 
     def logits(self, rows: slice = slice(None)) -> torch.Tensor:
         """Logits before the temperature: fp32 [m, V], or fp64 with an fp64 head, for some rows."""

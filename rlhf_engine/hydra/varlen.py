@@ -40,10 +40,8 @@ from rlhf_kernels.runtime import registry
 from rlhf_engine.devices import is_gpu
 
 _HALF = (torch.bfloat16, torch.float16)
-_BLOCK = 128
-"""Rows of FlexAttention's blocks; its own default."""
-_FLEX_HEAD = 16
-"""Least head size that FlexAttention compiles for a GPU."""
+_BLOCK = 128  # rows of FlexAttention's blocks; its own default
+_FLEX_HEAD = 16  # least head size that FlexAttention compiles for a GPU
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "ScoreRule"], torch.Tensor]
 """query [T, H, D], key [T, K, D], value [T, K, E], where sequences lie, the layer's scores → [T, H, E]."""
 
@@ -52,12 +50,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "Score
 class ScoreRule:
     """Rule by which a layer turns queries and keys into attention scores."""
 
-    scaling: float | None
-    """None: 1 / √D."""
-    window: int | None
-    """Keys that a query sees, itself included; None: all before it."""
-    softcap: float | None
-    """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
+    scaling: float | None  # none: 1 / √D
+    window: int | None  # keys that a query sees, itself included; None: all before it
+    softcap: float | None  # scores ↦ softcap · tanh(scores / softcap); None: as they are
     sinks: torch.Tensor | None
     """[H], a logit of each query head that joins the softmax's denominator and has no value; None: none."""
 
@@ -122,8 +117,7 @@ class Layer:
     windowed: bool
     softcapped: bool
     sinks: bool
-    shared: bool
-    """Whether sequences go on from a prompt that they share."""
+    shared: bool  # whether sequences go on from a prompt that they share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,8 +345,7 @@ def _flex(layer: Layer) -> str | None:
     return None
 
 
-_VARIANTS = 64
-"""Most variants of FlexAttention, and of its masks, that are compiled."""
+_VARIANTS = 64  # most variants of FlexAttention, and of its masks, that are compiled
 
 
 @functools.cache

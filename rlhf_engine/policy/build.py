@@ -31,8 +31,7 @@ from rlhf_engine.hydra.sharding import ShardedBase
 
 BEHAVIOUR = "behaviour"
 """Role and slot that draw answers beside the learner: a copy of the actor's slot, which the learner does not touch."""
-PAST = "past"
-"""Role and slot of the policy that drew the answers of a step."""
+PAST = "past"  # role and slot of the policy that drew the answers of a step
 
 
 def slot_config(config: TrainingOptions) -> SlotConfig:

@@ -22,10 +22,8 @@ from rlhf_engine.hydra.loading import require_bitsandbytes
 from rlhf_engine.hydra.shares import cut, join, own_share
 
 HALF = (torch.bfloat16, torch.float16)
-BLOCK = 256
-"""Numbers that share a scale in 8-bit moments."""
-MIN_8BIT_SIZE = 4096
-"""Parameters with fewer elements keep float32 moments."""
+BLOCK = 256  # numbers that share a scale in 8-bit moments
+MIN_8BIT_SIZE = 4096  # parameters with fewer elements keep float32 moments
 
 
 def has_8bit_moments(optim: Optim) -> bool:
@@ -253,8 +251,7 @@ class AdamW:
             stepped.data = fields["master"].to(p.device, copy=True)
 
 
-_TABLES = ("qmap1", "qmap2")
-"""Tables of bitsandbytes beside a parameter's state: the same constants for all parameters."""
+_TABLES = ("qmap1", "qmap2")  # tables of bitsandbytes beside a parameter's state: the same constants for all parameters
 
 
 def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -310,8 +307,7 @@ class RoleOptimizer:
         self.groups: dict[str, dict[str, nn.Parameter]] = {}
         self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
         """Shares that this rank steps, and the parameters of which they are."""
-        self._gathered: dict[str, torch.Tensor] | None = None
-        """Tensors that `state_tensors` returns within `whole`."""
+        self._gathered: dict[str, torch.Tensor] | None = None  # tensors that `state_tensors` returns within `whole`
         taken: set[int] = set()
         for role in learning_rates:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}

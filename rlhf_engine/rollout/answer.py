@@ -84,8 +84,7 @@ class AnswerSession:
             truncation=config.truncation,
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        self.report = tally
-        """Report on the rows of prompts."""
+        self.report = tally  # report on the rows of prompts
         shown = [
             row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them
             for row, text in zip(prompts.rows, prompts.prompts, strict=True)
@@ -94,8 +93,7 @@ class AnswerSession:
         self._out = None
         if config.out is not None:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
-        self.done = set() if self._out is None else self._out.done
-        """Places of answers that `out` held already."""
+        self.done = set() if self._out is None else self._out.done  # places of answers that `out` held already
         adapters = {"actor": config.adapter}
         self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))

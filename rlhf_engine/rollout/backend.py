@@ -78,15 +78,10 @@ class LocalRollouts:
         """Nothing has gone elsewhere."""
 
 
-# ---- build -----------------------------------------------------------------------------------------------------------
-
-
-ADAPTER_FOLDER = "vllm"
-"""Sub-folder of output_dir that adapters are written to unless another folder is asked for."""
+ADAPTER_FOLDER = "vllm"  # sub-folder of output_dir that adapters are written to unless another folder is asked for
 SERVER_SECONDS, SLOWEST = 240.0, 10.0
 """Seconds within which the whole of an answer has to have come, and tokens for each of which there is one more."""
-_CANARIES = 4
-"""Prompts that are scored on both sides after every sync."""
+_CANARIES = 4  # prompts that are scored on both sides after every sync
 
 
 @dataclass(frozen=True, kw_only=True)

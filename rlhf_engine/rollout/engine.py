@@ -55,10 +55,8 @@ class _Prefix:
     """A prompt that several requests share, for as long as some of them wait."""
 
     blocks: list[int]
-    waiting: int
-    """Requests that have not been admitted yet."""
-    hidden: torch.Tensor | None = None
-    """[H], of the last token, once the prompt is in the cache."""
+    waiting: int  # requests that have not been admitted yet
+    hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
 
 
 class _New(NamedTuple):
@@ -70,10 +68,8 @@ class Admitted(NamedTuple):
     """Rows that start together."""
 
     rows: list[AnswerRow]
-    new: list[_New]
-    """Prompts among theirs that are not in the cache yet."""
-    copies: list[tuple[int, int]]
-    """Blocks to copy once the prompts are in the cache: (from, to)."""
+    new: list[_New]  # prompts among theirs that are not in the cache yet
+    copies: list[tuple[int, int]]  # blocks to copy once the prompts are in the cache: (from, to)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -188,8 +184,7 @@ def _blocks_of_each(rows: Sequence[AnswerRow]) -> list[int]:
     return [row.blocks_needed + int(counts[row.prefix] > 1 and len(row.prompt) % BLOCK > 0) for row in rows]
 
 
-_BURST = 8
-"""Tokens between two looks at what a device has drawn."""
+_BURST = 8  # tokens between two looks at what a device has drawn
 
 
 @dataclass(frozen=True, kw_only=True)

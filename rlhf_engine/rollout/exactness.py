@@ -83,9 +83,6 @@ class _Found:
 _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
 
 
-# ---- what a backbone is made of --------------------------------------------------------------------------------------
-
-
 def _differs(backbone: Backbone) -> str | None:
     """First module whose rows may depend on each other; None where every one is of a kind that is known."""
     if backbone.quantized:
@@ -154,9 +151,6 @@ def _names(module: nn.Module) -> Iterator[str]:
             yield name
             if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
                 waiting.append(called)
-
-
-# ---- the trial -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

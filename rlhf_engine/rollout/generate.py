@@ -123,11 +123,7 @@ def collect(
     )
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-_DRAWN_AGAIN = 16
-"""Answers that are drawn once more, each alone."""
+_DRAWN_AGAIN = 16  # answers that are drawn once more, each alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +131,11 @@ class RolloutCheck:
     """A rollout beside the training forward at the same weights."""
 
     tokens: int
-    mean: float
-    """Mean |log-prob of the rollout − log-prob of the training forward| per token."""
+    mean: float  # mean |log-prob of the rollout − log-prob of the training forward| per token
     largest: float
-    beyond_one_percent: float
-    """Share of tokens whose probability ratio is more than 1 % from 1."""
-    drawn_again: int
-    """Answers drawn once more, each alone."""
-    diverged: int
-    """Answers of these that got another token somewhere: rounding depends on what rows are batched with."""
+    beyond_one_percent: float  # share of tokens whose probability ratio is more than 1 % from 1
+    drawn_again: int  # answers drawn once more, each alone
+    diverged: int  # answers of these that got another token somewhere: rounding depends on what rows are batched with
 
 
 def check_rollout(

@@ -218,9 +218,6 @@ class TrainingProgress:
             self._live.stop()
 
 
-# ---- the end of a run ------------------------------------------------------------------------------------------------
-
-
 _SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 _SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))  # Windows has two of them
 _SHOW_CURSOR = b"\x1b[?25h"

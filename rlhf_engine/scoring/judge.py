@@ -36,8 +36,7 @@ from typing import IO, Any
 
 # What only some judges need is imported by these: the process of an answer starts sooner.
 
-_LONGEST = 2**26
-"""Bytes of a message between the tests and the answer."""
+_LONGEST = 2**26  # bytes of a message between the tests and the answer
 _TAG = r"</?(?:think|answer)>"
 _BLOCK = rf"\s*(?!{_TAG})\S(?:(?!{_TAG}).)*"
 _THOUGHTS_AND_ANSWER = rf"\s*<think>{_BLOCK}</think>\s*<answer>{_BLOCK}</answer>\s*"

@@ -28,12 +28,9 @@ REWARD_MODEL = "reward_model"
 class ScoredAnswers:
     """Scores of N answers."""
 
-    totals: list[float | None]
-    """[N], what is to be maximised; None leaves the answer out."""
-    sources: dict[str, list[float | None]]
-    """Rewards [N] by source, unweighted and without penalties."""
-    logged: dict[str, list[float]]
-    """Values that reward functions logged of these answers, by metric."""
+    totals: list[float | None]  # [N], what is to be maximised; None leaves the answer out
+    sources: dict[str, list[float | None]]  # rewards [N] by source, unweighted and without penalties
+    logged: dict[str, list[float]]  # values that reward functions logged of these answers, by metric
 
 
 class AnswerScorer:

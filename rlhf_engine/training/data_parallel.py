@@ -108,9 +108,6 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
                 )
 
 
-# ---- updates ---------------------------------------------------------------------------------------------------------
-
-
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     """Add up the gradients of a minibatch's shares; a parameter without one on any rank stays without."""
     if world.size == 1:

@@ -29,16 +29,11 @@ _SAMPLES = 4  # prompts whose answers go into the report
 class Answers:
     """Answers with what they scored, for samples and evaluation."""
 
-    prompts: list[str]
-    """Prompts as text."""
-    completions: list[str]
-    """Answers as text."""
-    scores: list[float | None]
-    """Score of each answer; None for one without."""
-    rollout: Rollout
-    """The answers as tokens."""
-    logged: dict[str, list[float]]
-    """Values that reward functions logged, by metric."""
+    prompts: list[str]  # prompts as text
+    completions: list[str]  # answers as text
+    scores: list[float | None]  # score of each answer; None for one without
+    rollout: Rollout  # the answers as tokens
+    logged: dict[str, list[float]]  # values that reward functions logged, by metric
 
 
 class Evaluator:
@@ -119,8 +114,6 @@ class Evaluator:
         answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
         scores: dict[str, Sequence[float | None]] = {**answers.logged, "reward": answers.scores}
         return scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
-
-    # ---- samples ---------------------------------------------------------------------------------------------------
 
     def forget_samples_from(self, step: int) -> None:
         """Drop the samples that an earlier process has noted of a step and later ones."""

@@ -108,8 +108,6 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation = Evaluator(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
         """Answers of the policy as it is now, their scores and KL."""
 
-    # ---- around the loop -------------------------------------------------------------------------------------------
-
     def resources(self) -> contextlib.AbstractContextManager[object]:
         """Backend that draws answers, closed at the end of the run."""
         return contextlib.closing(self.rollouts)
@@ -161,8 +159,6 @@ class RlTrainer(Run[TrainerState]):
         """Whether every step is done and the final model is written."""
         return self._is_last() and (self.output / FINAL_FOLDER).is_dir()
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
     def save(self, past: PastState | None = None) -> Path:
         """Write a checkpoint of the current step on the main rank, `past` None: as it is now; its folder."""
         if not self.world.is_main:
@@ -186,8 +182,6 @@ class RlTrainer(Run[TrainerState]):
     def next_prompts(self) -> PromptBatch:
         """Choose the prompts of the next step that this rank draws answers to, one per answer."""
         return self._prompts.own(self._prompts.prompts(self.state.step))
-
-    # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
         """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
@@ -234,8 +228,6 @@ class RlTrainer(Run[TrainerState]):
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
         }
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _note_progress(self) -> None:
         """Let reward functions know how many steps are done."""

@@ -34,29 +34,22 @@ from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
-REWARD_SECONDS = 1800.0
-"""Seconds after which a call of a reward function is given up."""
+REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlInputs:
     """Everything that an RL run reads, apart from its model."""
 
-    resume: Path | None
-    """Checkpoint that the run goes on from."""
-    resumed_step: int
-    """Steps done by then."""
-    total_steps: int
-    """Steps of the whole run."""
+    resume: Path | None  # checkpoint that the run goes on from
+    resumed_step: int  # steps done by then
+    total_steps: int  # steps of the whole run
     tokenizer: PreTrainedTokenizerBase
     scorer: AnswerScorer
     train_set: PromptSet
-    eval_set: PromptSet | None
-    """Held-out prompts."""
-    reports: dict[str, Tally]
-    """Report on the rows of each source, by the option that names it."""
-    server: RolloutServer | None
-    """Server that draws answers; None where this process does."""
+    eval_set: PromptSet | None  # held-out prompts
+    reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
+    server: RolloutServer | None  # server that draws answers; None where this process does
 
     def all_prompts(self) -> list[list[int]]:
         """Token ids of every prompt that answers will be drawn to."""

@@ -131,8 +131,7 @@ def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
     return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
 
 
-OnStep = Callable[[int, dict[str, Any]], None]
-"""Called with the number of steps done and the step's metrics."""
+OnStep = Callable[[int, dict[str, Any]], None]  # called with the number of steps done and the step's metrics
 
 
 class Run(ABC, Generic[State]):
@@ -142,21 +141,15 @@ class Run(ABC, Generic[State]):
     output: Path
     policy: Policy[State]
     total_steps: int
-    reports: dict[str, Tally]
-    """Rows read, left out and cut, by the option that names their source."""
+    reports: dict[str, Tally]  # rows read, left out and cut, by the option that names their source
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Makes the block of `whole_base`."""
-    _saved_step: int | None = None
-    """Step of the newest checkpoint that this process has written."""
-    _record: dict[str, Any] | None = None
-    """Contents of run.json for a run that has begun."""
-    _page: LivePage | None = None
-    """Page of a run that goes on, on the main rank."""
-    title: str
-    """Title of the progress that is shown."""
-    shown: Mapping[str, str] = TrainingProgress.SHOWN
-    """Metrics of the progress that is shown, and their labels."""
+    _saved_step: int | None = None  # step of the newest checkpoint that this process has written
+    _record: dict[str, Any] | None = None  # contents of run.json for a run that has begun
+    _page: LivePage | None = None  # page of a run that goes on, on the main rank
+    title: str  # title of the progress that is shown
+    shown: Mapping[str, str] = TrainingProgress.SHOWN  # metrics of the progress that is shown, and their labels
 
     @property
     def model(self) -> HydraModel:
@@ -420,10 +413,8 @@ class SupervisedRun(Run[State]):
 
     config: SupervisedOptions
     rows: Sequence[Any]
-    start: State
-    """Counters of a run that begins."""
-    resume: Path | None
-    """Checkpoint to go on from; None: begin."""
+    start: State  # counters of a run that begins
+    resume: Path | None  # checkpoint to go on from; None: begin
 
     def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
         """Find everything that can be wrong with the request; RankError is such an error on another rank."""

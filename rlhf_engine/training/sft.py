@@ -71,22 +71,17 @@ from rlhf_engine.training.reward_model.model import pairwise_loss
 from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
-CONFIGS = ("config.json", "adapter_config.json")
-"""Files of which a model's or an adapter's folder has one."""
+CONFIGS = ("config.json", "adapter_config.json")  # files of which a model's or an adapter's folder has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """One tokenized row."""
 
-    prompt: list[int]
-    """Token ids of the prompt."""
-    chosen: list[int]
-    """Token ids of the answer, of a pair the better one."""
-    rejected: list[int] | None
-    """Token ids of the worse answer; None for rows without a pair."""
-    margin: float = 0.0
-    """Difference of rewards that a pair is to exceed."""
+    prompt: list[int]  # token ids of the prompt
+    chosen: list[int]  # token ids of the answer, of a pair the better one
+    rejected: list[int] | None  # token ids of the worse answer; None for rows without a pair
+    margin: float = 0.0  # difference of rewards that a pair is to exceed
 
     @property
     def answers(self) -> list[list[int]]:
@@ -190,12 +185,9 @@ def sft_loss(
 class SftState:
     """Counters of a run."""
 
-    step: int
-    """Optimizer steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
-    rows: str
-    """A digest of the rows."""
+    step: int  # optimizer steps done
+    seed: int  # seed that every random number of the run is a function of
+    rows: str  # A digest of the rows
     rows_per_step: int | None = None
     """Rows of a step, by which the place in the data is found again; None in older checkpoints."""
 

@@ -31,12 +31,9 @@ class Schedule:
     """Epochs, minibatches and limits of an update over its answers."""
 
     num_epochs: int
-    num_mini_batches: int
-    """Optimizer steps per epoch."""
-    micro_batch_size: int
-    """Most answers per forward and backward."""
-    max_tokens: int | None = None
-    """Most tokens per forward and backward, prompts included; None for any number."""
+    num_mini_batches: int  # optimizer steps per epoch
+    micro_batch_size: int  # most answers per forward and backward
+    max_tokens: int | None = None  # most tokens per forward and backward, prompts included; None for any number
     max_mismatch: float | None = None
     """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
 
@@ -44,10 +41,8 @@ class Schedule:
 class StepPlan(NamedTuple):
     """Calls of the model by one process in a minibatch."""
 
-    calls: int
-    """Micro-batches."""
-    joint: bool
-    """Whether the terms of every micro-batch share a backbone forward."""
+    calls: int  # micro-batches
+    joint: bool  # whether the terms of every micro-batch share a backbone forward
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,11 @@ from trl import GRPOTrainer  # noqa: E402
 from trl.chat_template_utils import parse_response  # noqa: E402
 
 _REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-REWARD_MODEL = "reward_model"
-"""The learned reward among `reward_funcs`."""
-ACTOR, CRITIC = "default", "critic"
-"""PEFT's names of the adapters."""
+REWARD_MODEL = "reward_model"  # the learned reward among `reward_funcs`
+ACTOR, CRITIC = "default", "critic"  # PEFT's names of the adapters
 _EPS = 1e-4  # constant that RLOOTrainer adds to the deviation of advantages
-REFERENCE = "reference"
-"""Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
-REWARD_ROLE = "reward"
-"""Role that `reward_model` stands for."""
+REFERENCE = "reference"  # slot of the adapter that a run started from, which is nobody's but the HydraModel's
+REWARD_ROLE = "reward"  # role that `reward_model` stands for
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),

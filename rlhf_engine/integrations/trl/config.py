@@ -95,8 +95,7 @@ OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "clipran
 
 ALSO_DEFAULT = {"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
 """Other ways to write a default."""
-Checks = dict[str, tuple[bool, str]]
-"""Option → (whether it can be served, what is expected)."""
+Checks = dict[str, tuple[bool, str]]  # option → (whether it can be served, what is expected)
 
 
 def _option(default: Any, text: str) -> Any:

@@ -30,12 +30,9 @@ Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], No
 """Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WARM_UP = 3
-"""Eager steps before a capture."""
-WORTH = 32
-"""Tokens that are left to sample at least, for a capture to pay."""
-_IDLE_SHARE = 4
-"""A graph also serves fewer rows, down to one in so many of its places."""
+WARM_UP = 3  # eager steps before a capture
+WORTH = 32  # tokens that are left to sample at least, for a capture to pay
+_IDLE_SHARE = 4  # A graph also serves fewer rows, down to one in so many of its places
 
 
 class CaptureError(EngineError):

@@ -45,16 +45,13 @@ _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest error of a hidden state in the trial, relative to what the layers add to the embedding; figures in
 docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs time only."""
-_LATEST = 2**16
-"""Positions up to which the trial looks at a late one."""
+_LATEST = 2**16  # positions up to which the trial looks at a late one
 _TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
 _LONG_PROMPT = 320
 """Tokens of a prompt beyond which transformers' forward is faster, measured on 41 M parameters; the figures are in
 docs/decisions."""
-_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}
-"""Tokens of shorter prompts together, the same."""
-_ROWS = 512
-"""Most prompt tokens of one call of the kernel."""
+_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}  # tokens of shorter prompts together, the same
+_ROWS = 512  # most prompt tokens of one call of the kernel
 
 
 class NativeStep(RolloutStep):
@@ -144,8 +141,7 @@ class _Found:
     """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
-    exact: bool
-    """Whether it was tried in exact mode, where the two ways have to agree to the bit."""
+    exact: bool  # whether it was tried in exact mode, where the two ways have to agree to the bit
     decoder: Decoder | None
     reason: str | None
 

@@ -57,8 +57,7 @@ from rlhf_engine.rollout.request import (
 )
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
-CONNECTIONS = 256
-"""Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
+CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
 _LOOK_SECONDS = 0.2  # seconds between two looks at whether the run has stopped
 _PARTING_SECONDS = 10.0  # longest wait for a server at a run's end, where it may be what has ended the run
@@ -238,8 +237,7 @@ class VllmRollouts:
         self.folder = folder.resolve()
         self.server_folder = str(self.folder) if server_folder is None else server_folder.rstrip("/")
         self.policy_version: int | None = None
-        self.name = ""
-        """Adapter that is drawn from."""
+        self.name = ""  # adapter that is drawn from
         self._unchecked: dict[int, tuple[str, list[Completion]]] = {}
         """Name and answers to the canary prompts, by version, of what is compared later."""
         self._stuck: set[str] = set()

@@ -91,8 +91,6 @@ class VllmClient:
         self.url, self.timeout = base_url, timeout
         self._http = Transport(base_url, VLLM, timeout=timeout)
 
-    # ---- endpoints -------------------------------------------------------------------------------------------------
-
     def health(self) -> None:
         """Raise RolloutServerError unless a server is up at the address."""
         status, body = self._http.exchange("GET", "/health", again=True)
@@ -161,9 +159,6 @@ class VllmClient:
         if not isinstance(answer, dict):
             raise self._http.error(f"expected a JSON object from {path}, got {_short(answer)}")
         return answer
-
-
-# ---- what answers say ------------------------------------------------------------------------------------------------
 
 
 class _Unusable(ValueError):

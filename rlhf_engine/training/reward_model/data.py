@@ -42,14 +42,10 @@ class RewardExample:
     """One tokenized row."""
 
     prompt: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
-    """chosen and rejected, or one answer; each ends with the end-of-sequence token."""
-    label: bool | None
-    """None for a pair."""
-    group: str
-    """Rows of one group stay on one side of a split."""
-    margin: float = 0.0
-    """Difference of rewards that a pair is to exceed."""
+    answers: tuple[tuple[int, ...], ...]  # chosen and rejected, or one answer; each ends with the end-of-sequence token
+    label: bool | None  # none for a pair
+    group: str  # rows of one group stay on one side of a split
+    margin: float = 0.0  # difference of rewards that a pair is to exceed
 
     @property
     def tokens(self) -> int:

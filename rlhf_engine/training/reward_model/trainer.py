@@ -57,24 +57,19 @@ from rlhf_engine.training.run import SupervisedRun
 class RewardState:
     """Counters of a run."""
 
-    step: int
-    """Optimizer steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
+    step: int  # optimizer steps done
+    seed: int  # seed that every random number of the run is a function of
     best_step: int | None = None
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
-    best_metric: float | None = None
-    """Value of `metric_for_best_model` at `best_step`."""
+    best_metric: float | None = None  # value of `metric_for_best_model` at `best_step`
     metric_for_best_model: str | None = None
     """Name of the metric that `best_step` is the best by; None in checkpoints written before it was recorded."""
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
-    rows_per_step: int | None = None
-    """Rows of a step, by which the place in the data is found again; None likewise."""
+    rows_per_step: int | None = None  # rows of a step, by which the place in the data is found again; None likewise
 
 
-_GROUPS_TO_REPORT = 200
-"""Held-out groups of a share from which on half of them choose the best step and half report it."""
+_GROUPS_TO_REPORT = 200  # held-out groups of a share from which on half of them choose the best step and half report it
 
 
 class RewardTrainer(SupervisedRun[RewardState]):
@@ -102,10 +97,8 @@ class RewardTrainer(SupervisedRun[RewardState]):
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        self.reports: dict[str, Tally] = {}
-        """Report on the rows of each source, by the option that names it."""
-        self.same: list[str] = []
-        """Notes on pairs of the same answer twice, which were left out."""
+        self.reports: dict[str, Tally] = {}  # report on the rows of each source, by the option that names it
+        self.same: list[str] = []  # notes on pairs of the same answer twice, which were left out
         self.rows, self.eval_set, self.test_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -127,8 +120,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         if resume is not None:
             self._check_same_run(resume, start)
         begin_kernels(resume)
-        self.notes = self._notes()
-        """Notes for the user before the run starts, one sentence each."""
+        self.notes = self._notes()  # notes for the user before the run starts, one sentence each
         model = build_reward_model(config)
         model.trained_heads.add("reward")  # by this run
         self.total_steps = self.count_steps()
