@@ -139,10 +139,7 @@ def _reason(error: Exception, name: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = " (HF_HUB_OFFLINE)" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else ""
         wanted = f"a folder, or a model in the Hub's cache, without a network{offline}"
-        return f"expected {wanted}, got {name!r}; {_by_hand(name)}"
+        owner_name, _, revision = name.partition("@")
+        by_hand = f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"
+        return f"expected {wanted}, got {name!r}; {by_hand}"
     return f"{name!r} could not be fetched: {' '.join(str(error).split())}"
-
-
-def _by_hand(name: str) -> str:
-    owner_name, _, revision = name.partition("@")
-    return f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"

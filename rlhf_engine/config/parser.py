@@ -22,6 +22,7 @@ import errno
 import inspect
 import itertools
 import json
+import operator
 import os
 import re
 import sys
@@ -169,7 +170,7 @@ class Options:
             if type(value) is int and not {"le", "lt"} & set(bounds):
                 bounds["le"] = _LARGEST_INT
             for bound, limit in bounds.items():
-                if value is not None and not _holds(value, bound, limit):
+                if value is not None and not getattr(operator, bound)(value, limit):
                     kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
                     raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")
 
@@ -321,10 +322,6 @@ def _require_names(name: str, value: Any) -> None:
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 shown = text if len(text) <= 60 else f"{text[:59]}…"
                 raise ConfigError(f"{name}: expected a path, got {shown!r}: {error.strerror}") from error
-
-
-def _holds(value: float, bound: str, limit: float) -> bool:
-    return {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
 
 
 # ---- flags -------------------------------------------------------------------------------------------------

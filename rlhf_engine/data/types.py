@@ -200,7 +200,9 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
         parts = split_prompt(texts["chosen"], texts["rejected"])
         texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
     for name, text in texts.items():
-        _same_form(texts["prompt"], text, name)
+        if isinstance(texts["prompt"], str) != isinstance(text, str):
+            form = "a string" if isinstance(texts["prompt"], str) else "messages"
+            raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
         _check_speaker(text, name)
     fields: dict[str, Any] = {
         **texts,
@@ -307,12 +309,6 @@ def require_unicode(text: str, name: str) -> str:
             half = f"half a surrogate pair at place {error.start}"
             raise RowError(f"Unicode text in column {name!r}", half) from error
     return text
-
-
-def _same_form(prompt: Text, text: Text, name: str) -> None:
-    if isinstance(prompt, str) != isinstance(text, str):
-        form = "a string" if isinstance(prompt, str) else "messages"
-        raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
 
 
 def _check_speaker(text: Text, name: str) -> None:

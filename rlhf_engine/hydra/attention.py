@@ -227,7 +227,8 @@ def packed_attention(
     plan = call.attention
     longest = plan.max_length
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux") if _is_per_head(kwargs.get("s_aux"), query) else None
+    sinks = kwargs.get("s_aux")
+    sinks = kwargs.pop("s_aux") if isinstance(sinks, torch.Tensor) and sinks.shape == query.shape[1:2] else None
     if call.windows is not None:
         call.windows.append(window)
     _refuse_unserved(kwargs, attention_mask, dropout)
@@ -398,10 +399,6 @@ def _decode(
         sinks=rule.sinks,
     )
     return out[None, :, :, : value.shape[3]]
-
-
-def _is_per_head(value: Any, query: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == query.shape[1:2]
 
 
 def _layer_index(module: nn.Module) -> int:

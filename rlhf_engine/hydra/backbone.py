@@ -420,19 +420,14 @@ def give_positions(blocks: Iterable[nn.Module]) -> int:
     given = 0
     for block in blocks:
         for module in block.modules():
-            if _counts_positions(module):
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code is not None and _COUNTS in code.co_names:  # its forward looks up how many tokens a cache holds
                 # not of the block: gradient checkpointing takes caches from blocks
                 names = inspect.signature(type(module).forward).parameters
                 keyword = "cache" if "cache" in names else "past_key_values"  # of transformers before 5.24
                 module.register_forward_pre_hook(functools.partial(_with_past, keyword), with_kwargs=True)
                 given += 1
     return given
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Whether a module's own forward looks up how many tokens a cache holds."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and _COUNTS in code.co_names
 
 
 def _with_past(

@@ -172,13 +172,10 @@ def _activation_kind(module: nn.Module) -> str | None:
         given = x.clone()
         try:
             y = cls.forward(module, given)
-            return next((kind for kind in KINDS if torch.equal(given, x) and _is_near(y, x, kind)), None)
+            near = (kind for kind in KINDS if (y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
+            return next(near, None) if torch.equal(given, x) else None
         except _FAILURES:
             return None
-
-
-def _is_near(y: Tensor, x: Tensor, kind: str) -> bool:
-    return bool((y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
 
 
 _ACTIVATIONS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}

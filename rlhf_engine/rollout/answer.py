@@ -118,7 +118,11 @@ class AnswerSession:
             for prompt in [tuple(prompts.ids[i // config.num_generations])]
             for j in range(self._each)
         ]
-        self._engine = self._make_engine() if self._requests else None
+        self._engine = None
+        if self._requests:
+            self._engine = RolloutEngine(
+                self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text
+            )
         self._answers: list[Answer] = []
         self._groups: dict[int, list[Answer]] = {}
         self._rows_left = len(self._places)
@@ -173,9 +177,6 @@ class AnswerSession:
         answers = [replace(answer, index=i) for i, answer in enumerate(self._answers)]
         rollout = collect(requests, answers, self.model.device, stats=self.stats)
         return check_rollout(self.model, rollout, requests, self._sampling, options=self._options)
-
-    def _make_engine(self) -> RolloutEngine:
-        return RolloutEngine(self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text)
 
     def _best_rows(self, groups: list[list[Answer]]) -> list[dict[str, Any]]:
         """The answer of each group that the reward likes best, the first drawn among equals."""

@@ -238,9 +238,10 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
     commit = commit if "commit" in commit else {}
+    hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     facts = {
         "started": record.get("started"),
-        "command": " ".join(_shareable_command(record)),
+        "command": " ".join("…" if word in hidden else shareable(word) for word in map(str, record.get("command", []))),
         "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
@@ -269,12 +270,6 @@ def shareable(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return _PLACE.sub("…/", _ADDRESS.sub(r"\1://…", value))
-
-
-def _shareable_command(record: Mapping[str, Any]) -> list[str]:
-    hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
-    words = [str(word) for word in record.get("command", [])]
-    return ["…" if word in hidden else shareable(word) for word in words]
 
 
 # ---- templates and the comparison of runs ----------------------------------------------------------------------------

@@ -255,7 +255,8 @@ class RlPolicy(Policy[TrainerState]):
         algorithm = make_algorithm(options, train_actor=train_actor)
         learned, metrics = algorithm.learn_from(experience)
         factor = self.schedule_rates(options.max_steps)
-        before = self._fingerprints()
+        # of every role that no update has been seen to change yet
+        before = {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
         self.model.train()
         schedule = self._schedule()
         measured = nothing_learned(schedule)
@@ -298,10 +299,6 @@ class RlPolicy(Policy[TrainerState]):
         if beta is None or config.kl_target is None:
             return None
         return next_beta(beta, kl, target=config.kl_target, n_answers=n_answers)
-
-    def _fingerprints(self) -> dict[str, list[int]]:
-        """Fingerprints of the trained weights of every role that no update has been seen to change yet."""
-        return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
 
     def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""

@@ -211,6 +211,7 @@ class HydraConfig(GRPOConfig):
         length, bounds, rate = self.max_completion_length, self.reward_clip_range, self.critic_learning_rate
         kinds = self.facts.loss_types or (self.algorithm,)
         upper = 1 + (self.epsilon_high or self.epsilon)
+        is_range = bounds is None or (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1])
         return {
             "loss_type": (self.loss_type in kinds, " or ".join(map(repr, kinds))),
             "scale_rewards": (self.scale_rewards in ("group", "none"), "'group' or 'none'"),
@@ -230,7 +231,7 @@ class HydraConfig(GRPOConfig):
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
             "cliprange_value": (self.cliprange_value is None or self.cliprange_value > 0, "None or a number > 0"),
             "critic_learning_rate": (rate is None or rate >= 0, "None or a number >= 0"),
-            "reward_clip_range": (bounds is None or _is_range(bounds), "None or two numbers, the lower one first"),
+            "reward_clip_range": (is_range, "None or two numbers, the lower one first"),
             "missing_eos_penalty": (
                 self.missing_eos_penalty is None or self.missing_eos_penalty >= 0,
                 "None or a number >= 0, which is subtracted",
@@ -358,7 +359,3 @@ class HydraOnlineDPOConfig(HydraConfig):
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),
         }
-
-
-def _is_range(bounds: object) -> bool:
-    return isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1]

@@ -254,7 +254,7 @@ def _decoder(backbone: Backbone) -> Decoder:
         embedding=base_model.embed_tokens.weight,
         layers=[_layer(layer, window) for layer, window in zip(base_model.layers, _windows(backbone), strict=True)],
         final_norm=base_model.norm.weight,
-        eps=_eps(base_model.norm),
+        eps=float(getattr(base_model.norm, "variance_epsilon", getattr(base_model.norm, "eps", 0.0))),
         n_heads=first.self_attn.q_proj.out_features // head_dim,
         n_kv_heads=first.self_attn.k_proj.out_features // head_dim,
         head_dim=head_dim,
@@ -274,10 +274,6 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
         window=window,
         **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
     )
-
-
-def _eps(norm: nn.Module) -> float:
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 
 def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:

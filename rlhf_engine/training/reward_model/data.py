@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.config.run import RowOptions
 from rlhf_engine.data import (
     Kind,
-    Row,
     RowError,
     Tally,
     Tokenized,
@@ -67,7 +66,7 @@ def load_examples(
 ) -> list[RewardExample]:
     """Tokenized rows of a source, of the objective's kind or with `auto` of its columns'; the tally counts others."""
     rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column)
-    if objective == "auto" and all(_has_both(row) for row in rows):
+    if objective == "auto" and all(row.columns.get(name) is not None for row in rows for name in _POINTWISE):
         raise ConfigError(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
             "got 'auto'"
@@ -114,10 +113,6 @@ def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[s
         raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
     n = len(examples) - len(different)
     return different, [f"{argument}: {n} pairs left out, whose two answers are the same"] if n else []
-
-
-def _has_both(row: Row) -> bool:
-    return all(row.columns.get(name) is not None for name in _POINTWISE)
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:
