@@ -15,16 +15,12 @@ from rlhf_engine.errors import ConfigError
 class AlgorithmFacts:
     """Facts about an algorithm for options and loops. They import no torch."""
 
-    summary: str
-    """Line for --help."""
+    summary: str  # line for --help
     reads: tuple[str, ...]
     """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
-    generations: int = 4
-    """Default of `num_generations`, a greedy answer included."""
-    with_greedy: bool = False
-    """Whether one answer to each prompt is the greedy one, which nothing is learned from."""
-    least_drawn: int = 2
-    """Scored answers that a prompt needs to be learned from."""
+    generations: int = 4  # default of `num_generations`, a greedy answer included
+    with_greedy: bool = False  # whether one answer to each prompt is the greedy one, which nothing is learned from
+    least_drawn: int = 2  # scored answers that a prompt needs to be learned from
     one_unit_per_prompt: bool = False
     """Whether an answer or a pair is chosen for each prompt, so that minibatches are made of prompts."""
     sums_per_answer: bool = False
@@ -34,14 +30,10 @@ class AlgorithmFacts:
     """
     maximises_reward: bool = True
     """Whether a sum of the reward and beta times the KL is maximised. Answers can then be weighed by a ratio."""
-    has_token_ratio: bool = False
-    """Whether its loss has the ratio of two policies for each token."""
-    answers_together: int = 1
-    """Answers that go through the model together, whatever the micro-batch."""
-    loss_types: tuple[str, ...] = ()
-    """Values of `loss_type`; the first is the default."""
-    repeats: int = 1
-    """Default of `num_mini_batches` and of `num_ppo_epochs`."""
+    has_token_ratio: bool = False  # whether its loss has the ratio of two policies for each token
+    answers_together: int = 1  # answers that go through the model together, whatever the micro-batch
+    loss_types: tuple[str, ...] = ()  # values of `loss_type`; the first is the default
+    repeats: int = 1  # default of `num_mini_batches` and of `num_ppo_epochs`
 
     @property
     def has_critic(self) -> bool:

@@ -33,20 +33,16 @@ from rlhf_engine.config.run import (
 from rlhf_engine.config.train import Method
 from rlhf_engine.errors import ConfigError
 
-BASE, REFERENCES = "base", "references"
-"""Names of the base without an adapter, and of the answers in the data."""
-REWARD = "reward"
-"""The judge that prefers the answer with the higher reward."""
-CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}
-"""Cards that `--gpu` knows by name, and their memory."""
+BASE, REFERENCES = "base", "references"  # names of the base without an adapter, and of the answers in the data
+REWARD = "reward"  # the judge that prefers the answer with the higher reward
+CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}  # cards that `--gpu` knows by name, and their memory
 Format = Literal["merged", "peft", "sequence_classification"]
 GGUF = "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md"
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 _NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
 
 Start = Literal["tutorial", "reward-function", "reward-model", "trl", "recipe:stories260k"]
-OWN_MODEL = ("reward-function", "recipe:stories260k")
-"""Starts that run on a model of the user's."""
+OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a model of the user's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from rlhf_engine.errors import ConfigError
 
 AsyncMode = Literal["off", "blocks", "replay", "overlap", "ray"]
 Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
-StepName = Literal["auto", "native", "graph", "transformers"]
-"""Implementations of a decoding step, by name."""
+StepName = Literal["auto", "native", "graph", "transformers"]  # implementations of a decoding step, by name
 
 
 @dataclass(frozen=True, kw_only=True)

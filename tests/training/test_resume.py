@@ -272,11 +272,11 @@ def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
     assert (other.state.best_step, other.state.best_reward) == (None, None)
 
 
-def test_other_samples_are_compared_with_their_own_first_look(model, tmp_path):
+def test_other_samples_are_compared_with_their_own_first_look(model, tmp_path, monkeypatch):
     config = train_config(model, tmp_path / "run", max_steps=2, save_steps=1)
     RlTrainer(config).run()
-    again = {"max_steps": 3, "resume_from_checkpoint": "auto"}
-    RlTrainer(dataclasses.replace(config, **again)).run()
+    monkeypatch.setattr("rlhf_engine.training.evaluation._SAMPLES", 1)
+    RlTrainer(dataclasses.replace(config, max_steps=3, resume_from_checkpoint="auto")).run()
     assert (tmp_path / "run" / "samples.md").read_text(encoding="utf-8").count("**Before**") == 1
 
 

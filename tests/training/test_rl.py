@@ -134,7 +134,7 @@ def test_evaluation_and_samples(model, tmp_path):
     assert metrics(longer)[:3] == [before, first, second]
     assert [row["step"] for row in metrics(longer)] == [0, 1, 2, 3]
     text = (trainer.output / "samples.md").read_text()
-    assert text.count("**Before**") == text.count("**After**") == 2
+    assert text.count("**Before**") == text.count("**After**") == 3
     assert PROMPTS[0] in text
 
 
