@@ -30,10 +30,7 @@ from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
 def token_kl(
-    logprobs_M: torch.Tensor,
-    ref_logprobs_M: torch.Tensor,
-    estimator: str,
-    exact_kl_M: torch.Tensor | None = None,
+    logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor, estimator: str, exact_kl_M: torch.Tensor | None = None
 ) -> torch.Tensor:
     """KL per token, fp32 [M], by `k1`, `k3` (Schulman's unbiased, non-negative one) or the given exact values."""
     if estimator == "exact":
@@ -55,12 +52,7 @@ def token_rewards(kl_M: torch.Tensor, scores_N: torch.Tensor, batch: PackedBatch
 
 
 def advantages(
-    rewards_M: torch.Tensor,
-    values_M: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    gamma: float,
-    lam: float,
+    rewards_M: torch.Tensor, values_M: torch.Tensor, batch: PackedBatch, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantage [M], return [M]) by GAE over each answer; the last token's next value is 0."""
     mask_NC = batch.pad(torch.ones_like(rewards_M))

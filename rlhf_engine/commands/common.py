@@ -87,13 +87,7 @@ def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     return device_type
 
 
-def run_trainer(
-    name: str,
-    trainer: Run,
-    results: Callable[[], Mapping[str, Any]],
-    *,
-    notes: Iterable[str] = (),
-) -> int:
+def run_trainer(name: str, trainer: Run, results: Callable[[], Mapping[str, Any]], *, notes: Iterable[str] = ()) -> int:
     """Make a trainer's remaining steps with its progress shown, and print where `results` lie; the exit code."""
     from rlhf_engine.runs.page import PAGE_FILE
 

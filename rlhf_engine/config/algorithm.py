@@ -44,11 +44,7 @@ class AlgorithmFacts:
 _CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
 ALGORITHMS = {
     "best_of_n": AlgorithmFacts(
-        summary="best_of_n (learn the best)",
-        reads=(),
-        least_drawn=1,
-        one_unit_per_prompt=True,
-        maximises_reward=False,
+        summary="best_of_n (learn the best)", reads=(), least_drawn=1, one_unit_per_prompt=True, maximises_reward=False
     ),
     "cispo": AlgorithmFacts(
         summary="cispo (clipped importance weights)",

@@ -199,13 +199,10 @@ class PlanConfig(Options):
     processes: int = option(1, "processes that share a step, a GPU each; the memory is that of one of them", ge=1)
     shard_base: bool = option(False, "hold frozen backbones in shares while learning, as --shard_base of train does")
     num_generations: int = option(
-        1,
-        "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)",
-        ge=1,
+        1, "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)", ge=1
     )
     gpu: str = option(
-        "80GB",
-        f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)})",
+        "80GB", f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)})"
     )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")

@@ -56,13 +56,7 @@ def tokenize_prompts(
     if max_prompt_length is not None and max_prompt_length <= longest:
         longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
     tokenized = tokenize_rows(
-        rows,
-        tokenizer,
-        tally,
-        max_length=longest,
-        truncation=truncation,
-        limit_name=limit_name,
-        vocabulary=vocabulary,
+        rows, tokenizer, tally, max_length=longest, truncation=truncation, limit_name=limit_name, vocabulary=vocabulary
     )
     return PromptSet(
         rows=[tokens.row for tokens in tokenized],

@@ -38,16 +38,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.read import Tally
-from rlhf_engine.data.types import (
-    Message,
-    Preference,
-    PromptCompletion,
-    Row,
-    RowError,
-    Text,
-    UnpairedPreference,
-    shown,
-)
+from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, RowError, Text, UnpairedPreference, shown
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 

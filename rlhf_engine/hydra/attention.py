@@ -119,11 +119,7 @@ AttentionPlan = PackedPlan | DecodePlan
 
 
 def plan_packed(
-    lengths: Sequence[int],
-    device: torch.device,
-    *,
-    parents: Sequence[int] | None = None,
-    new: NewTokens | None = None,
+    lengths: Sequence[int], device: torch.device, *, parents: Sequence[int] | None = None, new: NewTokens | None = None
 ) -> PackedPlan:
     """Plan for sequences of the given lengths packed one after another, with `parents` as in `PackedPlan`."""
     plan = PackedPlan(
@@ -319,12 +315,7 @@ def _sdpa(
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
         rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
         out, _ = sdpa_attention_forward(
-            module,
-            *rows,
-            band,
-            dropout=0.0,
-            scaling=rule.scaling,
-            is_causal=band is None and length > 1,
+            module, *rows, band, dropout=0.0, scaling=rule.scaling, is_causal=band is None and length > 1
         )
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -377,12 +368,7 @@ def _band(plan: PackedPlan, first: int, end: int, begin: int, window: int, devic
 
 
 def _decode(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: ScoreRule,
-    plan: DecodePlan,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: DecodePlan
 ) -> torch.Tensor:
     layer = _layer_index(module)
     plan.new.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -271,13 +271,7 @@ class Backbone(nn.Module):
                 raise ValueError(f"batch: expected token ids from 0 to {vocabulary - 1}, got {wrong}")
 
     def add_slot(
-        self,
-        name: str,
-        config: SlotConfig,
-        *,
-        trainable: bool,
-        dtype: torch.dtype,
-        generator: torch.Generator,
+        self, name: str, config: SlotConfig, *, trainable: bool, dtype: torch.dtype, generator: torch.Generator
     ) -> AdapterSlot:
         """Create a slot that starts as OFF (B = 0)."""
         if name in self.slots:

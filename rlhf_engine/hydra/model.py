@@ -658,9 +658,7 @@ class HydraModel(nn.Module):
         if shared is not None:
             tokens, positions = tokens[shared.rows], positions[shared.rows]
         table = SlotTable(
-            starts=tuple(i * t for i in range(n)),
-            ends=tuple((i + 1) * t for i in range(n)),
-            slots=tuple(slots),
+            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
         )
         dropout = None
         if drops and dropout_seed is not None:

@@ -45,12 +45,7 @@ _loaded_back: dict[tuple[Any, ...], list[str]] = {}
 
 
 def save_slot(
-    backbone: Backbone,
-    name: str,
-    folder: str | os.PathLike[str],
-    *,
-    base_name: str,
-    score: torch.Tensor | None = None,
+    backbone: Backbone, name: str, folder: str | os.PathLike[str], *, base_name: str, score: torch.Tensor | None = None
 ) -> None:
     """Write a slot as a PEFT LoRA folder, with a record of its base.
 

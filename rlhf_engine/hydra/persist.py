@@ -77,11 +77,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         "slots": slots,
         "adapter_dtype": str(model.adapter_dtype).removeprefix("torch."),
         "trained_heads": sorted(model.trained_heads),
-        "versions": {
-            "rlhf_engine": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"rlhf_engine": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
     (folder / peft_io.ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -25,13 +25,7 @@ from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.loading import (
-    Quantization,
-    can_be_headless,
-    is_sequence_classifier,
-    load_model,
-    read_config,
-)
+from rlhf_engine.hydra.loading import Quantization, can_be_headless, is_sequence_classifier, load_model, read_config
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.hydra.shares import state_of
@@ -141,11 +135,7 @@ def save_classifier_adapter(
 
 
 def save_classifier(
-    model: PreTrainedModel,
-    head: ScalarHead,
-    folder: str | os.PathLike[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel, head: ScalarHead, folder: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write a model and a head as a sequence classifier with a score; ValueError for a head with a bias."""
     if not hasattr(model, "score"):

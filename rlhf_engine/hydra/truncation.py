@@ -23,13 +23,7 @@ from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.runtime.autocast import off
-from rlhf_kernels.vocab.logits import (
-    accumulation_dtype,
-    check_detach,
-    check_outputs,
-    check_temperature,
-    row_chunks,
-)
+from rlhf_kernels.vocab.logits import accumulation_dtype, check_detach, check_outputs, check_temperature, row_chunks
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_engine.hydra.backbone import LmHead, head_logits

@@ -122,11 +122,7 @@ def _load(
     quantization = config.quantization
     dtype = DTYPES[config.dtype]
     device = loading_device(config)
-    own: dict[str, Any] = {
-        "slots": slots,
-        "adapter_dtype": DTYPES[adapter_dtype(config.optim)],
-        "seed": config.seed,
-    }
+    own: dict[str, Any] = {"slots": slots, "adapter_dtype": DTYPES[adapter_dtype(config.optim)], "seed": config.seed}
     if base is not None:
         _require_base(config, base, roles, device)
         model = base.beside(roles=roles, **own)

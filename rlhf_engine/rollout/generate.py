@@ -97,11 +97,7 @@ def generate_requests(
 
 
 def collect(
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    device: torch.device,
-    *,
-    stats: RolloutStats,
+    requests: Sequence[Request], answers: Sequence[Answer], device: torch.device, *, stats: RolloutStats
 ) -> Rollout:
     """The rollout of requests whose answers, one each, have finished in any order."""
     ordered = sorted(answers, key=lambda answer: answer.index)

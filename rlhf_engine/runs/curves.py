@@ -54,11 +54,7 @@ PANELS = (
     Panel("KL of the update", "approximate, nats per token", (("approx_kl", "policy"),)),
     Panel("Value loss", "squared error", (("value/loss", "value"),)),
     Panel("Explained variance", "1 is perfect", (("value/explained_variance", "value"),)),
-    Panel(
-        "Answer length",
-        "tokens",
-        (("completions/mean_length", "mean"), ("completions/max_length", "longest")),
-    ),
+    Panel("Answer length", "tokens", (("completions/mean_length", "mean"), ("completions/max_length", "longest"))),
     Panel(
         "Rollout against training",
         "largest difference of a log-prob",

@@ -108,11 +108,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def run_record(
-    *,
-    config: Any,
-    command: Sequence[str],
-    backends: Mapping[str, Any],
-    device: torch.device | str = "cpu",
+    *, config: Any, command: Sequence[str], backends: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
     """Record of what ran: versions, commit, machine, options, kernel backends, start time."""
     from rlhf_engine.hydra import varlen  # takes transformers, which readers of metrics do not need

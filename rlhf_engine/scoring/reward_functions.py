@@ -265,8 +265,7 @@ def _settings_kept(name: str) -> Iterator[None]:
             if after != before[setting]:
                 put_back(before[setting])
                 warnings.warn(
-                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back",
-                    stacklevel=4,
+                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back", stacklevel=4
                 )
 
 

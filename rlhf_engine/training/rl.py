@@ -27,9 +27,7 @@ from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
-from rlhf_engine.training.data_parallel import (
-    require_served,
-)
+from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.rl_policy import RlPolicy, load_inputs, new_state
 from rlhf_engine.training.run import Run

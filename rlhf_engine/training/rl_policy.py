@@ -74,12 +74,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     tokenizer = load_tokenizer(config.model_name_or_path)
     if config.whole_reward_model is not None:
         require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
-    scorer = AnswerScorer(
-        config.reward_funcs,
-        config.reward_weights,
-        *config.unfinished,
-        timeout=REWARD_SECONDS,
-    )
+    scorer = AnswerScorer(config.reward_funcs, config.reward_weights, *config.unfinished, timeout=REWARD_SECONDS)
     context = read_context_length(config.model_name_or_path, config.whole_reward_model)
     reports: dict[str, Tally] = {}
 

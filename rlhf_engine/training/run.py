@@ -283,11 +283,7 @@ class Run(ABC, Generic[State]):
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
 
     def _note(
-        self,
-        writer: MetricsWriter | None,
-        trackers: Trackers | None,
-        metrics: dict[str, Any],
-        on_step: OnStep | None,
+        self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any], on_step: OnStep | None
     ) -> None:
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step

@@ -21,27 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
 from rlhf_engine.config.run import adapter_dtype
-from rlhf_engine.data import (
-    Preference,
-    PromptCompletion,
-    Row,
-    Tally,
-    Truncation,
-    load_rows,
-    require_room,
-)
+from rlhf_engine.data import Preference, PromptCompletion, Row, Tally, Truncation, load_rows, require_room
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.data.types import recast
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import (
-    OFF,
-    HydraModel,
-    LmLoss,
-    PackedBatch,
-    RoleSpec,
-    peft_io,
-)
+from rlhf_engine.hydra import OFF, HydraModel, LmLoss, PackedBatch, RoleSpec, peft_io
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
@@ -57,13 +42,7 @@ from rlhf_engine.runs.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
 )
-from rlhf_engine.runs.folder import (
-    LOCK_FILE,
-    METRICS_FILE,
-    RECORD_FILE,
-    drop_later_checkpoints,
-    require_unlocked,
-)
+from rlhf_engine.runs.folder import LOCK_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints, require_unlocked
 from rlhf_engine.runs.metrics import read_metrics, require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model.data import drop_same, with_margins
@@ -120,13 +99,7 @@ def tokenize_rows(
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
         ]
     tokenized = tokenize(
-        rows,
-        tokenizer,
-        tally,
-        max_length=max_length,
-        truncation=truncation,
-        end_ids=end_ids,
-        vocabulary=vocabulary,
+        rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids, vocabulary=vocabulary
     )
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None, margin=margin)
@@ -210,10 +183,7 @@ class SftTrainer(SupervisedRun[SftState]):
         require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(
-            config.dataset_name,
-            tally,
-            config,
-            kinds=("preference", "implicit_preference", "prompt_completion"),
+            config.dataset_name, tally, config, kinds=("preference", "implicit_preference", "prompt_completion")
         )
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)

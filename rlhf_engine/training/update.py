@@ -139,11 +139,7 @@ def update(
 
 def nothing_learned(schedule: Schedule) -> dict[str, float]:
     """Metrics of an update that had nothing to learn from."""
-    return {
-        "optimizer_steps": 0.0,
-        "mismatch/update_max": 0.0,
-        "micro_batch_size": float(schedule.micro_batch_size),
-    }
+    return {"optimizer_steps": 0.0, "mismatch/update_max": 0.0, "micro_batch_size": float(schedule.micro_batch_size)}
 
 
 def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
@@ -169,12 +165,7 @@ class _Minibatch:
     """The gradients of one minibatch, micro-batch by micro-batch."""
 
     def __init__(
-        self,
-        model: HydraModel,
-        algorithm: Algorithm,
-        answers: TokenValues,
-        indices: Sequence[int],
-        dropout_seed: int,
+        self, model: HydraModel, algorithm: Algorithm, answers: TokenValues, indices: Sequence[int], dropout_seed: int
     ) -> None:
         """indices: places of its answers among all of the update. dropout_seed: key of its dropout masks."""
         self.model, self.algorithm, self.answers = model, algorithm, answers
@@ -346,12 +337,7 @@ def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
 
 
 def divide(
-    model: HydraModel,
-    batch: PackedBatch,
-    units: Sequence[Sequence[int]],
-    *,
-    max_rows: int,
-    max_tokens: int | None,
+    model: HydraModel, batch: PackedBatch, units: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
     """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of units."""
     shared = None

@@ -54,11 +54,7 @@ TAILS = (
 )
 
 GREETINGS = ("hello", "good evening", "dear guest", "welcome back")
-APOLOGIES = (
-    "i am so sorry about the {topic}",
-    "we apologise for the {topic}",
-    "i am sorry the {topic} is {problem}",
-)
+APOLOGIES = ("i am so sorry about the {topic}", "we apologise for the {topic}", "i am sorry the {topic} is {problem}")
 PLAIN_APOLOGIES = ("i am so sorry", "please forgive us")
 FIX_FORMS = ("we will {verb} the {topic} {when}", "someone will {verb} the {topic} {when}")
 WHEN = ("now", "tonight", "at once", "right away", "within the hour")
@@ -72,14 +68,7 @@ FILLER = (
     "please enjoy our new bar below",
     "this house was built by my uncle",
 )
-RUDE = (
-    "that is not my problem",
-    "stop complaining",
-    "deal with it",
-    "you ask too much",
-    "go away",
-    "others never ask",
-)
+RUDE = ("that is not my problem", "stop complaining", "deal with it", "you ask too much", "go away", "others never ask")
 CLOSINGS = (
     "goodbye",
     "thank you for telling us",

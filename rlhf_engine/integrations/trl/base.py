@@ -42,13 +42,7 @@ from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.hydra_from_peft import (
-    HEADS,
-    has_learned,
-    hydra_on,
-    is_on_same_tensors,
-    require_alone,
-)
+from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
 from rlhf_engine.policy.optimizer import warn_without_masters

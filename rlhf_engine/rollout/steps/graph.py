@@ -45,14 +45,7 @@ class GraphStep(TransformersStep):
     name = "graph"
 
     def __init__(
-        self,
-        backbone: Backbone,
-        cache: KVCache,
-        columns: int,
-        idle_block: int,
-        capture: Capture,
-        *,
-        required: bool,
+        self, backbone: Backbone, cache: KVCache, columns: int, idle_block: int, capture: Capture, *, required: bool
     ) -> None:
         """Capture a step for tables of `columns` blocks; else the forward runs, or CaptureError if required."""
         super().__init__(backbone, cache)

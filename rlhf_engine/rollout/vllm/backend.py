@@ -47,14 +47,7 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.peft_export import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.io import put_in_place
-from rlhf_engine.rollout.request import (
-    FinishReason,
-    Rollout,
-    RolloutStats,
-    SamplingConfig,
-    check_prompts,
-    row_seed,
-)
+from rlhf_engine.rollout.request import FinishReason, Rollout, RolloutStats, SamplingConfig, check_prompts, row_seed
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
@@ -396,11 +389,7 @@ class VllmRollouts:
         )
 
     def _complete(
-        self,
-        name: str,
-        prompts: Sequence[Sequence[int]],
-        bodies: Sequence[dict[str, Any]],
-        vocabulary: int,
+        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]], vocabulary: int
     ) -> list[Completion]:
         """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
         group = RequestGroup()

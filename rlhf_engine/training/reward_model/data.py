@@ -15,15 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config.run import RowOptions
-from rlhf_engine.data import (
-    Kind,
-    RowError,
-    Tally,
-    Tokenized,
-    UnpairedPreference,
-    load_rows,
-    tokenize_rows,
-)
+from rlhf_engine.data import Kind, RowError, Tally, Tokenized, UnpairedPreference, load_rows, tokenize_rows
 from rlhf_engine.data.types import shown
 from rlhf_engine.errors import ConfigError
 

@@ -38,13 +38,7 @@ from rlhf_engine.runs.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
 )
-from rlhf_engine.runs.folder import (
-    FINAL_FOLDER,
-    RECORD_FILE,
-    check_output,
-    require_unlocked,
-    write_final,
-)
+from rlhf_engine.runs.folder import FINAL_FOLDER, RECORD_FILE, check_output, require_unlocked, write_final
 from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
@@ -138,10 +132,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             check(self._checkpoint(best))  # now, not when it is to become the result
         start = self.start
         return replace(
-            held,
-            metric_for_best_model=start.metric_for_best_model,
-            rows=start.rows,
-            rows_per_step=start.rows_per_step,
+            held, metric_for_best_model=start.metric_for_best_model, rows=start.rows, rows_per_step=start.rows_per_step
         )
 
     @property
