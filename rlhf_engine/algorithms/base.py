@@ -277,9 +277,6 @@ def find_algorithm(name: str) -> type[Algorithm]:
     return cast(type[Algorithm], importlib.import_module(f"rlhf_engine.algorithms.{name}").ALGORITHM)
 
 
-# ---- kl controller ---------------------------------------------------------------------------------------------------
-
-
 _LARGEST_ERROR = 0.2
 _HORIZON = 10_000
 """Answers over which an error of 1 would double the coefficient; a step of more doubles it at once."""
@@ -301,16 +298,12 @@ def next_beta(beta: float, kl: float, *, target: float, n_answers: int) -> float
     return beta * (1 + error * n_answers / max(_HORIZON, n_answers))
 
 
-# ---- logprob ---------------------------------------------------------------------------------------------------------
-
-
 class Loss(Protocol):
     """Result of a loss function."""
 
     @property
     def loss(self) -> torch.Tensor:
         """The loss, 0-d."""
-        ...
 
 
 class LogprobAlgorithm(Algorithm):

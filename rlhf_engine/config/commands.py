@@ -10,7 +10,7 @@ from typing import Literal
 
 from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import Options, option, parse_size, required
-from rlhf_engine.config.rollout import EngineConfig, SamplingOptions
+from rlhf_engine.config.rollout import AnswerOptions, EngineConfig
 from rlhf_engine.config.run import (
     LARGEST_RANK,
     OPTIM_HELP,
@@ -46,7 +46,7 @@ OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
+class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     FIRST = ("model_name_or_path", "adapter", "prompt", "num_generations", "max_completion_length")
@@ -56,14 +56,12 @@ class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
     prompt: list[str] | None = option(None, "prompts, each one argument", is_text=True)
     prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")
     dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
     best_of: int | None = option(
         None,
         "draw so many answers per prompt and keep the one with the highest reward, which reads stop texts, too",
         ge=2,
     )
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     verify_rollout: bool = option(
@@ -112,7 +110,7 @@ class GenerateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
+class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
     FIRST = ("model_name_or_path", "models", "dataset_name", "reward_model_path", "output_dir")
@@ -131,9 +129,7 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RewardModelOptions, RowOptio
     output_dir: str = required("folder for answers, verdicts, results and the page")
     resume: bool = option(False, "go on with the answers and verdicts that output_dir lacks")
     max_prompts: int | None = option(None, "the first so many prompts; none: all", ge=1)
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt of each model; from 2 on, rewards of best-of-n as well", ge=1)
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     reward_funcs: list[str] = option(
         [],
         "what answers are worth, as of train: reward_model, a built-in such as math, package.module:function, or "

@@ -49,14 +49,22 @@ class EngineConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Options):
-    """Options of how answers are drawn that nobody learns from."""
+    """Options of how answers are drawn, and of what log-probs, ratios and the KL of a run are then over."""
 
-    temperature: float = option(1.0, "sampling temperature; 0.01 is nearly greedy", gt=0)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
+    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    temperature: float = option(1.0, "sampling temperature, in log-probs alike; 0.01 is nearly greedy", gt=0)
     top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
     top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
     min_p: float | None = option(
         None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(SamplingOptions):
+    """Options of how answers are drawn that nobody learns from."""
+
     greedy: bool = option(False, "take the likeliest token instead of sampling")
     stop: list[str] = option([], "texts that end an answer; it is shown and judged without them", is_text=True)
 

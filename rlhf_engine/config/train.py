@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import option
-from rlhf_engine.config.rollout import AsyncOptions
+from rlhf_engine.config.rollout import AsyncOptions, SamplingOptions
 from rlhf_engine.config.run import (
     QUANTIZATION_HELP,
     HeldOutOptions,
@@ -30,7 +30,7 @@ Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hyd
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AsyncOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
+class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
@@ -53,21 +53,6 @@ class TrainConfig(AsyncOptions, RewardModelOptions, HeldOutOptions, TrainingOpti
         "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
     )
     quantization: Quantization = option("none", QUANTIZATION_HELP)
-
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
-    temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
-    top_k: int | None = option(
-        None,
-        "draw among so many likeliest tokens, which log-probs, ratios and the KL are then normalised over; none: all",
-        ge=1,
-    )
-    top_p: float | None = option(
-        None, "draw among the fewest tokens with this much probability, as with top_k; none: all", gt=0, le=1
-    )
-    min_p: float | None = option(
-        None, "draw among tokens of at least this share of the largest probability, likewise; none: all", gt=0, le=1
-    )
 
     reward_funcs: list[str | Callable[..., Any]] = option(
         ["reward_model"],

@@ -165,11 +165,7 @@ def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
 def recognise(
     columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
 ) -> Kind:
-    """Find the type of a data source by its columns: a set of them → number of rows that have it.
-
-    It is the first of `wanted` that every row fits, otherwise the one that most rows fit. Prompt-only is taken if no
-    row fits another type, and an implicit prompt if no row has a prompt. Raises ConfigError if no row fits any.
-    """
+    """Find a source's type by its sets of columns: the first of `wanted` that every row fits, or most rows."""
 
     def fit(kind: Kind) -> tuple[int, float]:
         needed = set(_COLUMNS[kind])
@@ -237,9 +233,6 @@ def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     if not left or chosen == rejected:
         raise RowError("chosen and rejected with one prompt and two answers", f"{shown(chosen)} and {shown(rejected)}")
     return chosen[:n], chosen[n:], rejected[n:]
-
-
-# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _text(value: Any, name: str, may_be_empty: bool) -> Text:
@@ -337,9 +330,6 @@ def _group(row: Mapping[str, Any], column: str | None, prompt: Text) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise RowError(f"a string or an integer in column {column!r}", shown(value))
     return str(value)
-
-
-# ---- Taskmaster ------------------------------------------------------------------------------------------------------
 
 
 def render_turn(turn: Any) -> str:

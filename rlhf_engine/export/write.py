@@ -37,11 +37,7 @@ _QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit")
 
 
 class Source(NamedTuple):
-    """One role of a run, or the one adapter or model of a folder.
-
-    Hashes are of the base that the adapter was trained on, None where they are not recorded: `base_hash` with the LM
-    head if `lm_head` is set, `decoder_hash` without it. A whole model has no adapter and is its own base.
-    """
+    """One role of a run, or the one adapter or model of a folder, with hashes of its base where recorded."""
 
     root: Path  # folder of heads and tokenizer
     adapter: Path | None  # PEFT folder

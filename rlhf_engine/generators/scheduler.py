@@ -172,15 +172,7 @@ class Scheduler:
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
-        """make_items: (step, version, shares) → work items.
-
-        policies: by steps done, those that may draw what is missing; the newest is that after `step` steps.
-
-        step: the first one whose answers are to be drawn; total_steps: the last one is before it.
-
-        n_shares: work items per step. timeout: seconds of silence after which a generator is given up. drawn_by: step →
-        version of steps that a run had begun to draw when it was stopped. hurry: set while the learner waits.
-        """
+        """Take what makes items of (step, version, shares), the policies by steps done, and the steps to draw."""
         self._transport, self._make_items, self._rule = transport, make_items, rule
         self._total, self._n_shares, self._timeout = total_steps, n_shares, timeout
         self._done, self._next_step = step, step
@@ -201,8 +193,6 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="scheduler", daemon=True)
         self._thread.start()
-
-    # ---- the learner's side ----------------------------------------------------------------------------------------
 
     def publish(self, done: int, snapshot: Snapshot) -> int:
         """The policy after so many steps is there, maybe one that is known already; the bytes that are sent."""
@@ -254,8 +244,6 @@ class Scheduler:
         self._thread.join()
         self._transport.close()
 
-    # ---- inside, under the lock ------------------------------------------------------------------------------------
-
     def _complete(self, step: int) -> bool:
         shares = self._shares.get(step, {})
         return bool(shares) and len(shares) == next(iter(shares.values())).item.n_shares
@@ -291,8 +279,6 @@ class Scheduler:
             self._waiting.extend(self._make_items(step, version, self._n_shares))
             self._next_step += 1
         return self._waiting.popleft()
-
-    # ---- the generators' side --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:

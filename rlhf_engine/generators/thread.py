@@ -102,11 +102,7 @@ def _timed(rollout: Rollout, began: float) -> Rollout:
 
 
 class ServedWorker:
-    """Sends a policy to a server under a name with its version, and has it draw, one work item at a time.
-
-    Where the server fails, the item waits until it is up again, the policy is sent again, and all answers of the item
-    are drawn again: from the same seeds, so that nothing is lost and nothing comes twice.
-    """
+    """Sends a policy to a server and has it draw, again from the same seeds where the server fails."""
 
     def __init__(
         self, model: HydraModel, store: VersionStore, serve: Callable[[Callable[[], bool]], VllmRollouts]

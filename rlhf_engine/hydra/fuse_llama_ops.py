@@ -41,7 +41,8 @@ def fuse_llama_ops(model: nn.Module) -> int:
     fused, gates = 0, set[int]()
     for module in model.modules():
         fused_class = _fused_class(type(module))
-        if fused_class is not None and _gated_by_silu(module):
+        gate = type(getattr(module, "act_fn", nn.SiLU()))  # of the instance, not of its class
+        if fused_class is not None and gate.__name__ in ("SiLU", "SiLUActivation"):
             module.__class__ = fused_class
             fused += 1
         if getattr(type(module), "fused_forward", False):
@@ -152,11 +153,6 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
         return y
 
     return forward
-
-
-def _gated_by_silu(module: nn.Module) -> bool:
-    """The activation is the instance's, not the class's; True for a module without one."""
-    return type(getattr(module, "act_fn", nn.SiLU())).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _activation_kind(module: nn.Module) -> str | None:

@@ -199,12 +199,7 @@ def load_model(
     lm_head: bool = True,
     quantization: Quantization = "none",
 ) -> PreTrainedModel:
-    """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same backbone.
-
-    Weights that are stored in MXFP4 (gpt-oss) are dequantised. A model's name on the Hub stands for its folder.
-
-    Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
-    """
+    """Load a folder as a causal LM, or without an LM head as what carries a scalar head on its backbone."""
     config = read_config(path)
     folder = local_folder(path, weights=True)
     check_model(folder)

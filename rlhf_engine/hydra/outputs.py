@@ -122,7 +122,6 @@ class Output(Protocol):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles whose hidden states are read."""
-        ...
 
     def compute(self, states: HiddenStates) -> Any:
         """Compute the result from hidden states.
@@ -133,7 +132,6 @@ class Output(Protocol):
         Returns:
             The result, which each class of this module documents.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -144,12 +144,7 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 
 
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
-    """Load a PEFT folder's weights into a slot of a backbone.
-
-    Raises ValueError if it belongs to another base or does not fit. Where no hash of the base is recorded, another name
-    of a base is warned of. A backbone without an LM head is the folder's base if its weights are: reward models are
-    made on bases with an LM head and serve without. With None for the backbone, an adapter of any base is taken.
-    """
+    """Load a PEFT folder's weights into a slot; ValueError for those of another base, None takes any."""
     theirs = read_slot_config(folder)
     origin = f"init_from={str(folder)!r}"
     if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):

@@ -304,9 +304,6 @@ def _check_logits(backbone: Backbone, hidden: torch.Tensor, logits: torch.Tensor
         )
 
 
-# ---- small parts -----------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _ran(backbone: Backbone) -> Iterator[set[str]]:
     """Names of the backbone's gated linears that run within the block."""

@@ -37,7 +37,7 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.outputs import Logprobs, Output, Rewards, Values
-from rlhf_engine.hydra.roles import LM_HEAD, RoleSpec
+from rlhf_engine.hydra.roles import LM_HEAD
 
 
 class ShardedBase:
@@ -179,11 +179,6 @@ class ShardedBase:
 def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
     """Scores of a few tokens by the model: log-probs, values or rewards of every role there is."""
     batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
-    found = model(batch, [_reader(name, role) for name, role in model.roles.items()])
+    readers: dict[str, Callable[..., Output]] = {LM_HEAD: Logprobs, "value": Values}
+    found = model(batch, [readers.get(role.head, Rewards)(role=name) for name, role in model.roles.items()])
     return [getattr(numbers, "logprob", numbers) for numbers in found]
-
-
-def _reader(name: str, role: RoleSpec) -> Output:
-    if role.head == LM_HEAD:
-        return Logprobs(role=name)
-    return Values(role=name) if role.head == "value" else Rewards(role=name)

@@ -63,11 +63,7 @@ def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
 
 
 def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> HydraModel:
-    """Backbones, slots and heads of an RL run; what cannot serve is refused before weights are read, where possible.
-
-    With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
-    the base model, not the policy that supervised training made. `base` is a model whose frozen backbones are used.
-    """
+    """Models of an RL run; with a reference_adapter alone the actor starts as a copy of the reference."""
     roles = ppo_roles(config)
     if config.is_async:
         roles |= _copies_of_the_actor(roles["actor"])

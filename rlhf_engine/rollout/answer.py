@@ -57,14 +57,7 @@ def build_answer_model(
 
 
 class AnswerSession:
-    """The answers that a `GenerateConfig` asks for, as they are written.
-
-    Construction finds everything that can be wrong with the request. Each answer is a row: index, prompt, completion,
-    completion_ids, tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session
-    stopped at any point keeps what was finished; what an answer becomes does not depend on the others, so one that goes
-    on writes what was missing. With `best_of`, several answers are drawn for a row, which holds the one with the
-    highest reward, its `score`, and the mean of all, `mean_score`.
-    """
+    """The answers that a `GenerateConfig` asks for, each a row that is added to `out` as it is finished."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self.config = config

@@ -22,7 +22,6 @@ class Rollouts(Protocol):
 
     def sync(self, policy_version: int) -> dict[str, float]:
         """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
-        ...
 
     def generate(
         self,
@@ -34,11 +33,9 @@ class Rollouts(Protocol):
         greedy: Sequence[bool] | None = None,
     ) -> Rollout:
         """One answer per prompt, as `rollout.generate` draws them."""
-        ...
 
     def close(self) -> None:
         """Give back what the run has put elsewhere; a later `sync` puts it there again."""
-        ...
 
 
 class LocalRollouts:

@@ -349,8 +349,11 @@ class RolloutEngine:
     def _admit(self) -> list[Answer]:
         """Prompts of waiting requests into the cache and their first tokens drawn; answers that are done with that."""
         answers: list[Answer] = []
-        while len(self._admission) and self._may_interrupt():
-            admitted = self._admission.next_rows(self._max_rows - len(self._live))
+        while len(self._admission):
+            free = self._max_rows - len(self._live)
+            if len(self._live) and free < self._places_to_wait_for:
+                break
+            admitted = self._admission.next_rows(free)
             if not admitted.rows:
                 break
             hidden = self._admission.last_states(admitted, self._prefill(admitted.prompts))
@@ -359,9 +362,6 @@ class RolloutEngine:
             answers += self._start(admitted.rows, hidden)
         self._live.sort_by_slot()
         return answers
-
-    def _may_interrupt(self) -> bool:
-        return len(self._live) == 0 or self._max_rows - len(self._live) >= self._places_to_wait_for
 
     def _prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
         """Hidden states of the prompts' last tokens; None without prompts."""

@@ -44,12 +44,10 @@ class Counters(Protocol):
     @property
     def step(self) -> int:
         """Steps done."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed that every random number of the run is a function of."""
-        ...
 
 
 C = TypeVar("C", bound=Counters)
@@ -169,13 +167,7 @@ def load_checkpoint(
 
 
 def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
-    """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
-
-    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It is
-    process-wide: the run that began last has it. So is the number of threads, which is lowered to what a CPU quota
-    allows (`rlhf_kernels.runtime.cores`). `exact` is `rlhf_kernels.runtime.registry.is_exact`; None: as the checkpoint
-    says. A kernel of the run that cannot serve here, or a checkpoint that was tuned by a table, raises ConfigError.
-    """
+    """Let `auto` choose kernels for a run, or as its checkpoint says; like threads for the whole process."""
     lowered = cores.limit_threads()
     if lowered is not None:
         warnings.warn(lowered, stacklevel=3)

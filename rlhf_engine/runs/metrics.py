@@ -143,11 +143,7 @@ def run_record(
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:
-    """`{"commit": …, "dirty": …}` of the checkout that tracks `file`; None without git or outside a checkout.
-
-    An installed copy that merely lies below some other repository is not tracked by it, and so gives None. A rehearsal
-    adds `"rehearsed": True`, so that its figures are never taken for measurements.
-    """
+    """Commit of the checkout that tracks `file`, and whether it is dirty or a rehearsal; None outside of one."""
     commit = _git_commit(file)
     return {**(commit or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else commit
 

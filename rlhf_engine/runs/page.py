@@ -272,9 +272,6 @@ def shareable(value: Any) -> Any:
     return _PLACE.sub("…/", _ADDRESS.sub(r"\1://…", value))
 
 
-# ---- templates and the comparison of runs ----------------------------------------------------------------------------
-
-
 def render(
     template: str, scripts: Iterable[str], styles: Iterable[str], *, written: int, refresh: float | None, **values: Any
 ) -> str:
@@ -346,9 +343,6 @@ def _number(h: Headline | None, best: float | None) -> dict[str, Any]:
 def _option(value: Any) -> dict[str, Any]:
     sort = repr(float(value)) if isinstance(value, (int, float)) else None
     return {"text": "–" if value is None else str(value), "sort": sort, "is_best": False, "is_option": True}
-
-
-# ---- while a run goes on ---------------------------------------------------------------------------------------------
 
 
 SHORTEST = 5.0  # least seconds between two pages

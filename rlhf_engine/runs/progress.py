@@ -217,11 +217,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopSignals:
-    """While entered, the first signal of a kind is a request, which `asked` tells of, and the second ends the process.
-
-    They are Ctrl-C, SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm is often told to send before a
-    job's time is over). Where SIGHUP is ignored, as under nohup, it stays so. Signals are the main thread's.
-    """
+    """While entered, the first signal of a kind is a request, `asked`, and the second ends the process."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first one, if any came

@@ -86,13 +86,7 @@ class Scoring:
         budget: int,
         of_all: tuple[Rollout, PromptBatch] | None = None,
     ) -> tuple[Experience, int]:
-        """The answers of a rollout that can be learned from, scored; all of them, without scores, where there are none.
-
-        `policy_version` is the present policy's. `is_reference`: it has not been updated yet and started as the
-        reference, so that their log-probs have to agree. `budget` is the most tokens of all lanes in one backbone
-        forward, `of_all` the answers of all ranks, where there are several. Returns the experience of all ranks, and
-        the budget that fitted. Log-probs that have to agree and do not raise MismatchError.
-        """
+        """The answers of a rollout that can be learned from, scored, of all ranks; and the budget that fitted."""
         world = self._world
         own = _drawn(rollout, prompts)
         own_scores, budget = world.run_on_all_ranks(
@@ -432,13 +426,7 @@ class Corrected(NamedTuple):
 def correct_engine(
     logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
 ) -> Corrected:
-    """Correct answers from another engine.
-
-    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary
-    that nobody knows.
-
-    Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
-    """
+    """Correct another engine's answers by the training forward's ratio to it; MismatchError if not finite."""
     if filtered:
         raise ConfigError(
             "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "

@@ -148,9 +148,6 @@ def _check_resumed(config: TrainConfig, resume: Path) -> int:
     return counters.step
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
-
-
 def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
     """Counters of a run that begins."""
     beta = None if config.kl_target is None else config.beta
@@ -241,8 +238,6 @@ class RlPolicy(Policy[TrainerState]):
         beta = self.state.beta
         return self.config if beta is None else dataclasses.replace(self.config, beta=beta)
 
-    # ---- learning --------------------------------------------------------------------------------------------------
-
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
         """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
         state, options = self.state, self.options
@@ -274,8 +269,6 @@ class RlPolicy(Policy[TrainerState]):
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
         config = self.config

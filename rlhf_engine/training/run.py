@@ -400,12 +400,7 @@ class HasTokens(Protocol):
 
 
 class SupervisedRun(Run[State]):
-    """A run over epochs of rows. A step is one batch, with exact denominators over its micro-batches.
-
-    Several ranks share out the rows of a step, and sum gradients and metrics.
-
-    A subclass sets `rows`, `start`, `resume`, `reports` and `total_steps` in `load`.
-    """
+    """A run over epochs of rows, a batch a step with exact denominators; ranks share out its rows."""
 
     config: SupervisedOptions
     rows: Sequence[Any]

@@ -314,8 +314,6 @@ class SftTrainer(SupervisedRun[SftState]):
         write_manifest(temporary)
         put_model_in_place(temporary, self.output)
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
-
     def _check_output(self) -> Path | None:
         """The checkpoint to go on from. Raises ConfigError for a folder with anything else in it."""
         config, output = self.config, self.output

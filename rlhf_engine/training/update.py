@@ -252,11 +252,7 @@ class _Minibatch:
         return self.model.runs_together(micro.batch, _roles(self.algorithm.terms(micro)))
 
     def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None, times: float = 1.0) -> Measured:
-        """Gradients of micro-batches, one after another; what they tell. times: a factor of the gradients.
-
-        joint: whether all terms of a micro-batch go through the model at once; None: where their lanes share a
-        backbone forward. One by one, only one graph is alive at a time; together they would cost memory for nothing.
-        """
+        """Gradients of micro-batches times a factor, one after another or `joint`; what they tell."""
         total = Measured()
         for chosen in parts:
             micro = self._micro(chosen)
@@ -331,9 +327,6 @@ def _floats(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}
-
-
-# ---- micro batches ---------------------------------------------------------------------------------------------------
 
 
 def divide(

@@ -64,7 +64,8 @@ class GraphStep(TransformersStep):
             return None
         slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
         kind = (slot, group.slot, group.temperature)
-        sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
+        sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)] or [bucket(rows)]
+        sizes = [size for size in sizes if (size, *kind) in self._graphs]
         if sizes:
             return self._graphs[(sizes[0], *kind)]
         if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < WORTH:
@@ -124,12 +125,6 @@ class _Graph:
 def bucket(rows: int) -> int:
     """Places of the smallest graph that has room for so many rows."""
     return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
-
-
-def _sizes_for(rows: int) -> list[int]:
-    """Places that a graph for so many rows may have, fewest first."""
-    sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)]
-    return sizes or [bucket(rows)]
 
 
 def _captures(live: LiveRows) -> bool:

@@ -133,9 +133,6 @@ def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return calls
 
 
-# ---- which backbones -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
     """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
@@ -300,9 +297,6 @@ def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Ten
     with torch.no_grad():
         cos, sin = base_model.rotary_emb(like, torch.arange(positions, device=backbone.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()
-
-
-# ---- the trial -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -146,8 +146,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         """Parameters of the base, of which `trained_parameters` are a share."""
         return sum(p.numel() for _, p in self.model.backbone().base_parameters())
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
-
     def look(self) -> dict[str, float | None]:
         """An evaluation before the first step, after every `eval_steps` steps, and after the last one."""
         step, every = self.state.step, self.config.eval_steps
@@ -253,8 +251,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         best = self.state.best_step
         final = best if best is not None else self.state.step
         return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _check_same_run(self, checkpoint: Path, start: RewardState) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
