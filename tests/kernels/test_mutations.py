@@ -83,7 +83,7 @@ class Tree:
         import pybind11
 
         built = into / f"{unit.parent.name}_{unit.stem}.o"
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"]
+        flags = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"]
         include = [f"-I{path}" for path in (self.csrc, pybind11.get_include(), sysconfig.get_path("include"))]
         command(["g++", *flags, *include, "-c", str(unit), "-o", str(built)])
         return built
