@@ -697,9 +697,9 @@ def test_a_reward_file_that_cannot_be_imported(capsys, model, tmp_path):
 )
 def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, late, message):
     # calls: the dry run, step 1, step 2
-    spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 3 else {late}")
+    spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 4 else {late}")
     flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1")
-    trace = [f"return [1.0] * len(prompts) if len(calls) < 3 else {late}"] if "raised" in message else []
+    trace = [f"return [1.0] * len(prompts) if len(calls) < 4 else {late}"] if "raised" in message else []
     assert message in refused(capsys, *flags, code=1, trace=trace)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
@@ -719,7 +719,7 @@ def test_threads_that_wait_give_their_core_away_soon(given, spins):
 
 
 def test_control_c(capsys, model, tmp_path):
-    body = "if len(calls) == 3:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
+    body = "if len(calls) == 4:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
     flags = train_flags(model, tmp_path, "--reward_funcs", write_reward(tmp_path, body), "--save_steps", "1")
     line = refused(capsys, *flags, code=130)
     assert line.endswith("stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto")

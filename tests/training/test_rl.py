@@ -423,8 +423,8 @@ def assert_stops(config, error, message) -> None:
     ],
 )
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):
-    # the first call is the dry run, so the fourth belongs to step 3
-    body = f"good = [float(len(c)) for c in completions]\nreturn good if len(calls) < 4 else {late}"
+    # the first calls are the dry run's and the samples', so the fifth belongs to step 3
+    body = f"good = [float(len(c)) for c in completions]\nreturn good if len(calls) < 5 else {late}"
     config = train_config(model, tmp_path / "run", reward_funcs=["reward_model", write_reward(tmp_path, body)])
     assert_stops(config, error, message)
 
