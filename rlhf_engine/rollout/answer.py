@@ -45,7 +45,9 @@ def build_answer_model(
         slot, slots["reward"] = "reward", peft_io.read_slot_config(config.reward_adapter)
     place = "base"
     if config.whole_reward_model is not None:
-        base, other = reward_model.load_beside(base, config.whole_reward_model, dtype=dtype, device=device)
+        base, other = reward_model.load_beside(
+            config.model_name_or_path, config.whole_reward_model, dtype=dtype, device=device
+        )
         if other is not None:
             others, place = {"reward": other}, "reward"
     roles["reward"] = RoleSpec(backbone=place, slot=slot, head="reward")
