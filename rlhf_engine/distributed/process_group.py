@@ -16,9 +16,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+from rlhf_kernels.runtime.registry import is_gpu
 from torch import distributed as dist
 
-from rlhf_engine.devices import is_gpu
 from rlhf_engine.distributed.launch import launched
 from rlhf_engine.errors import RankError
 

@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 from rlhf_kernels.runtime import cores, native
+from rlhf_kernels.runtime.registry import is_gpu
 
 import rlhf_engine
-from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
 
