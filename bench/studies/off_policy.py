@@ -81,8 +81,7 @@ def start_of(work: Path, size: DemoSize, seed: int) -> Path:
 def run_point(loss: str, n: int, seed: int, *, start: Path, work: Path, steps: int, rate: float | None) -> dict:
     """One run and its judgement."""
     options = {**rl_options(start), **COMMON, **LOSSES[loss], "max_steps": steps, "seed": seed}
-    if n > 1:
-        options |= {"async_mode": "blocks", "max_staleness": n - 1}
+    options |= {"async_mode": "blocks", "max_staleness": n - 1} if n > 1 else {}
     if rate is not None:
         options["learning_rate"] = rate
     folder = work / run_name(loss, n, seed)

@@ -168,12 +168,7 @@ def test_forms_of_flags() -> None:
         "--reward_funcs", "reward_model", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "0",
         "--lora_target_modules", "q_proj,v_proj", "--learning_rate", "3e-5",
     )  # fmt: skip
-    assert (config.beta, config.max_steps, config.dry_run, config.shard_base) == (
-        0.1,
-        7,
-        True,
-        False,
-    )
+    assert (config.beta, config.max_steps, config.dry_run, config.shard_base) == (0.1, 7, True, False)
     assert config.gradient_checkpointing is True
     assert config.reward_funcs == ["reward_model", "a/b.py:f"]
     assert config.reward_weights == [1.0, -1e-3]
