@@ -27,11 +27,7 @@ _KEPT_BYTES, _PIECE_BYTES = 2**30, 2**18
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what tensors on the CPU free instead of giving it back to the system at once.
-
-    A step frees and allocates the same hundreds of megabytes again, and every page that went back has to be cleared and
-    mapped anew. Does nothing where the C library is not glibc.
-    """
+    """Keep what tensors on the CPU free: each step takes the same memory again, page by page. With glibc alone."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
@@ -41,11 +37,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let this process give back at once what tensors on the CPU free, against `keep_freed_memory`.
-
-    Where weights come and go in pieces of many sizes, a heap keeps several times what is in use. Does nothing where the
-    C library is not glibc.
-    """
+    """Give back at once what tensors on the CPU free: weights of many sizes make a heap grow. With glibc alone."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _PIECE_BYTES)

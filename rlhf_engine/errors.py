@@ -35,12 +35,7 @@ class RunStopped(EngineError):
 
 
 class RewardError(EngineError, RuntimeError):
-    """A user's reward function raised; the original error is the `__cause__`.
-
-    Args:
-        message: what happened, in one line.
-        trace: lines of the function's own code that led there, as a traceback has them; "": none.
-    """
+    """A user's reward function raised, at lines `trace` of its code; the original error is the `__cause__`."""
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)

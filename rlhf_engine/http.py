@@ -34,10 +34,8 @@ class Server(NamedTuple):
     key_variable: str  # of the environment, with the server's key: a flag would be kept in the run record
 
 
-PAUSES = (0.25, 1.0)
-"""Seconds before a request is sent again, once for each."""
-MOST_BYTES = 1 << 26
-"""The longest body that is read. A token with its log-probs takes less than 300 bytes."""
+PAUSES = (0.25, 1.0)  # seconds before a request is sent again, once for each
+MOST_BYTES = 1 << 26  # the longest body that is read. A token with its log-probs takes less than 300 bytes.
 _PASSING = (502, 503, 504)  # statuses of a server, or of what stands in front of it, that may be up in a moment
 
 
@@ -98,11 +96,7 @@ class Transport:
     """Requests to one server; may be used by several threads."""
 
     def __init__(self, base_url: str, server: Server, *, timeout: float) -> None:
-        """Make a client of http(s)://host:port, with or without /v1; nothing is sent yet.
-
-        timeout: seconds within which a whole answer has to be there, attempts that failed included. Raises ConfigError
-        for an address of another form.
-        """
+        """Make a client of http(s)://host:port, with or without /v1; `timeout` seconds include attempts that failed."""
         self.server, self.url, self.timeout = server, base_url, timeout
         try:
             url = httpx2.URL(base_url)
@@ -128,11 +122,7 @@ class Transport:
         again: bool,
         group: RequestGroup | None = None,
     ) -> tuple[int, bytes]:
-        """(status, body) of one request, on a connection of its own.
-
-        again: whether it is sent again after a lost or refused connection and after 502, 503 and 504. Raises
-        RolloutServerError where no answer comes.
-        """
+        """(status, body) of one request; `again` after a lost or refused connection, 502, 503 or 504."""
         group = RequestGroup() if group is None else group
         content = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self.timeout

@@ -17,6 +17,7 @@ from pathlib import Path
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import MANIFEST_FILE, MODEL_FILES
 
+ADAPTER_FILE = "adapter_config.json"  # of a PEFT folder
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = "*.safetensors"
@@ -30,10 +31,7 @@ def is_hub_name(name: str | os.PathLike[str]) -> bool:
 
 
 def local_folder(name: str | os.PathLike[str], argument: str = "model_name_or_path", *, weights: bool = False) -> Path:
-    """Folder of a model or an adapter: a path as it is, or that of `owner/name[@revision]` in the Hub's cache.
-
-    `argument` is the option that names it, for messages. `weights` fetches its safetensors as well.
-    """
+    """Folder of a path, or of `owner/name[@revision]` in the Hub's cache; `weights` fetches safetensors as well."""
     if not is_hub_name(name):
         return Path(name)
     try:
@@ -65,11 +63,7 @@ def require_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder as one commit to a model repository, which is made where it is missing; the commit's address.
-
-    Files of another model that lie there are removed by that commit, or both would be loaded; other files stay. The
-    manifest stays here: the Hub has checksums of its own. `private` is about a new repository alone.
-    """
+    """Upload a folder as one commit to a repository, where no other model's files stay; the commit's address."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -145,10 +139,7 @@ def _reason(error: Exception, name: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = " (HF_HUB_OFFLINE)" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else ""
         wanted = f"a folder, or a model in the Hub's cache, without a network{offline}"
-        return f"expected {wanted}, got {name!r}; {_by_hand(name)}"
+        owner_name, _, revision = name.partition("@")
+        by_hand = f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"
+        return f"expected {wanted}, got {name!r}; {by_hand}"
     return f"{name!r} could not be fetched: {' '.join(str(error).split())}"
-
-
-def _by_hand(name: str) -> str:
-    owner_name, _, revision = name.partition("@")
-    return f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"

@@ -27,10 +27,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Write a folder at the path given, where nothing is, and give it its final name once it is whole.
-
-    Links that have either name are replaced. What cannot be written raises CheckpointWriteError.
-    """
+    """Write a folder at the path given, and give it its final name once it is whole; else CheckpointWriteError."""
     temporary = final.with_name(f".{final.name}.tmp")
     try:
         with writing(final):
@@ -56,10 +53,7 @@ def no_link(path: str | Path, flags: int) -> int:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a written folder its final name, once all of it is on disk.
-
-    A folder that had the name is there until the new one is; `finish_replacements` after a stop in between.
-    """
+    """Give a written folder its final name; one that had it is there until then."""
     _flush(temporary)
     finish_replacement(final)
     replaced = _replaced(final)
@@ -71,10 +65,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def finish_replacement(final: Path) -> None:
-    """Finish a replacement that was stopped half-way: the new folder stays if it is in place, else the old one.
-
-    Several processes may do so at once.
-    """
+    """Finish a replacement that was stopped half-way: the new folder stays if it is in place, else the old one."""
     replaced = _replaced(final)
     if final.exists():
         with contextlib.suppress(OSError):
@@ -113,10 +104,7 @@ MODEL_FILES = (
 
 
 def put_model_in_place(temporary: Path, final: Path) -> None:
-    """Move a written model folder to where another was: nothing of that one stays, files of other kinds do.
-
-    The config, without which a folder is no model, goes first and comes last.
-    """
+    """Move a model folder to where another was, of which nothing stays; the config goes first and comes last."""
     if not final.exists() or not any(final.iterdir()):
         put_in_place(temporary, final)
         return
@@ -180,20 +168,14 @@ def _flush_directory(folder: Path) -> None:
 
 
 class LineFile:
-    """JSONL file that grows by a line at a time; a line that was cut short is left out and written again.
-
-    Each line holds a digest of its other values, so that a changed one is noticed.
-    """
+    """JSONL file that grows by a line at a time, each with a digest; a line that was cut short is written again."""
 
     def __init__(self, path: Path) -> None:
         """Name the file, which need not be there."""
         self.path = path
 
     def read(self, argument: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Iterate over (number from 1 on, values), then cut off what is left of a line that was not finished.
-
-        A line that `add` has not written raises ConfigError, which names the option `argument`.
-        """
+        """Iterate over (number from 1 on, values), less an unfinished line; ConfigError for a line of others."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()

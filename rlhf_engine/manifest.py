@@ -36,10 +36,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptCheckpointError unless a folder holds what its manifest lists, no less and no more.
-
-    names: compare the content of these files alone, as paths within the folder; None: of all.
-    """
+    """Raise CorruptCheckpointError unless a folder holds what its manifest lists; of `names` alone, where given."""
     listed = _read(folder)
     there = set(_files(folder))
     _require_none(folder, listed, set(listed) - there, "not there")
@@ -51,13 +48,7 @@ def check_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = None, *, weights: bool = True) -> None:
-    """Check the folder of a model or an adapter against the manifest that lists its files, where there is one.
-
-    A file that was changed, lost or added raises CorruptCheckpointError. Other files may lie beside them, such as those
-    of the run, unless they have the name of a model's file. A folder within one that has a manifest is checked, too.
-    Content is compared of `names` alone where they are given, and without `weights` not of safetensors, which may be
-    large.
-    """
+    """Check a model's or adapter's folder, and of `names` the content, against the manifest of its files."""
     folder = Path(folder)
     root = _manifest_of(folder)
     if root is None:
@@ -65,8 +56,9 @@ def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = No
     try:
         files = _within(folder, root, _read(root))
         _require_none(folder, files, {name for name in files if not (folder / name).is_file()}, "not there")
-        beside = (path for parent in {(folder / name).parent for name in files} for path in _model_files(parent))
-        added = {path.relative_to(folder).as_posix() for path in beside} - set(files) - {MANIFEST_FILE}
+        parents = {(folder / name).parent for name in files}
+        beside = (path for parent in parents for pattern in MODEL_FILES for path in parent.glob(pattern))
+        added = {path.relative_to(folder).as_posix() for path in beside if path.is_file()} - {*files, MANIFEST_FILE}
         _require_none(folder, files, added, "not listed")
         wanted = files if names is None else set(names) & set(files)
         for name in sorted(wanted):
@@ -77,10 +69,7 @@ def check_model(folder: str | os.PathLike[str], names: Iterable[str] | None = No
 
 
 def _manifest_of(folder: Path) -> Path | None:
-    """The folder of the manifest that lists the files of `folder`; None without one.
-
-    Files of that name by other programs are passed over, and further up also those that are damaged.
-    """
+    """The folder of the manifest that lists the files of `folder`; None without one."""
     if (folder / MANIFEST_FILE).is_file() and not _is_foreign(folder / MANIFEST_FILE):
         return folder
     for root in list(folder.absolute().parents)[:_PARENTS]:
@@ -105,10 +94,6 @@ def _is_foreign(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return not isinstance(content, dict) or not {"files", "format"} & set(content)
-
-
-def _model_files(folder: Path) -> Iterable[Path]:
-    return (path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file())
 
 
 def _require_none(folder: Path, listed: _Files, wrong: set[str], what: str) -> None:

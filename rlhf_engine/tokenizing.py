@@ -22,10 +22,7 @@ _ELSEWHERE = "a reward model with another tokenizer can be one of the reward_fun
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises ConfigError if there is none, or if it has no end-of-sequence token.
-
-    A padding token is not needed: rows are packed, nothing is ever padded with tokens.
-    """
+    """The tokenizer beside a model; ConfigError without one, or without an end-of-sequence token."""
     folder = local_folder(path)
     if not folder.is_dir():
         raise ConfigError(
@@ -48,19 +45,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], vocabulary: int) -> None:
-    """Raise ConfigError unless the reward model in `folder` reads the policy's token ids as the policy does.
-
-    It may know more tokens. Where the folder has no tokenizer, its vocabulary has to be as large as the policy's, which
-    `vocabulary` says.
-    """
+    """Raise ConfigError unless the reward model reads the policy's ids alike, as far as its folder tells."""
     place = f"reward_model_path: expected {{}} in {str(folder)!r}, got "
     folder = local_folder(given := folder, "reward_model_path")
     if not folder.is_dir():
         raise ConfigError(
             f"reward_model_path: expected a model folder or owner/name of the Hub, got {str(given)!r}, which is neither"
         )
-    if (Path(folder) / "adapter_config.json").is_file():
-        raise ConfigError(place.format("a model") + "an adapter; give it as reward_adapter")
     try:
         size = int(read_config(folder).get_text_config().vocab_size)
     except ValueError as error:
@@ -87,10 +78,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """Every token that ends an answer: the tokenizer's, and those that the model's generation config names.
-
-    Raises ConfigError for one that the model does not have.
-    """
+    """Every token that ends an answer by tokenizer or generation config; ConfigError for one the model lacks."""
     return _ends(tokenizer, model.generation_config, int(model.config.get_text_config().vocab_size))
 
 
@@ -122,10 +110,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt with the tokenizer's own beginning, and without the end that it adds to texts.
-
-    What the text itself says stays: an end-of-sequence token at its end, and a beginning, which is not doubled then.
-    """
+    """Token ids of a prompt with the tokenizer's beginning, not doubled, and without the end that it adds."""
     encoded = tokenizer(prompt, return_special_tokens_mask=True)
     ids, added = list(encoded["input_ids"]), list(encoded["special_tokens_mask"])
     while len(ids) > 1 and added[len(ids) - 1]:
@@ -156,10 +141,7 @@ def encode_continuation(
 
 
 def end_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_ids: Sequence[int] | None = None) -> list[int]:
-    """Token ids up to the last one of `end_ids` (None: the end-of-sequence token), where reward models are read.
-
-    White space after it, which chat templates write, is left out. Ids that do not end so get the end-of-sequence token.
-    """
+    """Token ids up to the last of `end_ids` (None: end-of-sequence), where reward models read; added if missing."""
     assert tokenizer.eos_token_id is not None
     ends = end_ids or (int(tokenizer.eos_token_id),)
     last = next((i for i in reversed(range(len(ids))) if ids[i] in ends), None)

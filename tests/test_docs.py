@@ -246,7 +246,8 @@ def test_commands_lead_from_one_to_the_next(started, monkeypatch):
     for words in commands():
         config = parsed(words)
         taken = [
-            getattr(config, n, None) for n in ("model_name_or_path", "adapter", "reference_adapter", "reward_adapter")
+            getattr(config, n, None)
+            for n in ("model_name_or_path", "adapter", "reference_adapter", "reward_model_path")
         ]
         for path in taken:
             if path is not None and path.startswith("runs/"):

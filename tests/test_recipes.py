@@ -106,7 +106,7 @@ def test_stages_run_once_and_options_may_be_given(runner, tmp_path, capfd):
     assert (code, out.count(f"== {name}")) == (0, 1), err
     results = json.loads((other / "evaluation" / "results.json").read_text())
     assert results["prompts"] == 1
-    assert results["record"]["config"]["reward_adapter"] == str(whole / "reward" / "final")
+    assert results["record"]["config"]["reward_model_path"] == str(whole / "reward" / "final")
     code, _, err = run("--output_dir", whole, *change)
     assert code == 2
     assert "stage evaluate: expected max_prompts 4, with which it was done, got 1; give another" in err

@@ -40,7 +40,7 @@ ROUNDING = {"seconds", "step_time", "train_runtime", "num_tokens"}
 
 def config_of(request: dict[str, Any]) -> TrainConfig:
     argv = ["--config", CONFIG, "--model_name_or_path", request["model"], "--output_dir", request["folder"]]
-    argv += ["--max_steps", str(request["steps"]), "--seed", str(request["seed"]), "--num_samples", "0"]
+    argv += ["--max_steps", str(request["steps"]), "--seed", str(request["seed"])]
     return parse_config(TrainConfig, argv)
 
 

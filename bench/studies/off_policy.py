@@ -52,7 +52,6 @@ COMMON = {
     "per_device_train_batch_size": 24,
     "lr_scheduler_type": "cosine",
     "save_steps": 0,
-    "num_samples": 0,
 }
 PAPER = {
     "ppo": {1: 0.86, 16: 0.76},
@@ -82,11 +81,12 @@ def start_of(work: Path, size: DemoSize, seed: int) -> Path:
 def run_point(loss: str, n: int, seed: int, *, start: Path, work: Path, steps: int, rate: float | None) -> dict:
     """One run and its judgement."""
     options = {**rl_options(start), **COMMON, **LOSSES[loss], "max_steps": steps, "seed": seed}
+    options |= {"async_mode": "blocks", "max_staleness": n - 1} if n > 1 else {}
     if rate is not None:
         options["learning_rate"] = rate
     folder = work / run_name(loss, n, seed)
     shutil.rmtree(folder, ignore_errors=True)
-    config = TrainConfig(output_dir=str(folder), batches_per_policy=n, **options)
+    config = TrainConfig(output_dir=str(folder), **options)
     trainer = RlTrainer(config)
     before = heldout_answers(trainer, "reference")
     rows = []

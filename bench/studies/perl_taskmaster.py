@@ -371,7 +371,7 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
         {
             "algorithm": "reinforce",
             "model_name_or_path": folder / "lm",
-            "reward_adapter": folder / "reward" / best.name / "final",
+            "reward_model_path": folder / "reward" / best.name / "final",
             "dataset_name": folder / "prompts_train.jsonl",
             "eval_dataset_name": folder / "prompts_report.jsonl",
             "output_dir": output,

@@ -28,7 +28,7 @@ TIMINGS = (
 RL: dict[str, Any] = {
     **{"max_completion_length": 16, "generation_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 1},
     **{"per_device_train_batch_size": 8, "lora_r": 8, "learning_rate": 1e-3, "max_steps": 2, "save_steps": 0},
-    **{"num_samples": 0, "dataset_name": "rlhf_engine/templates/story_prompts.jsonl"},
+    "dataset_name": "rlhf_engine/templates/story_prompts.jsonl",
     **{"reward_funcs": ["rlhf_engine/templates/happy_endings.py:reward"]},
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

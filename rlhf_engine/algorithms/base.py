@@ -181,14 +181,7 @@ class Algorithm(ABC):
         max_completion_length: int = 1,
         train_actor: bool = True,
     ) -> None:
-        """Hold the options.
-
-        Args:
-            options: options of the algorithm.
-            temperature: temperature > 0 that the answers were drawn at.
-            max_completion_length: most tokens that an answer can have, ≥ 1.
-            train_actor: False while only a critic warms up. A critic on the actor's slot then trains its head alone.
-        """
+        """Hold the options and the temperature > 0 of the answers; without train_actor only a critic learns."""
         self.options, self.temperature = options, temperature
         self.max_completion_length, self.train_actor = max_completion_length, train_actor
         self.discarded_roles: tuple[str, ...] = () if train_actor else ("actor",)
@@ -284,9 +277,6 @@ def find_algorithm(name: str) -> type[Algorithm]:
     return cast(type[Algorithm], importlib.import_module(f"rlhf_engine.algorithms.{name}").ALGORITHM)
 
 
-# ---- kl controller ---------------------------------------------------------------------------------------------------
-
-
 _LARGEST_ERROR = 0.2
 _HORIZON = 10_000
 """Answers over which an error of 1 would double the coefficient; a step of more doubles it at once."""
@@ -308,16 +298,12 @@ def next_beta(beta: float, kl: float, *, target: float, n_answers: int) -> float
     return beta * (1 + error * n_answers / max(_HORIZON, n_answers))
 
 
-# ---- logprob ---------------------------------------------------------------------------------------------------------
-
-
 class Loss(Protocol):
     """Result of a loss function."""
 
     @property
     def loss(self) -> torch.Tensor:
         """The loss, 0-d."""
-        ...
 
 
 class LogprobAlgorithm(Algorithm):

@@ -33,8 +33,7 @@ def best(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[int]:
 class SupervisedLoss(NamedTuple):
     """Cross-entropy of the chosen answers, at the temperature they were drawn at."""
 
-    loss: torch.Tensor
-    """0-d"""
+    loss: torch.Tensor  # 0-d
 
 
 class BestOfN(LogprobAlgorithm):

@@ -28,12 +28,9 @@ from rlhf_engine.algorithms.sequences import spread
 class CispoLoss(NamedTuple):
     """L of a micro-batch, and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d"""
-    kl: torch.Tensor
-    """0-d, Σ k3, without a gradient"""
-    n_clipped: torch.Tensor
-    """0-d, tokens whose weight is 1 + ε'"""
+    loss: torch.Tensor  # 0-d
+    kl: torch.Tensor  # 0-d, Σ k3, without a gradient
+    n_clipped: torch.Tensor  # 0-d, tokens whose weight is 1 + ε'
 
 
 class Cispo(LogprobAlgorithm):

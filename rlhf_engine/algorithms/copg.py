@@ -28,10 +28,7 @@ from rlhf_engine.hydra import PackedBatch
 
 
 def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple[int, int]]:
-    """(best, worst) answer of each prompt; the first and the last where all score the same.
-
-    Raises ValueError for an answer that is alone in its group.
-    """
+    """(best, worst) answer of each prompt, the first and the last at equal scores; ValueError for one alone."""
     if (group_sizes(groups_N) < 2).any():
         raise ValueError("groups_N: expected at least two answers per prompt, got one")
     return sequences.best_and_worst(scores_N, groups_N)
@@ -40,10 +37,8 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
 class CopgOutputs(NamedTuple):
     """Loss and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d, of which the gradient is g; its value means nothing"""
-    gap_P: torch.Tensor
-    """R_a − R_b [P], without a gradient"""
+    loss: torch.Tensor  # 0-d, of which the gradient is g; its value means nothing
+    gap_P: torch.Tensor  # R_a − R_b [P], without a gradient
 
 
 def copg_loss(
@@ -55,22 +50,7 @@ def copg_loss(
     n_pairs: float,
     beta: float,
 ) -> CopgOutputs:
-    """Loss with gradient g of a batch of pairs, whose answers are next to each other.
-
-    Args:
-        logprobs_M: [M], of the policy, with a gradient.
-        ref_logprobs_M: [M], of the reference.
-        scores_N: [N], r of each answer.
-        batch: N sequences.
-        n_pairs: the n of the whole minibatch, so that parts of it add up.
-        beta: β, 0 included.
-
-    Returns:
-        Loss and gaps.
-
-    Raises:
-        ValueError: a batch that is not made of pairs.
-    """
+    """Loss and gaps, with gradient g, of a batch of pairs whose answers are neighbours; ValueError for others."""
     if batch.n_sequences % 2:
         raise ValueError(f"batch: expected pairs of answers, got {batch.n_sequences} answers")
     regularised_N = scores_N - beta * sequence_sums(logprobs_M.detach() - ref_logprobs_M, batch)

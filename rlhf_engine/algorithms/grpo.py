@@ -60,10 +60,7 @@ def token_weights(batch: PackedBatch, *, loss_type: LossType, max_completion_len
 
 
 class Grpo(Algorithm):
-    """GRPO by the fused loss: token weights are its mask, k3 its KL term.
-
-    With an entropy bonus the entropy of a token is weighed and divided as ℓ of that token is.
-    """
+    """GRPO by the fused loss: token weights are its mask, k3 its KL term, and its entropies are weighed as ℓ."""
 
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=self.options.scale_rewards)
@@ -80,7 +77,7 @@ class Grpo(Algorithm):
             advantage_M=micro.advantages_M,
             mask_M=weights_M * micro.mask_M,
             denom=micro.n_tokens if self._loss_type == "dapo" else micro.n_answers,
-            clip_low=self.options.cliprange,
+            clip_low=self.options.clip_low,
             clip_high=self.options.clip_high,
             dual_clip=self.options.delta,
             ref_logprob_M=micro.ref_logprobs_M,
@@ -98,7 +95,7 @@ class Grpo(Algorithm):
         before_M, mask_M = micro.before_logprobs_M, micro.mask_M
         # the op's statistics are weighed as the loss is; these are means over tokens, as other algorithms'
         ratio_M = (loss.logprob - micro.old_logprobs_M).exp()
-        bounded_M = ratio_M.clamp(1 - self.options.cliprange, 1 + self.options.clip_high)
+        bounded_M = ratio_M.clamp(1 - self.options.clip_low, 1 + self.options.clip_high)
         clipped_M = micro.advantages_M * bounded_M < micro.advantages_M * ratio_M
         sums = {
             "policy/loss": loss.policy_loss.detach() + self.options.beta * loss.kl.detach(),

@@ -37,12 +37,9 @@ def best_and_worst(scores_N: torch.Tensor, groups_N: torch.Tensor) -> list[tuple
 class DpoOutputs(NamedTuple):
     """Loss and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d"""
-    chosen_P: torch.Tensor
-    """β (log π(w) − log π_ref(w)), the implicit reward [P], without a gradient"""
-    rejected_P: torch.Tensor
-    """the same of l"""
+    loss: torch.Tensor  # 0-d
+    chosen_P: torch.Tensor  # β (log π(w) − log π_ref(w)), the implicit reward [P], without a gradient
+    rejected_P: torch.Tensor  # the same of l
 
 
 def dpo_loss(
@@ -54,10 +51,7 @@ def dpo_loss(
     beta: float,
     loss_type: DpoLoss = "sigmoid",
 ) -> DpoOutputs:
-    """L of a batch of pairs w, l, w, l, … n_pairs: the n of the whole minibatch, so that parts of it add up.
-
-    Raises ValueError for a batch that is not made of pairs.
-    """
+    """L of a batch of pairs w, l, w, l, …, divided by `n_pairs` of the whole minibatch; ValueError for other rows."""
     if batch.n_sequences % 2:
         raise ValueError(f"batch: expected pairs of answers, got {batch.n_sequences} answers")
     ratio_P2 = sequence_sums(logprobs_M - ref_logprobs_M, batch).view(-1, 2)

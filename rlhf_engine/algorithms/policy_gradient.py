@@ -58,10 +58,7 @@ def policy_gradient_loss(
     n_answers: float,
     divide_by_own_length: bool = False,
 ) -> torch.Tensor:
-    """L, 0-d. n_answers: the n of the whole minibatch, so that parts of it add up.
-
-    divide_by_own_length: a departure of ReMax's released code, see above.
-    """
+    """L, 0-d, divided by `n_answers` of the whole minibatch; divide_by_own_length as ReMax's released code."""
     weighted_M = advantages_M * logprobs_M
     if divide_by_own_length:
         weighted_M = weighted_M / spread(torch.tensor(batch.completion_lens, device=batch.device), batch)
@@ -77,20 +74,14 @@ def k3(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
 class GradientLoss(NamedTuple):
     """The policy-gradient loss, and the KL term where the loss has one."""
 
-    loss: torch.Tensor
-    """0-d, their sum"""
-    kl: torch.Tensor | None
-    """0-d, (1/n) Σ k3 without a gradient"""
+    loss: torch.Tensor  # 0-d, their sum
+    kl: torch.Tensor | None  # 0-d, (1/n) Σ k3 without a gradient
 
 
 class PolicyGradient(LogprobAlgorithm):
-    """L with the advantages of an experience, and with the KL to the reference as a term of it if there is a `kl_coef`.
+    """L with the advantages that a derived algorithm makes, and the KL to the reference times `kl_coef`."""
 
-    An algorithm derived from it says what the advantages are.
-    """
-
-    divide_by_own_length = False
-    """A departure of ReMax's released code, see above."""
+    divide_by_own_length = False  # a departure of ReMax's released code, see above
     kl_coef = 0.0
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> GradientLoss:

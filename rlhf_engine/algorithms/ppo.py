@@ -7,7 +7,7 @@ PPO, arXiv 1707.06347; GAE, arXiv 1506.02438):
     δ_t = r_t + γ V_{t+1} − V_t           A_t = δ_t + γ λ A_{t+1}           G_t = A_t + V_t
     L   = Σ_t max(−A_t ρ_t, −A_t clip(ρ_t, 1−ε, 1+ε')) / n + c_v · ½ Σ_t max((V_t−G_t)², (clip V_t − G_t)²) / n
 
-ρ = π / π_old, and ε' is ε unless `cliprange_high` says otherwise. With `whiten_advantages` A has mean 0 and variance 1
+ρ = π / π_old, and ε' is ε unless `cliprange` has a second number. With `scale_rewards` A has mean 0 and variance 1
 over a rollout. `delta` bounds ρ where A_t < 0 (dual clip, arXiv 1912.09729).
 
 Legend: N sequences, M completion tokens packed, C the longest completion ([N, C] is right-padded).
@@ -30,10 +30,7 @@ from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
 def token_kl(
-    logprobs_M: torch.Tensor,
-    ref_logprobs_M: torch.Tensor,
-    estimator: str,
-    exact_kl_M: torch.Tensor | None = None,
+    logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor, estimator: str, exact_kl_M: torch.Tensor | None = None
 ) -> torch.Tensor:
     """KL per token, fp32 [M], by `k1`, `k3` (Schulman's unbiased, non-negative one) or the given exact values."""
     if estimator == "exact":
@@ -55,12 +52,7 @@ def token_rewards(kl_M: torch.Tensor, scores_N: torch.Tensor, batch: PackedBatch
 
 
 def advantages(
-    rewards_M: torch.Tensor,
-    values_M: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    gamma: float,
-    lam: float,
+    rewards_M: torch.Tensor, values_M: torch.Tensor, batch: PackedBatch, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantage [M], return [M]) by GAE over each answer; the last token's next value is 0."""
     mask_NC = batch.pad(torch.ones_like(rewards_M))
@@ -102,7 +94,7 @@ class Ppo(Algorithm):
             advantage_M=micro.advantages_M,
             mask_M=micro.mask_M,
             denom=micro.n_tokens,
-            clip_low=options.cliprange,
+            clip_low=options.clip_low,
             clip_high=options.clip_high,
             dual_clip=options.delta,
             entropy_coef=options.entropy_coef,

@@ -45,11 +45,7 @@ class Reinforce(PolicyGradient):
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         assert experience.values_M is not None
         returns_M = returns(
-            experience.scores_N,
-            experience.kl_M,
-            experience.batch,
-            beta=self.options.beta,
-            gamma=self.options.gamma,
+            experience.scores_N, experience.kl_M, experience.batch, beta=self.options.beta, gamma=self.options.gamma
         )
         return replace(experience, advantages_M=returns_M - experience.values_M, returns_M=returns_M), {}
 

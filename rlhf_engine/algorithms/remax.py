@@ -39,10 +39,7 @@ def advantages(
     gamma: float = 1.0,
     clip: float | None = None,
 ) -> torch.Tensor:
-    """A [M] of N drawn answers. greedy_scores_N: of the greedy answers to the same prompts, [N].
-
-    Raises ValueError for scores of other shapes.
-    """
+    """A [M] of N drawn answers, whose prompts' greedy answers scored greedy_scores_N; ValueError for other shapes."""
     if greedy_scores_N.shape != scores_N.shape:
         raise ValueError(
             f"greedy_scores_N: expected one score per drawn answer, {list(scores_N.shape)}, got "

@@ -42,12 +42,9 @@ def leave_one_out(returns_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tens
 class SequenceLoss(NamedTuple):
     """A loss of ratios of whole answers."""
 
-    loss: torch.Tensor
-    """0-d"""
-    ratio_N: torch.Tensor
-    """ρ [N], without a gradient"""
-    clipped_N: torch.Tensor
-    """bool [N], whether the clip decided"""
+    loss: torch.Tensor  # 0-d
+    ratio_N: torch.Tensor  # ρ [N], without a gradient
+    clipped_N: torch.Tensor  # bool [N], whether the clip decided
 
 
 def proximal_loss(
@@ -91,7 +88,7 @@ class Rloo(PolicyGradient):
             micro.advantages_M[micro.batch.last_completion_rows_N],  # the same at every token of an answer
             micro.batch,
             n_answers=micro.n_answers,
-            clip_low=self.options.cliprange,
+            clip_low=self.options.clip_low,
             clip_high=self.options.clip_high,
         )
 

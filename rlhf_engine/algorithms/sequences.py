@@ -77,9 +77,6 @@ def _check_tokens(name: str, x_M: torch.Tensor, batch: PackedBatch) -> None:
         )
 
 
-# ---- importance ------------------------------------------------------------------------------------------------------
-
-
 Mode = Literal["token_truncate", "sequence_truncate"]
 
 

@@ -87,17 +87,8 @@ def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     return device_type
 
 
-def run_trainer(
-    name: str,
-    trainer: Run,
-    results: Callable[[], Mapping[str, Any]],
-    *,
-    notes: Iterable[str] = (),
-) -> int:
-    """Make a trainer's remaining steps, with its progress shown; the exit code.
-
-    `results` has label → place of what was written, once the run is done. `notes` are printed before the first step.
-    """
+def run_trainer(name: str, trainer: Run, results: Callable[[], Mapping[str, Any]], *, notes: Iterable[str] = ()) -> int:
+    """Make a trainer's remaining steps with its progress shown, and print where `results` lie; the exit code."""
     from rlhf_engine.runs.page import PAGE_FILE
 
     finished = trainer.world.gather(trainer.finished())[0]

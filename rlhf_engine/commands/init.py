@@ -28,8 +28,7 @@ class Template:
 
     readme: str  # name of the README's template
     files: Mapping[str, str] = field(default_factory=dict)  # file → its template
-    commands: tuple[str, ...]
-    """Commands, in their order. Braces name what `_values` gives."""
+    commands: tuple[str, ...]  # commands, in their order. Braces name what `_values` gives.
 
 
 STARTS = {
@@ -92,8 +91,10 @@ def _values(config: InitConfig) -> dict[str, str]:
     base = config.model_name_or_path
     small = base is None or _hidden_size(base) < _SMALL
     is_reward_model = config.start == "reward-model"
+    if base is not None and not os.path.isabs(base) and Path(base).exists():
+        base = os.path.relpath(base, config.output_dir)
     return {
-        "base": "runs/sft" if base is None else _from_inside(base, config.output_dir),
+        "base": "runs/sft" if base is None else base,
         "steps": "15" if base is None else "20",
         "tokens": "40" if base is None else "96",
         "eos_penalty": "1.0" if base is None else "none",
@@ -114,13 +115,6 @@ def _hidden_size(base: str) -> int:
     if not (Path(base) / "config.json").is_file():
         return _SMALL
     return int(read_config(base).get_text_config().hidden_size)
-
-
-def _from_inside(base: str, folder: str) -> str:
-    """A relative path to a local model as it is from within the folder; another name as it is."""
-    if os.path.isabs(base) or not Path(base).exists():
-        return base
-    return os.path.relpath(base, folder)
 
 
 def _make_small_model(config: InitConfig, folder: Path) -> None:

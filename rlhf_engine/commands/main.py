@@ -83,10 +83,7 @@ _THREADS_END_WITHIN = 5.0
 
 
 def run_and_exit() -> NoReturn:
-    """Run the command of this process and end it with the command's exit code.
-
-    A thread that somebody's code has left running does not keep the process: it has a few seconds to end.
-    """
+    """Run this process's command and end it with its exit code, whatever threads of others still run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP's library, which reads it once
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)

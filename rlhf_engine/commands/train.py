@@ -33,8 +33,7 @@ def run(argv: Sequence[str]) -> int:
             trainer = RlTrainer(config, world, connect=connect)
         if config.dry_run:
             return _measure(trainer)
-        samples = {"samples": trainer.output / SAMPLES_FILE} if config.num_samples else {}
-        results = {"model": trainer.output / FINAL_FOLDER, **samples}
+        results = {"model": trainer.output / FINAL_FOLDER, "samples": trainer.output / SAMPLES_FILE}
         return run_trainer("train", trainer, lambda: results)
 
 

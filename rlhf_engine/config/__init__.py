@@ -1,16 +1,5 @@
 """Options of every command, as flat frozen dataclasses made of sections; names as in TRL where TRL has the option.
 
-    TrainConfig     rlhf-engine train      RL by any algorithm and method, Hydra-PPO by default
-    SFTConfig       rlhf-engine sft        joint language-model and reward training
-    RewardConfig    rlhf-engine reward     a reward model on an adapter slot and a head, or whole
-    GenerateConfig  rlhf-engine generate   answers of a model with or without an adapter
-    EvaluateConfig  rlhf-engine evaluate   several models on the same prompts, side by side
-    InitConfig      rlhf-engine init       a folder to begin with
-    DemoConfig      rlhf-engine demo       everything on a small built-in task
-    BenchConfig     rlhf-engine bench      how fast, how large, how exact the kernels are
-    ReportConfig    rlhf-engine report     a page of one run or several
-    PlanConfig      rlhf-engine plan       how much memory and time a run will take, before anything is downloaded
-
 `parse_config(cls, argv)` reads flags and `--config`.
 """
 

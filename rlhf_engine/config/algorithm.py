@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,16 +15,12 @@ from rlhf_engine.errors import ConfigError
 class AlgorithmFacts:
     """Facts about an algorithm for options and loops. They import no torch."""
 
-    summary: str
-    """Line for --help."""
+    summary: str  # line for --help
     reads: tuple[str, ...]
     """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
-    generations: int = 4
-    """Default of `num_generations`, a greedy answer included."""
-    with_greedy: bool = False
-    """Whether one answer to each prompt is the greedy one, which nothing is learned from."""
-    least_drawn: int = 2
-    """Scored answers that a prompt needs to be learned from."""
+    generations: int = 4  # default of `num_generations`, a greedy answer included
+    with_greedy: bool = False  # whether one answer to each prompt is the greedy one, which nothing is learned from
+    least_drawn: int = 2  # scored answers that a prompt needs to be learned from
     one_unit_per_prompt: bool = False
     """Whether an answer or a pair is chosen for each prompt, so that minibatches are made of prompts."""
     sums_per_answer: bool = False
@@ -35,14 +30,10 @@ class AlgorithmFacts:
     """
     maximises_reward: bool = True
     """Whether a sum of the reward and beta times the KL is maximised. Answers can then be weighed by a ratio."""
-    has_token_ratio: bool = False
-    """Whether its loss has the ratio of two policies for each token."""
-    answers_together: int = 1
-    """Answers that go through the model together, whatever the micro-batch."""
-    loss_types: tuple[str, ...] = ()
-    """Values of `loss_type`; the first is the default."""
-    repeats: int = 1
-    """Default of `num_mini_batches` and of `num_ppo_epochs`."""
+    has_token_ratio: bool = False  # whether its loss has the ratio of two policies for each token
+    answers_together: int = 1  # answers that go through the model together, whatever the micro-batch
+    loss_types: tuple[str, ...] = ()  # values of `loss_type`; the first is the default
+    repeats: int = 1  # default of `num_mini_batches` and of `num_ppo_epochs`
 
     @property
     def has_critic(self) -> bool:
@@ -53,15 +44,11 @@ class AlgorithmFacts:
 _CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
 ALGORITHMS = {
     "best_of_n": AlgorithmFacts(
-        summary="best_of_n (learn the best)",
-        reads=(),
-        least_drawn=1,
-        one_unit_per_prompt=True,
-        maximises_reward=False,
+        summary="best_of_n (learn the best)", reads=(), least_drawn=1, one_unit_per_prompt=True, maximises_reward=False
     ),
     "cispo": AlgorithmFacts(
         summary="cispo (clipped importance weights)",
-        reads=("beta", "kl_target", "cliprange_high", "scale_rewards"),
+        reads=("beta", "kl_target", "cliprange", "scale_rewards"),
         has_token_ratio=True,
     ),
     "copg": AlgorithmFacts(
@@ -75,7 +62,7 @@ ALGORITHMS = {
     ),
     "grpo": AlgorithmFacts(
         summary="grpo",
-        reads=("beta", "kl_target", "cliprange", "cliprange_high", "delta", "scale_rewards", "loss_type"),
+        reads=("beta", "kl_target", "cliprange", "delta", "scale_rewards", "loss_type"),
         has_token_ratio=True,
         loss_types=("grpo", "dapo", "dr_grpo"),
     ),
@@ -90,8 +77,8 @@ ALGORITHMS = {
     "ppo": AlgorithmFacts(
         summary="ppo",
         reads=(
-            *("beta", "kl_target", "gamma", "lam", "kl_estimator", "cliprange", "cliprange_high", "delta"),
-            *("cliprange_value", "whiten_advantages", *_CRITIC),
+            *("beta", "kl_target", "gamma", "lam", "kl_estimator", "cliprange", "delta", "cliprange_value"),
+            *("scale_rewards", *_CRITIC),
         ),
         generations=1,
         least_drawn=1,
@@ -116,7 +103,7 @@ ALGORITHMS = {
     ),
     "rloo": AlgorithmFacts(
         summary="rloo (the other answers to the prompt)",
-        reads=("beta", "kl_target", "kl_estimator", "cliprange", "cliprange_high", "loss_type"),
+        reads=("beta", "kl_target", "kl_estimator", "cliprange", "loss_type"),
         sums_per_answer=True,
         loss_types=("proximal", "vanilla"),
     ),
@@ -162,8 +149,9 @@ class AlgorithmOptions(Options):
     )
     gamma: float = option(1.0, "discount factor of the return", ge=0, le=1)
     lam: float = option(0.95, "lambda of generalised advantage estimation", ge=0, le=1)
-    cliprange: float = option(0.2, "the policy ratio is clipped to 1 ± cliprange", gt=0)
-    cliprange_high: float | None = option(None, "upper clip of the ratio, 1 + cliprange_high; none: cliprange", gt=0)
+    cliprange: list[float] = option(
+        [0.2], "the policy ratio is clipped to 1 ± this; of two numbers to 1 - the first and 1 + the second"
+    )
     delta: float | None = option(
         None, "largest ratio that a token of negative advantage counts with; none: any (dual clip)", gt=1
     )
@@ -177,14 +165,15 @@ class AlgorithmOptions(Options):
         "reinforce is a sum per answer",
         ge=0,
     )
-    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over the batch")
     loss_type: str | None = option(
         None,
         "; ".join(f"{name}: {', '.join(facts.loss_types)}" for name, facts in ALGORITHMS.items() if facts.loss_types)
         + "; none: the first of them",
     )
     scale_rewards: Literal["group", "none"] = option(
-        "group", "grpo: divide advantages by the standard deviation of the prompt's scores, or not"
+        "group",
+        "group: grpo and cispo divide advantages by the standard deviation of the prompt's scores; ppo gives them mean "
+        "0 and variance 1 over the batch",
     )
     kl_in: Literal["to_go", "local", "loss"] = option(
         "to_go", "remax: a token answers for its KL and that of all after it, or its own alone, or the loss has a term"
@@ -226,14 +215,19 @@ class AlgorithmOptions(Options):
         return self.generations - self.facts.with_greedy
 
     @property
+    def clip_low(self) -> float:
+        """The ratio is clipped to at least 1 - this."""
+        return self.cliprange[0]
+
+    @property
     def clip_high(self) -> float:
         """The ratio is clipped to at most 1 + this."""
-        return self.cliprange if self.cliprange_high is None else self.cliprange_high
+        return self.cliprange[-1]
 
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages get mean 0 and variance 1 over the tokens of a rollout."""
-        return self.whiten_advantages and "whiten_advantages" in self.facts.reads
+        return self.scale_rewards == "group" and self.algorithm == "ppo"
 
     @property
     def has_ratio(self) -> bool:
@@ -273,20 +267,12 @@ class AlgorithmOptions(Options):
         return self.loss_type or (*self.facts.loss_types, "")[0]
 
     def check_algorithm(self) -> None:
-        """Check that the options fit the algorithm.
-
-        Raises:
-            ConfigError: options that contradict the algorithm, or that are set and not read.
-        """
+        """Raise ConfigError for options that contradict the algorithm, or that are set and not read."""
         name = self.algorithm
         least = 1 if self.has_critic else 2
-        if self.generations < least:
-            raise ConfigError(f"num_generations: expected at least {least} for {name}, got {self.generations}")
-        if self.generation_batch_size % self.generations:
-            raise ConfigError(
-                f"generation_batch_size: expected a multiple of num_generations ({self.generations}), "
-                f"got {self.generation_batch_size}"
-            )
+        self.require("num_generations", self.generations >= least, f"at least {least} for {name}")
+        is_multiple = self.generation_batch_size % self.generations == 0
+        self.require("generation_batch_size", is_multiple, f"a multiple of num_generations ({self.generations})")
         if self.units_per_step % self.mini_batches:
             of = "" if self.units_per_step == self.generation_batch_size else f", {self.units_per_step} to learn from"
             raise ConfigError(
@@ -294,29 +280,24 @@ class AlgorithmOptions(Options):
                 f"got {self.generation_batch_size}{of}"
             )
         known = self.facts.loss_types
-        if self.loss_type is not None and known and self.loss_type not in known:
-            raise ConfigError(f"loss_type: expected one of {', '.join(known)} for {name}, got {self.loss_type!r}")
-        if name == "reinforce" and self.beta > 1:
-            raise ConfigError(
-                f"beta: expected at most 1 for reinforce, which maximises (1-beta) reward - beta KL, got {self.beta}"
-            )
-        if name == "online_dpo" and self.beta == 0:
-            raise ConfigError("beta: expected more than 0 for online_dpo, which divides or multiplies by it, got 0")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if self.kl_target is not None and self.beta == 0:
-            raise ConfigError("beta: expected more than 0 with kl_target, by whose error it is multiplied, got 0")
+        is_known = self.loss_type is None or not known or self.loss_type in known
+        self.require("loss_type", is_known, f"one of {', '.join(known)} for {name}")
+        why = "at most 1 for reinforce, which maximises (1-beta) reward - beta KL"
+        self.require("beta", name != "reinforce" or self.beta <= 1, why)
+        why = "more than 0 for online_dpo, which divides or multiplies by it"
+        self.require("beta", name != "online_dpo" or self.beta > 0, why)
+        why = "more than 0 with kl_target, by whose error it is multiplied"
+        self.require("beta", self.kl_target is None or self.beta > 0, why)
+        is_range = 1 <= len(self.cliprange) <= 2 and min(self.cliprange) > 0
+        self.require("cliprange", is_range, "one or two numbers > 0")
+        is_above = self.delta is None or self.delta >= 1 + self.clip_high
+        self.require("delta", is_above, f"at least 1 + {self.clip_high:g}, the upper clip")
         readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}
-        if self.delta is not None and self.delta < 1 + self.clip_high:
-            raise ConfigError(f"delta: expected at least 1 + {self.clip_high:g}, the upper clip, got {self.delta}")
         if self.chosen_loss_type == "vanilla":
-            for clip in ("cliprange", "cliprange_high"):
-                readers[clip] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS[clip]))
+            readers["cliprange"] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS["cliprange"]))
         if self.kl_in == "loss":
             readers["kl_estimator"] = (False, ("ppo", "remax with another kl_in", "rloo", "reinforce"))
         for option_name, (is_read, algorithms) in readers.items():
-            value = getattr(self, option_name)
-            if not is_read and value != defaults[option_name]:
-                raise ConfigError(
-                    f"{option_name}: expected it unset for {name}, which does not read it "
-                    f"({', '.join(algorithms)}), got {value!r}; a file may have it in a section of theirs"
-                )
+            if not is_read:
+                theirs = f"{', '.join(algorithms)}; a file may have it in a section of theirs"
+                self.require_unset([option_name], f"for {name}, which does not read it ({theirs})")

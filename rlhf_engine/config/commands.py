@@ -10,7 +10,7 @@ from typing import Literal
 
 from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import Options, option, parse_size, required
-from rlhf_engine.config.rollout import EngineConfig, SamplingOptions
+from rlhf_engine.config.rollout import AnswerOptions, EngineConfig
 from rlhf_engine.config.run import (
     LARGEST_RANK,
     OPTIM_HELP,
@@ -22,33 +22,31 @@ from rlhf_engine.config.run import (
     ModelOptions,
     Optim,
     Quantization,
+    RewardModelOptions,
     RowOptions,
     RunOptions,
     check_device,
     check_repository,
+    check_weights,
     not_empty,
 )
 from rlhf_engine.config.train import Method
 from rlhf_engine.errors import ConfigError
 
-BASE, REFERENCES = "base", "references"
-"""Names of the base without an adapter, and of the answers in the data."""
-REWARD = "reward"
-"""The judge that prefers the answer with the higher reward."""
-CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}
-"""Cards that `--gpu` knows by name, and their memory."""
+BASE, REFERENCES = "base", "references"  # names of the base without an adapter, and of the answers in the data
+REWARD = "reward"  # the judge that prefers the answer with the higher reward
+CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}  # cards that `--gpu` knows by name, and their memory
 Format = Literal["merged", "peft", "sequence_classification"]
 GGUF = "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md"
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 _NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
 
 Start = Literal["tutorial", "reward-function", "reward-model", "trl", "recipe:stories260k"]
-OWN_MODEL = ("reward-function", "recipe:stories260k")
-"""Starts that run on a model of the user's."""
+OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a model of the user's
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
+class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
     FIRST = ("model_name_or_path", "adapter", "prompt", "num_generations", "max_completion_length")
@@ -58,18 +56,12 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     prompt: list[str] | None = option(None, "prompts, each one argument", is_text=True)
     prompt_file: str | None = option(None, "text file with one prompt a line; - reads standard input")
     dataset_name: str | None = option(None, f"prompts, texts or conversations: {SOURCES}")
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt; the prompt goes through the model once", ge=1)
     best_of: int | None = option(
         None,
         "draw so many answers per prompt and keep the one with the highest reward, which reads stop texts, too",
         ge=2,
     )
-    reward_adapter: str | None = option(None, "best_of: PEFT folder of a LoRA reward model")
-    reward_model_path: str | None = option(
-        None, "best_of: folder of a whole reward model; without either, the base's own reward head"
-    )
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
     ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     verify_rollout: bool = option(
@@ -81,28 +73,17 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.resume and self.out is None:
-            raise ConfigError("resume: expected it together with out, the file to go on with, got no out")
-        if self.min_completion_length > self.max_completion_length:
-            raise ConfigError(
-                f"min_completion_length: expected at most max_completion_length ({self.max_completion_length}), got "
-                f"{self.min_completion_length}"
-            )
-        if self.out is not None:
-            not_empty("out", self.out)
+        if self.out is None:
+            self.require_unset(["resume"], "without out, the file to go on with")
+        is_less = self.min_completion_length <= self.max_completion_length
+        most = f"at most max_completion_length ({self.max_completion_length})"
+        self.require("min_completion_length", is_less, most)
         self._check_prompts()
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and self.best_of is None:
-                raise ConfigError(f"{name}: expected it together with best_of, got no best_of")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
-        if self.best_of is not None and (self.greedy or self.num_generations > 1):
-            other = "greedy" if self.greedy else f"num_generations {self.num_generations}"
-            raise ConfigError(f"best_of: expected it without greedy and num_generations, got {other}")
-        if self.greedy and self.num_generations > 1:
-            raise ConfigError(
-                f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
-            )
+        if self.best_of is None:
+            self.require_unset(["reward_model_path"], "without best_of")
+        else:
+            self.require_unset(("greedy", "num_generations"), "with best_of")
+        self.check_greedy(self.num_generations)
 
     @property
     def prompt_source(self) -> tuple[str, str]:
@@ -118,9 +99,6 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
             raise ConfigError("prompt: expected at least one prompt, a prompt_file or a dataset_name, got none of them")
         if len(given) > 1:
             raise ConfigError(f"{given[1]}: expected one of prompt, prompt_file and dataset_name, got {given}")
-        for name in ("prompt_file", "dataset_name"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
         if self.dataset_name is None and (self.system_prompt is not None or self.chat_template_kwargs):
             raise ConfigError(
                 "dataset_name: expected conversations for system_prompt and chat_template_kwargs, got none"
@@ -132,7 +110,7 @@ class GenerateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
+class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
     FIRST = ("model_name_or_path", "models", "dataset_name", "reward_model_path", "output_dir")
@@ -151,19 +129,13 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     output_dir: str = required("folder for answers, verdicts, results and the page")
     resume: bool = option(False, "go on with the answers and verdicts that output_dir lacks")
     max_prompts: int | None = option(None, "the first so many prompts; none: all", ge=1)
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
     num_generations: int = option(1, "answers per prompt of each model; from 2 on, rewards of best-of-n as well", ge=1)
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
     reward_funcs: list[str] = option(
         [],
         "what answers are worth, as of train: reward_model, a built-in such as math, package.module:function, or "
         "file.py:function; none: reward_model where a reward model is given",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
-    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model")
-    reward_model_path: str | None = option(
-        None, "folder of a whole reward model; reward_model without either is the base's own head"
-    )
     judge: str | None = option(
         None,
         f"who prefers which of two answers: {REWARD}, file.py:function with TRL's judge signature, or the address of "
@@ -182,22 +154,21 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_prompts_kept()
-        for name in ("dataset_name", "output_dir", "against"):
-            not_empty(name, getattr(self, name))
-        for name in self.models:
-            not_empty("models", name)
-        if self.greedy and self.num_generations > 1:
-            raise ConfigError(
-                f"num_generations: expected 1 with greedy, where all answers are the same, got {self.num_generations}"
-            )
-        self._check_rewards()
-        self._check_judge()
+        self.check_greedy(self.num_generations)
+        check_weights(self.reward_weights, self.sources)
+        if "reward_model" not in self.sources:
+            self.require_unset(["reward_model_path"], "without 'reward_model' among reward_funcs")
+        if not self.sources:
+            self.require("judge", self.judge != REWARD, "reward_funcs or a reward model for a judge by reward")
+        if not self.judge_is_server:
+            self.require_unset(("judge_model", "judge_template"), "without the address of a server as judge")
+        has_name = not self.judge_is_server or self.judge_model is not None
+        self.require("judge_model", has_name, "the name of the server's model")
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Reward sources: those of `reward_funcs`, or the reward model that is given."""
-        given = self.reward_adapter is not None or self.reward_model_path is not None
-        return tuple(self.reward_funcs) or (("reward_model",) if given else ())
+        return tuple(self.reward_funcs) or (() if self.reward_model_path is None else ("reward_model",))
 
     @property
     def judged_by(self) -> str | None:
@@ -208,27 +179,6 @@ class EvaluateConfig(SamplingOptions, EngineConfig, RowOptions, ModelOptions):
     def judge_is_server(self) -> bool:
         """Whether the judge is a server."""
         return self.judge is not None and self.judge.startswith(("http://", "https://"))
-
-    def _check_rewards(self) -> None:
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.sources):
-            raise ConfigError(
-                f"reward_weights: expected {len(self.sources)} numbers, one per reward source, got "
-                f"{len(self.reward_weights)}"
-            )
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and "reward_model" not in self.sources:
-                raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
-
-    def _check_judge(self) -> None:
-        if self.judge == REWARD and not self.sources:
-            raise ConfigError("judge: expected reward_funcs or a reward model for a judge by reward, got neither")
-        for name in ("judge_model", "judge_template"):
-            if getattr(self, name) is not None and not self.judge_is_server:
-                raise ConfigError(f"{name}: expected the address of a server as judge, got {self.judge!r}")
-        if self.judge_is_server and self.judge_model is None:
-            raise ConfigError("judge_model: expected the name of the server's model, got none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,13 +195,10 @@ class PlanConfig(Options):
     processes: int = option(1, "processes that share a step, a GPU each; the memory is that of one of them", ge=1)
     shard_base: bool = option(False, "hold frozen backbones in shares while learning, as --shard_base of train does")
     num_generations: int = option(
-        1,
-        "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)",
-        ge=1,
+        1, "answers per prompt that are learned from; on a CPU they share its pass (with full_sft, 2: pairs)", ge=1
     )
     gpu: str = option(
-        "80GB",
-        f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)})",
+        "80GB", f"memory of the device, in GB (10^9 bytes), GiB (2^30), MB or MiB, or a card ({', '.join(CARDS)})"
     )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels run; nothing is run there")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
@@ -270,19 +217,12 @@ class PlanConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("model", "lora_target_modules"):
-            not_empty(name, getattr(self, name))
-        if self.batch % self.num_generations:
-            raise ConfigError(
-                f"batch: expected a multiple of num_generations ({self.num_generations}), got {self.batch}"
-            )
-        if self.batch < self.processes * self.num_generations:
-            raise ConfigError(
-                f"batch: expected at least {self.processes * self.num_generations} with {self.processes} processes, a "
-                f"prompt of {self.num_generations} answers for each, got {self.batch}"
-            )
-        if self.budget_bytes <= 0:
-            raise ConfigError(f"gpu: expected more than nothing, got {self.gpu!r}")
+        not_empty("lora_target_modules", self.lora_target_modules)
+        n = self.num_generations
+        self.require("batch", self.batch % n == 0, f"a multiple of num_generations ({n})")
+        least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
+        self.require("batch", self.batch >= self.processes * n, least)
+        self.require("gpu", self.budget_bytes > 0, "more than nothing")
 
     @property
     def share(self) -> int:
@@ -331,18 +271,15 @@ class ExportConfig(Options):
         if self.to == "gguf":  # type: ignore[comparison-overlap]  # a format of before
             raise ConfigError(f"to: expected merged, peft or sequence_classification, got 'gguf'; {GGUF}")
         super().__post_init__()
-        for name in ("source", "output_dir", "role", "model_name_or_path"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
-        if self.license is not None and _LICENSE.fullmatch(self.license) is None:
-            raise ConfigError(f"license: expected a name such as apache-2.0, got {self.license!r}")
-        if self.base_model is not None and _NAME_OR_REVISION.fullmatch(self.base_model) is None:
-            raise ConfigError(f"base_model: expected owner/name or owner/name@revision, got {self.base_model!r}")
+        is_name = self.license is None or _LICENSE.fullmatch(self.license)
+        self.require("license", bool(is_name), "a name such as apache-2.0")
+        is_name = self.base_model is None or _NAME_OR_REVISION.fullmatch(self.base_model)
+        self.require("base_model", bool(is_name), "owner/name or owner/name@revision")
         check_repository(self.push_to_hub)
-        if self.private and self.push_to_hub is None:
-            raise ConfigError("private: expected it together with push_to_hub, got no push_to_hub")
-        if self.to == "peft" and self.dtype != "auto":
-            raise ConfigError(f"dtype: expected auto with peft, which copies the adapter as it is, got {self.dtype!r}")
+        if self.push_to_hub is None:
+            self.require_unset(["private"], "without push_to_hub")
+        if self.to == "peft":
+            self.require_unset(["dtype"], "with peft, which copies the adapter as it is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,12 +299,6 @@ class DemoConfig(RunOptions):
     )
     quick: bool = option(False, "a few steps only, to see that everything runs")
     json: bool = option(False, "print the summary as one JSON object")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_empty("output_dir", self.output_dir)
-        if self.start is not None:
-            not_empty("start", self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,16 +321,11 @@ class InitConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("output_dir", self.output_dir)
-        if self.model_name_or_path is not None:
-            not_empty("model_name_or_path", self.model_name_or_path)
-            if self.start not in OWN_MODEL:
-                raise ConfigError(
-                    f"model_name_or_path: expected it with {' or '.join(OWN_MODEL)}, got it with {self.start!r}, which "
-                    "makes a small model; the commands in its README take any"
-                )
-        elif self.start.startswith("recipe:"):
-            raise ConfigError(f"model_name_or_path: expected the base of {self.start!r}, got none")
+        if self.start not in OWN_MODEL:
+            why = f"with {self.start!r}, which makes a small model; the commands in its README take any"
+            self.require_unset(["model_name_or_path"], why)
+        is_given = self.model_name_or_path is not None or not self.start.startswith("recipe:")
+        self.require("model_name_or_path", is_given, f"the base of {self.start!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,13 +354,10 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_device(self.device)
-        for name in ("op", "model", "case", "isa", "json", "out"):
-            if getattr(self, name) is not None:
-                not_empty(name, getattr(self, name))
-        if self.model is not None and self.op != "rollout":
-            raise ConfigError(f"model: expected it with the op rollout, got op {self.op!r}")
-        if self.quick and self.full:
-            raise ConfigError("full: expected either quick or full, got both")
+        if self.op != "rollout":
+            self.require_unset(["model"], "without the op rollout")
+        if self.quick:
+            self.require_unset(["full"], "with quick")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,4 +373,3 @@ class ReportConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("run", self.run)
-        not_empty("out", self.out)

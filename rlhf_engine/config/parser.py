@@ -22,12 +22,13 @@ import errno
 import inspect
 import itertools
 import json
+import operator
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -48,7 +49,7 @@ model=model_name_or_path dataset=dataset_name reward_model=reward_model_path bf1
 lr=learning_rate epochs=num_train_epochs num_epochs=num_train_epochs num_iterations=num_ppo_epochs kl_coef=beta
 batch_size=per_device_train_batch_size steps_per_generation=num_mini_batches warmup_ratio=warmup_steps
 target_modules=lora_target_modules max_new_tokens=max_completion_length response_length=max_completion_length
-num_return_sequences=num_generations epsilon=cliprange epsilon_high=cliprange_high eval_strategy=eval_steps
+num_return_sequences=num_generations epsilon=cliprange epsilon_high=cliprange eval_strategy=eval_steps
 save_strategy=save_steps logging_dir=output_dir fsdp=shard_base deepspeed=shard_base use_vllm=vllm_server_base_url
 vllm_mode=vllm_server_base_url vllm_server_host=vllm_server_base_url vllm_server_port=vllm_server_base_url
 gpu_memory_utilization=kv_cache_memory vllm_gpu_memory_utilization=kv_cache_memory
@@ -72,10 +73,14 @@ _WITHOUT = {
 """Names and values of elsewhere or before, and the reason why they are none here."""
 _GONE = {
     "adam_beta1": (0.9, "it is 0.9"),
+    "adam_beta2": (0.999, "it is 0.999"),
     "adapter_dtype": ("float32", "adapters are in bfloat16 with a stochastic optim, else in float32"),
     "async_timeout": (600.0, "a generator is given up after 600 seconds without a token"),
+    "batches_per_policy": (1, "async blocks, with a max_staleness of one less"),
+    "cliprange_high": (None, "a second number of cliprange"),
     "ddp_timeout": (1800.0, "a process waits 1800 seconds for the others"),
-    "dataset_streaming": (False, "rows of the Hub are streamed where dataset_limit says how many"),
+    "dataset_limit": (None, "dataset_name NAME[:N] reads the first N rows"),
+    "dataset_streaming": (False, "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]"),
     "divide_by_own_length": (False, "loss_type own_length of remax"),
     "eval_share": (None, "a share as eval_dataset_name"),
     "generator_threads": (None, "generators on a CPU have half of its threads"),
@@ -84,10 +89,13 @@ _GONE = {
     "load_in_8bit": (False, "quantization 8bit"),
     "logging_steps": (1, "every step has a line of metrics"),
     "max_rows": (None, "kv_cache_memory bounds what is written at once"),
+    "missing_eos_score": (None, "missing_eos_penalty =SCORE"),
+    "num_samples": (4, "the answers of 4 prompts go into the report"),
     "overwrite_output_dir": (False, "resume_from_checkpoint restart"),
     "ray_address": (None, "the environment's RAY_ADDRESS"),
     "ray_gpus_per_generator": (None, "generators share the cluster's GPUs evenly"),
     "ray_restarts": (3, "three lost generators are replaced"),
+    "reward_adapter": (None, "reward_model_path, which may hold an adapter"),
     "reward_timeout": (1800.0, "a reward function is given up after 1800 seconds"),
     "rollout_backend": ("local", "a vllm_server_base_url alone says that the server draws"),
     "target_kl": (None, "cliprange and num_ppo_epochs bound an update"),
@@ -99,6 +107,7 @@ _GONE = {
     "vllm_model_name": (None, "vllm serve --served-model-name with the last part of model_name_or_path"),
     "vllm_server_adapter_dir": (None, "vllm_adapter_dir HERE:THERE"),
     "vllm_server_timeout": (240.0, "an answer has 240 seconds, and one for every ten tokens of max_completion_length"),
+    "whiten_advantages": (True, "scale_rewards none"),
     "whiten_rewards": (False, "advantages are whitened"),
 }
 """Options of before: the default, with which a file may still have them, and what serves instead."""
@@ -133,25 +142,13 @@ def option(
 
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
-    """Make an `option` without a default.
-
-    Args:
-        help: line of `--help`.
-        switches: as of `option`.
-
-    Returns:
-        The field.
-    """
+    """Make an `option` without a default."""
     return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the config classes: type and bound checks, `to_dict`, `to_yaml`.
-
-    Raises:
-        ConfigError: an option of another type or out of its bounds, or options that contradict each other.
-    """
+    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination."""
 
     FIRST: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows; none: all."""
@@ -173,24 +170,27 @@ class Options:
             if type(value) is int and not {"le", "lt"} & set(bounds):
                 bounds["le"] = _LARGEST_INT
             for bound, limit in bounds.items():
-                if value is not None and not _holds(value, bound, limit):
+                if value is not None and not getattr(operator, bound)(value, limit):
                     kind, shown = _describe(hints[field.name]), limit if isinstance(limit, int) else f"{limit:g}"
                     raise ConfigError(f"{field.name}: expected {kind} {_BOUNDS[bound]} {shown}, got {value!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name.
+    def require(self, name: str, is_fine: bool, expected: str) -> None:
+        """Raise ConfigError, naming the option, what was expected and its value, unless that is fine."""
+        if not is_fine:
+            value = getattr(self, name)
+            raise ConfigError(f"{name}: expected {expected}, got {'none' if value is None else repr(value)}")
 
-        Returns:
-            Field name → value; lists are copies, and functions are `module:name`.
-        """
+    def require_unset(self, names: Iterable[str], why: str) -> None:
+        """Raise ConfigError for an option whose value is not the default."""
+        for name in names:
+            self.require(name, getattr(self, name) == _default(_fields(type(self))[name]), f"it unset {why}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name; functions are `module:name`."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """YAML of all options.
-
-        Returns:
-            Text that `--config` reads back to an equal config.
-        """
+        """YAML of all options, which `--config` reads back to an equal config."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
@@ -308,10 +308,12 @@ def _meant(name: str, hint: Any, value: Any) -> str:
 
 
 def _require_names(name: str, value: Any) -> None:
-    """Refuse strings that no file could be called, before anything looks for one of that name."""
+    """Refuse strings that no file could be called, before anything looks for one of that name, and empty ones."""
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
+        if not text:
+            raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
         try:
             os.stat(text)
         except ValueError as error:  # a null byte
@@ -320,10 +322,6 @@ def _require_names(name: str, value: Any) -> None:
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 shown = text if len(text) <= 60 else f"{text[:59]}…"
                 raise ConfigError(f"{name}: expected a path, got {shown!r}: {error.strerror}") from error
-
-
-def _holds(value: float, bound: str, limit: float) -> bool:
-    return {"ge": value >= limit, "gt": value > limit, "le": value <= limit, "lt": value < limit}[bound]
 
 
 # ---- flags -------------------------------------------------------------------------------------------------

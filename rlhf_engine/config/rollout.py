@@ -12,10 +12,9 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
-AsyncMode = Literal["off", "replay", "overlap", "ray"]
+AsyncMode = Literal["off", "blocks", "replay", "overlap", "ray"]
 Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
-StepName = Literal["auto", "native", "graph", "transformers"]
-"""Implementations of a decoding step, by name."""
+StepName = Literal["auto", "native", "graph", "transformers"]  # implementations of a decoding step, by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +49,32 @@ class EngineConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Options):
-    """Options of how answers are drawn that nobody learns from."""
+    """Options of how answers are drawn, and of what log-probs, ratios and the KL of a run are then over."""
 
-    temperature: float = option(1.0, "sampling temperature; 0.01 is nearly greedy", gt=0)
+    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
+    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
+    temperature: float = option(1.0, "sampling temperature, in log-probs alike; 0.01 is nearly greedy", gt=0)
     top_k: int | None = option(None, "draw among so many likeliest tokens; none: all", ge=1)
     top_p: float | None = option(None, "draw among the fewest tokens with this much probability; none: all", gt=0, le=1)
     min_p: float | None = option(
         None, "draw among tokens of at least this share of the largest probability; none: all", gt=0, le=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(SamplingOptions):
+    """Options of how answers are drawn that nobody learns from."""
+
     greedy: bool = option(False, "take the likeliest token instead of sampling")
     stop: list[str] = option([], "texts that end an answer; it is shown and judged without them", is_text=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(self.stop):
-            raise ConfigError(f"stop: expected texts that are not empty, got {self.stop}")
+        self.require("stop", all(self.stop), "texts that are not empty")
+
+    def check_greedy(self, n: int) -> None:
+        """Raise ConfigError for several greedy answers to a prompt."""
+        self.require("num_generations", not self.greedy or n == 1, "1 with greedy, where all answers are the same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +101,11 @@ class RolloutOptions(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        engine = {field.name for field in dataclasses.fields(EngineConfig)}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            foreign = field.name in engine if self.vllm_servers else field.name.startswith("vllm_")
-            if foreign and value != field.default:
-                without = "" if self.vllm_servers else "out"
-                raise ConfigError(f"{field.name}: expected it unset with{without} vllm_server_base_url, got {value!r}")
-        if not all(self.vllm_servers):
-            raise ConfigError(
-                "vllm_server_base_url: expected addresses separated by single commas, got "
-                f"{self.vllm_server_base_url!r}"
-            )
+        if self.vllm_servers:
+            self.require_unset([f.name for f in dataclasses.fields(EngineConfig)], "with vllm_server_base_url")
+        else:
+            self.require_unset(["vllm_adapter_dir"], "without vllm_server_base_url")
+        self.require("vllm_server_base_url", all(self.vllm_servers), "addresses separated by single commas")
 
     @property
     def vllm_servers(self) -> list[str]:
@@ -117,7 +120,8 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
     async_mode: AsyncMode = option(
         "off",
         "overlap: draw the answers of later steps while this one is learned, on the same base; ray: by processes "
-        "that hold the base as well, on Ray; replay: the same answers one after the other; off: every step draws its "
+        "that hold the base as well, on Ray; replay: the same answers one after the other; blocks: draw the answers of "
+        "max_staleness + 1 steps by the policy before the first of them (off-policy study); off: every step draws its "
         "own",
         alias="async",
     )
@@ -136,9 +140,6 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         "RAY_ADDRESS or else on this machine",
         ge=1,
     )
-    batches_per_policy: int = option(
-        1, "draw the answers of so many steps by the policy before the first of them (off-policy study)", ge=1
-    )
     off_policy_correction: Correction | None = option(
         None,
         "for answers of an older policy or of a vLLM server. behaviour: ratios are to the policy that drew them; "
@@ -151,7 +152,7 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
     @property
     def is_async(self) -> bool:
         """Whether answers are drawn by a copy of the policy, which may be older than what learns."""
-        return self.async_mode != "off" or self.batches_per_policy > 1
+        return self.async_mode != "off"
 
     @property
     def corrections(self) -> tuple[Correction, ...]:
@@ -178,41 +179,24 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         return "sequence_truncate" if whole_answers else "token_truncate"
 
     def check_async(self) -> None:
-        """Check that the options fit each other.
-
-        Raises:
-            ConfigError: options that contradict each other, or that are set and not read.
-        """
-        if self.async_mode != "off":
-            if self.max_staleness == 0:
-                raise ConfigError(
-                    f"max_staleness: expected at least 1 with async {self.async_mode!r}, where a batch is drawn "
-                    "before the updates on the one before it are done, got 0"
-                )
-            if self.batches_per_policy > 1:
-                raise ConfigError(
-                    f"batches_per_policy: expected 1 with async {self.async_mode!r}, got {self.batches_per_policy}"
-                )
-        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("overlap", "replay", "ray")}
+        """Raise ConfigError for options that contradict each other, or that are set and not read."""
+        self.require(
+            "max_staleness",
+            self.async_mode in ("off", "blocks") or self.max_staleness > 0,
+            f"at least 1 with async {self.async_mode!r}, where a batch is drawn before the updates on the one before "
+            "it are done",
+        )
+        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("blocks", "replay", "overlap", "ray")}
         for name, modes in {**readers, "ray_generators": ("ray",)}.items():
-            value, default = getattr(self, name), _DEFAULTS[name]
-            if self.async_mode not in modes and value != default:
-                raise ConfigError(f"{name}: expected it unset without async {' or '.join(modes)}, got {value!r}")
-        if self.async_mode == "ray" and self.async_policy == "in_flight":
-            raise ConfigError(
-                "async_policy: expected 'fixed' or 'newest' with async 'ray', where a policy goes to generators before "
-                "they begin, got 'in_flight'"
-            )
+            if self.async_mode not in modes:
+                self.require_unset([name], f"without async {' or '.join(modes)}")
         self._check_correction()
-        if self.vllm_servers and self.async_mode == "ray":
-            raise ConfigError(
-                "vllm_server_base_url: expected it unset with async 'ray', whose generators draw by themselves"
-            )
-        if self.vllm_servers and self.async_policy == "in_flight":
-            raise ConfigError(
-                "async_policy: expected 'fixed' or 'newest' with vllm_server_base_url, whose answers are of the policy "
-                "that they were begun with, got 'in_flight'"
-            )
+        if self.async_mode == "ray":
+            self.require_unset(["vllm_server_base_url"], "with async 'ray', whose generators draw by themselves")
+        if self.async_mode == "ray" or self.vllm_servers:
+            why = "whose answers are of the policy that they were begun with"
+            where = f"with async 'ray' or vllm_server_base_url, {why}"
+            self.require("async_policy", self.async_policy != "in_flight", f"'fixed' or 'newest' {where}")
 
     def _check_correction(self) -> None:
         """Check the correction of answers that an older policy or a server drew."""
@@ -223,14 +207,8 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         if chosen is not None and chosen not in possible:
             kind = f"{self.chosen_loss_type} {self.algorithm}".strip()
             expected = f"one of {', '.join(possible)} for {kind}"
-            unset = "it unset where every step draws its own answers (async, batches_per_policy, vllm_server_base_url)"
+            unset = "it unset where every step draws its own answers (async, vllm_server_base_url)"
             raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
-        truncates = (chosen or (*possible, "none")[0]).endswith("truncate") or (weighed and chosen != "none")
-        if not truncates and self.off_policy_clip_max != _DEFAULTS["off_policy_clip_max"]:
-            raise ConfigError(
-                "off_policy_clip_max: expected it unset without off_policy_correction token_truncate or "
-                f"sequence_truncate, got {self.off_policy_clip_max}"
-            )
-
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(AsyncOptions)}
+        if not (chosen or (*possible, "none")[0]).endswith("truncate") and not (weighed and chosen != "none"):
+            why = "without off_policy_correction token_truncate or sequence_truncate"
+            self.require_unset(["off_policy_clip_max"], why)

@@ -4,20 +4,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import Options, option, required
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.hub import ADAPTER_FILE, local_folder
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet")
 """Names of files with rows end so."""
 
 SOURCES = (
     "a file or folder of JSON, JSONL, CSV (each also .gz) or Parquet, a folder of save_to_disk, or a dataset of the "
-    "Hub: owner/name[/subset][@revision][:split]"
+    "Hub: owner/name[/subset][@revision][:split]; with [:N] at the end its first N rows"
 )
 Kernels = Literal["auto", "cuda", "triton", "cpu", "reference"]
 Dtype = Literal["float32", "bfloat16"]
@@ -35,10 +36,8 @@ OPTIM_HELP = (
 QUANTIZATION_HELP = "frozen backbones in 8 or 4 bits (nf4) through bitsandbytes"
 LARGEST_SEED = 2**32 - 1
 """Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
-LARGEST_RANK = 2**14
-"""Largest rank of an adapter: more than the width of most models, at which it is no low rank."""
-REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"
-"""Pattern of owner/name on the Hub."""
+LARGEST_RANK = 2**14  # largest rank of an adapter: more than the width of most models, at which it is no low rank
+REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"  # pattern of owner/name on the Hub
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -60,7 +59,6 @@ class ModelOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("model_name_or_path", self.model_name_or_path)
         check_device(self.device)
 
 
@@ -85,22 +83,13 @@ class RowOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_bad_rows > 1 and not self.max_bad_rows.is_integer():
-            raise ConfigError(
-                f"max_bad_rows: expected a share below 1 or a whole number of rows, got {self.max_bad_rows:g}"
-            )
+        is_fine = self.max_bad_rows <= 1 or self.max_bad_rows.is_integer()
+        self.require("max_bad_rows", is_fine, "a share below 1 or a whole number of rows")
 
     def check_prompts_kept(self) -> None:
-        """Check that the truncation keeps the last tokens of prompts.
-
-        Raises:
-            ConfigError: `truncation` is `keep_start`.
-        """
-        if self.truncation == "keep_start":
-            raise ConfigError(
-                "truncation: expected error, drop or keep_end for prompts, whose last tokens are what is to be "
-                "answered, got 'keep_start'"
-            )
+        """Raise ConfigError for a truncation that cuts the last tokens of prompts."""
+        why = "error, drop or keep_end for prompts, whose last tokens are what is to be answered"
+        self.require("truncation", self.truncation != "keep_start", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +97,29 @@ class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
-    dataset_limit: int | None = option(
-        None, "use only the first so many rows of the training data; those of the Hub are fetched without a copy", ge=1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelOptions(Options):
+    """The learned reward."""
+
+    reward_model_path: str | None = option(
+        None,
+        "a reward model, also of the Hub: PEFT folder of an adapter, or folder of a whole one "
+        "(AutoModelForSequenceClassification), which costs a head on the base's weights; none: the base's own head",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.dataset_name:
-            raise ConfigError(f"dataset_name: expected something that is not empty, got {self.dataset_name!r}")
+    @property
+    def reward_adapter(self) -> str | None:
+        """`reward_model_path` where an adapter is there."""
+        path = self.reward_model_path
+        is_adapter = path is not None and (local_folder(path, "reward_model_path") / ADAPTER_FILE).is_file()
+        return path if is_adapter else None
+
+    @property
+    def whole_reward_model(self) -> str | None:
+        """`reward_model_path` where no adapter is there."""
+        return None if self.reward_adapter is not None else self.reward_model_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +153,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     warmup_steps: int = option(0, "steps over which the learning rate rises linearly from 0", ge=0)
     optim: Optim = option("adamw", OPTIM_HELP)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
-    adam_beta2: float = option(0.999, "AdamW's decay of the second moment", ge=0, lt=1)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(
         None, "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1", ge=0
@@ -179,19 +182,11 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("output_dir", self.output_dir)
         check_repository(self.push_to_hub)
         not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
-            for field in dataclasses.fields(self):
-                if field.name.startswith("adam_") and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"{field.name}: expected it unset with optim adafactor, which does not read it, got "
-                        f"{getattr(self, field.name)}"
-                    )
-        unknown = [name for name in self.report_to if name not in TRACKERS]
-        if unknown:
-            raise ConfigError(f"report_to: expected names among {', '.join(TRACKERS)}, got {unknown}")
+            self.require_unset(["adam_epsilon"], "with optim adafactor, which does not read it")
+        self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +200,8 @@ class HeldOutOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = self.eval_dataset_name
-        if isinstance(value, str):
-            not_empty("eval_dataset_name", value)
-            if re.fullmatch(r"[\d.]+", value):
-                object.__setattr__(self, "eval_dataset_name", float(value))
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
+            object.__setattr__(self, "eval_dataset_name", float(value))
         if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise ConfigError(f"eval_dataset_name: expected a source or a share between 0 and 1, got {value!r}")
 
@@ -219,9 +212,15 @@ class HeldOutOptions(Options):
 
 
 def not_empty(name: str, value: str | list[Any]) -> None:
-    """Raise ConfigError, naming the option, for an empty text, an empty list or a list with an empty text."""
-    if not value or (isinstance(value, list) and not all(value)):
+    """Raise ConfigError, naming the option, for an empty list."""
+    if not value:
         raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
+
+
+def check_weights(weights: list[float] | None, sources: Sequence[Any]) -> None:
+    """Raise ConfigError for weights that are not one for each reward source."""
+    if weights is not None and len(weights) != len(sources):
+        raise ConfigError(f"reward_weights: expected {len(sources)} numbers, one per reward source, got {len(weights)}")
 
 
 def check_repository(name: str | None) -> None:

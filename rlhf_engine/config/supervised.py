@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.parser import option, required
-from rlhf_engine.config.run import HeldOutOptions, TrainingOptions, not_empty
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.config.run import HeldOutOptions, TrainingOptions
 
 BestMetric = Literal["auc", "accuracy", "balanced_accuracy", "loss", "brier", "calibration_error", "margin"]
 
@@ -33,19 +31,11 @@ class SupervisedOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_steps is not None and self.warmup_steps > self.max_steps:
-            raise ConfigError(f"warmup_steps: expected at most max_steps ({self.max_steps}), got {self.warmup_steps}")
+        is_within = self.max_steps is None or self.warmup_steps <= self.max_steps
+        self.require("warmup_steps", is_within, f"at most max_steps ({self.max_steps})")
         if self.mode == "full":
-            self._check_no_adapter()
-
-    def _check_no_adapter(self) -> None:
-        """Raise ConfigError where an option of adapters is set, although everything is trained."""
-        names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise ConfigError(f"{name}: expected it unset for --full, which has no adapter, got {value!r}")
+            names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules")
+            self.require_unset(names, "for --full, which has no adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,28 +95,15 @@ class RewardConfig(HeldOutOptions, SupervisedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.truncation in ("keep_start", "both"):
-            raise ConfigError(
-                "truncation: expected error, drop or keep_end for reward models, which judge an answer at its end, got "
-                f"{self.truncation!r}"
-            )
-        if self.group_column is not None:
-            not_empty("group_column", self.group_column)
-            if self.eval_share is None:
-                raise ConfigError(
-                    "group_column: expected it with a share as eval_dataset_name, which it splits by, got "
-                    f"{self.group_column!r} without"
-                )
-        if self.metric_for_best_model is not None and not self.has_eval:
-            raise ConfigError(
-                "metric_for_best_model: expected it with eval_dataset_name, got "
-                f"{self.metric_for_best_model!r} without held-out rows"
-            )
-        if self.mode == "full" and self.export != "adapter":
-            raise ConfigError(
-                "export: expected it unset for --full, whose final folder is a sequence classifier anyway, got "
-                f"{self.export!r}"
-            )
+        is_kept = self.truncation not in ("keep_start", "both")
+        why = "error, drop or keep_end for reward models, which judge an answer at its end"
+        self.require("truncation", is_kept, why)
+        if self.eval_share is None:
+            self.require_unset(["group_column"], "without a share as eval_dataset_name, which it splits by")
+        if not self.has_eval:
+            self.require_unset(["metric_for_best_model"], "without eval_dataset_name")
+        if self.mode == "full":
+            self.require_unset(["export"], "for --full, whose final folder is a sequence classifier anyway")
 
     @property
     def has_eval(self) -> bool:

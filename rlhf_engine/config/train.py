@@ -14,15 +14,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import option
-from rlhf_engine.config.rollout import AsyncOptions
-from rlhf_engine.config.run import QUANTIZATION_HELP, HeldOutOptions, Quantization, TrainingOptions, not_empty
+from rlhf_engine.config.rollout import AsyncOptions, SamplingOptions
+from rlhf_engine.config.run import (
+    QUANTIZATION_HELP,
+    HeldOutOptions,
+    Quantization,
+    RewardModelOptions,
+    TrainingOptions,
+    check_weights,
+    not_empty,
+)
 from rlhf_engine.errors import ConfigError
 
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
+class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
     FIRST = ("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "output_dir")
@@ -41,30 +49,10 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
         None, "PEFT folder the actor starts from, or its name on the Hub; none: a fresh adapter"
     )
     reference_adapter: str | None = option(None, "PEFT folder of the reference; none: the base without an adapter")
-    reward_adapter: str | None = option(None, "PEFT folder of a LoRA reward model; none: the base's own reward head")
-    reward_model_path: str | None = option(
-        None,
-        "folder of a whole reward model (AutoModelForSequenceClassification); on the base's weights it costs a head",
-    )
     critic_init: Literal["base", "actor", "reward"] = option(
         "base", "start the critic fresh on its backbone, as a copy of the actor's adapter, or as the reward model"
     )
     quantization: Quantization = option("none", QUANTIZATION_HELP)
-
-    max_prompt_length: int | None = option(None, "longest prompt in tokens, for truncation; none: any", ge=1)
-    max_completion_length: int = option(64, "most tokens generated per prompt", ge=1)
-    temperature: float = option(1.0, "sampling temperature, in rollouts and in log-probs alike", gt=0)
-    top_k: int | None = option(
-        None,
-        "draw among so many likeliest tokens, which log-probs, ratios and the KL are then normalised over; none: all",
-        ge=1,
-    )
-    top_p: float | None = option(
-        None, "draw among the fewest tokens with this much probability, as with top_k; none: all", gt=0, le=1
-    )
-    min_p: float | None = option(
-        None, "draw among tokens of at least this share of the largest probability, likewise; none: all", gt=0, le=1
-    )
 
     reward_funcs: list[str | Callable[..., Any]] = option(
         ["reward_model"],
@@ -72,8 +60,9 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
         "checks answers: math, code, json_schema, format, length, repetition, with options as in length,most=200",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
-    missing_eos_penalty: float | None = option(None, "subtracted from the score of an answer that never ends", ge=0)
-    missing_eos_score: float | None = option(None, "the score of an answer that never ends, in place of its own")
+    missing_eos_penalty: str | float | None = option(
+        None, "subtracted from the score of an answer that never ends; =SCORE, such as =-1: its score, whatever it says"
+    )
 
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
     num_train_epochs: float | None = option(None, "passes over the prompts, in place of max_steps", gt=0)
@@ -95,7 +84,21 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     eval_steps: int = option(
         0, "evaluate on held-out prompts before the first step and every so many steps; 0: never", ge=0
     )
-    num_samples: int = option(4, "prompts whose answers go into the report", ge=0)
+
+    @property
+    def unfinished(self) -> tuple[float | None, float | None]:
+        """Penalty of an answer that never ends, or else its score. ConfigError for what is neither."""
+        given = self.missing_eos_penalty
+        if given is None:
+            return None, None
+        try:
+            number = float(str(given).removeprefix("="))
+        except ValueError:
+            number = math.nan
+        is_score = str(given).startswith("=")
+        if not math.isfinite(number) or (number < 0 and not is_score):
+            raise ConfigError(f"missing_eos_penalty: expected a number >= 0, or =SCORE such as =-1, got {given!r}")
+        return (None, number) if is_score else (number, None)
 
     @property
     def largest_grad_norm(self) -> float | None:
@@ -106,29 +109,20 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_empty("reward_funcs", self.reward_funcs)
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise ConfigError(
-                f"reward_weights: expected {len(self.reward_funcs)} numbers, one per entry of reward_funcs, "
-                f"got {len(self.reward_weights)}"
-            )
-        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
-            raise ConfigError(
-                f"missing_eos_score: expected it unset with missing_eos_penalty, got {self.missing_eos_score}"
-            )
+        check_weights(self.reward_weights, self.reward_funcs)
+        if self.unfinished[1] is None:
+            object.__setattr__(self, "missing_eos_penalty", self.unfinished[0])
         self.check_prompts_kept()
-        if self.dry_run and (self.vllm_servers or self.is_async):
-            raise ConfigError(
-                "dry_run: expected false where answers are drawn elsewhere or beside updates (vllm_server_base_url, "
-                "async), got true"
-            )
+        why = "false where answers are drawn elsewhere or beside updates (vllm_server_base_url, async)"
+        self.require("dry_run", not (self.vllm_servers or self.is_async) or not self.dry_run, why)
         self._check_method()
         self.check_algorithm()
         self._check_server()
         self.check_async()
         if self.num_train_epochs is None:
             self._check_warm_up(self.max_steps)
-        if self.eval_steps and self.eval_dataset_name is None:
-            raise ConfigError(f"eval_steps: expected 0, or an eval_dataset_name, got {self.eval_steps} without one")
+        is_evaluated = not self.eval_steps or self.eval_dataset_name is not None
+        self.require("eval_steps", is_evaluated, "0, or an eval_dataset_name")
 
     def count_steps(self, n_prompts: int) -> int:
         """Count the steps of the whole run.
@@ -151,28 +145,20 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
     def _check_warm_up(self, steps: int) -> None:
         """Raise ConfigError for a warm-up that is longer than a run of so many steps."""
         total = f"max_steps ({steps})" if self.num_train_epochs is None else f"the run's {steps} steps"
-        if self.warmup_steps > steps:
-            raise ConfigError(f"warmup_steps: expected at most {total}, got {self.warmup_steps}")
-        if self.critic_warmup_steps >= steps:
-            raise ConfigError(f"critic_warmup_steps: expected less than {total}, got {self.critic_warmup_steps}")
+        self.require("warmup_steps", self.warmup_steps <= steps, f"at most {total}")
+        self.require("critic_warmup_steps", self.critic_warmup_steps < steps, f"less than {total}")
 
     def _check_method(self) -> None:
         """Check what a method needs and what it cannot do, before any weights are read."""
-        for name in ("reward_adapter", "reward_model_path"):
-            if getattr(self, name) is not None and "reward_model" not in self.reward_funcs:
-                raise ConfigError(f"{name}: expected 'reward_model' among reward_funcs, got {self.reward_funcs}")
-        if self.reward_adapter is not None and self.reward_model_path is not None:
-            raise ConfigError("reward_model_path: expected either reward_adapter or reward_model_path, got both")
-        if "reward_model" not in self.reward_funcs and self.method == "dynamic_lora_ppo":
-            raise ConfigError(
-                "method: expected 'reward_model' among reward_funcs for dynamic_lora_ppo, whose second backbone is the "
-                f"reward model's, got {self.reward_funcs}"
+        if "reward_model" not in self.reward_funcs:
+            self.require_unset(["reward_model_path"], "without 'reward_model' among reward_funcs")
+            why = "another than dynamic_lora_ppo, whose second backbone is the reward model's, without 'reward_model'"
+            self.require("method", self.method != "dynamic_lora_ppo", f"{why} among reward_funcs")
+            self.require(
+                "critic_init", self.critic_init != "reward", "another start without 'reward_model' among reward_funcs"
             )
-        if self.shard_base and self.quantization != "none":
-            raise ConfigError(
-                "quantization: expected none with shard_base, which cannot share quantised tensors, got "
-                f"{self.quantization!r}"
-            )
+        if self.shard_base:
+            self.require_unset(["quantization"], "with shard_base, which cannot share quantised tensors")
         if self.shard_base and self.async_mode == "overlap" and not self.vllm_servers:
             raise ConfigError(
                 "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "
@@ -180,62 +166,41 @@ class TrainConfig(AsyncOptions, HeldOutOptions, TrainingOptions):
             )
         if self.method == "full_ppo":
             if self.is_async:
-                needed = "async" if self.async_mode != "off" else "batches_per_policy"
                 raise ConfigError(
-                    f"{needed}: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
+                    "async: expected an actor on an adapter slot, of which copies are small, got method 'full_ppo'"
                 )
             if self.vllm_servers:
-                raise ConfigError(
-                    "vllm_server_base_url: expected it unset for full_ppo, whose actor is a whole backbone, where only "
-                    f"adapters are sent elsewhere, got {self.vllm_server_base_url!r}"
-                )
-            for name in ("quantization", "actor_adapter", "reference_adapter"):
-                if getattr(self, name) not in (None, "none"):
-                    raise ConfigError(
-                        f"{name}: expected it unset for full_ppo, which trains whole backbones from the base on, "
-                        f"got {getattr(self, name)!r}"
-                    )
+                why = "whose actor is a whole backbone, where only adapters are sent elsewhere"
+                self.require_unset(["vllm_server_base_url"], f"for full_ppo, {why}")
+            names = ("quantization", "actor_adapter", "reference_adapter")
+            self.require_unset(names, "for full_ppo, which trains whole backbones from the base on")
         if self.critic_init == "reward":
             self._check_start_as_reward()
-        if self.critic_init == "actor" and self.method == "dynamic_lora_ppo":
-            raise ConfigError(
-                "critic_init: expected 'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than "
-                "the actor, got 'actor'"
-            )
+        if self.method == "dynamic_lora_ppo":
+            why = "'base' or 'reward' for dynamic_lora_ppo, whose critic has another backbone than the actor"
+            self.require("critic_init", self.critic_init != "actor", why)
 
     def _check_server(self) -> None:
         """Whether the algorithm can learn from a server's answers as configured."""
         if not self.vllm_servers:
             return
-        for name in ("top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}: expected it unset with vllm_server_base_url, whose server does not report the words that "
-                    "a token was drawn among, so that no ratio to its distribution can be made, got "
-                    f"{getattr(self, name):g}; answers drawn in this process keep them"
-                )
-        if self.facts.with_greedy and self.temperature != 1:
-            raise ConfigError(
-                f"temperature: expected 1 for {self.algorithm} with vllm_server_base_url, whose server reports the "
-                f"log-probs of greedy tokens at that temperature alone, got {self.temperature:g}"
-            )
+        why = "whose server does not report the words that a token was drawn among"
+        self.require_unset(("top_k", "top_p", "min_p"), f"with vllm_server_base_url, {why}")
+        why = "whose server reports the log-probs of greedy tokens at that temperature alone"
+        is_one = self.temperature == 1 or not self.facts.with_greedy
+        self.require("temperature", is_one, f"1 for {self.algorithm} with vllm_server_base_url, {why}")
 
     def _check_start_as_reward(self) -> None:
         """Check that the critic's hidden states are the reward model's where the critic has no slot of its own."""
-        if "reward_model" not in self.reward_funcs:
-            raise ConfigError(
-                "critic_init: expected 'reward_model' among reward_funcs to start as the reward model, got "
-                f"{self.reward_funcs}"
-            )
         start = self.actor_adapter or self.reference_adapter  # of the actor's slot, which J-Hydra's critic reads
+        adapter = self.reward_adapter
         apart = {
-            "full_ppo": self.reward_adapter is not None,
-            "j_hydra_ppo": (start and Path(start).resolve())
-            != (self.reward_adapter and Path(self.reward_adapter).resolve()),
+            "full_ppo": adapter is not None,
+            "j_hydra_ppo": (start and Path(start).resolve()) != (adapter and Path(adapter).resolve()),
         }
         if apart.get(self.method, False):
             raise ConfigError(
                 f"critic_init: expected 'base' for {self.method} here, whose critic has no slot of its own and starts "
-                f"on {start or 'the base'!r}, where the reward head reads {self.reward_adapter or 'the base'!r}; got "
+                f"on {start or 'the base'!r}, where the reward head reads {adapter or 'the base'!r}; got "
                 "'reward'"
             )

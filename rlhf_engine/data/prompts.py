@@ -50,24 +50,13 @@ def tokenize_prompts(
     truncation: Truncation = "error",
     vocabulary: int | None = None,
 ) -> PromptSet:
-    """Tokenize rows as prompts that leave room for an answer.
-
-    A prompt has at most context_length − max_completion_length tokens, and at most max_prompt_length; `truncation` says
-    what becomes of longer ones, see `data.tokenize`. `vocabulary` is the number of token ids that the model has; None:
-    ids are not checked.
-    """
+    """Tokenize rows as prompts that leave room for an answer; `vocabulary` None: ids are not checked."""
     longest = context_length - max_completion_length
     limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"
     if max_prompt_length is not None and max_prompt_length <= longest:
         longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
     tokenized = tokenize_rows(
-        rows,
-        tokenizer,
-        tally,
-        max_length=longest,
-        truncation=truncation,
-        limit_name=limit_name,
-        vocabulary=vocabulary,
+        rows, tokenizer, tally, max_length=longest, truncation=truncation, limit_name=limit_name, vocabulary=vocabulary
     )
     return PromptSet(
         rows=[tokens.row for tokens in tokenized],

@@ -9,6 +9,7 @@ A source is
     a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
     owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
     (`train` where no split is named)
+    any of these with [:N] at its end, of which the first N rows are read
 
 A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and runs no code of it. Text is
 UTF-8, with or without a byte order mark; only line feeds end a line, as JSON strings may hold U+2028. A line that is no
@@ -64,6 +65,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
+_FIRST = re.compile(r"(.+)\[:(\d+)\]")  # a source, and how many of its rows are read
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 """Beginning of the name of a file that holds one part of a data set."""
 _BOM = b"\xef\xbb\xbf"
@@ -184,12 +186,10 @@ def load_rows(
     limit: int | None = None,
     group_column: str | None = None,
 ) -> list[Row]:
-    """Read the usable rows of a source, all of the one of `kinds` that its columns show.
-
-    Of `kinds` the first are preferred. A row's group is its value of `group_column`; None: its prompt. Taskmaster's
-    published rewards (see `data.types`) are unpaired preferences whose group is their dialogue, or the prompts of
-    these. A source without usable rows raises ConfigError, with the tally's `argument` as its name.
-    """
+    """Read the usable rows of a source, of the one of `kinds` that its columns show; ConfigError without any."""
+    named = None if Path(source).exists() else _FIRST.fullmatch(os.fspath(source))
+    if named is not None:
+        source, limit = named[1], min(int(named[2]), limit or int(named[2]))
     streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
     read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
     records = [part for record in read for part in _known_parts(record, kinds)]
@@ -208,11 +208,7 @@ def load_rows(
 def load_taskmaster(
     source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
 ) -> list[UnpairedPreference]:
-    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), from one of them or their folder.
-
-    A row's group is the first two turns of its dialogue. `last_turns` are those of the context that the prompt keeps;
-    None: all.
-    """
+    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), with `last_turns` of the context."""
     if last_turns is not None and last_turns < 1:
         raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
     parse = partial(parse_taskmaster, last_turns=last_turns)
@@ -245,10 +241,7 @@ def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
 
 
 def with_options(row: R, options: RowOptions | None) -> R:
-    """Give a conversation the system prompt, unless it has one, and template arguments beside its own.
-
-    Raises RowError for a row of strings, which no chat template writes.
-    """
+    """Give a conversation the system prompt, unless it has one, and template arguments; RowError for strings."""
     if options is None or (options.system_prompt is None and not options.chat_template_kwargs):
         return row
     if isinstance(row.prompt, str):
@@ -299,11 +292,7 @@ class Record:
 def read_records(
     source: str | os.PathLike[str], *, argument: str = "dataset_name", streaming: bool = False
 ) -> Iterator[Record]:
-    """Iterate over the rows of a source, see the module; what cannot be read to its end raises ConfigError.
-
-    `argument` is the option's name, for messages. `streaming` fetches rows of the Hub as they are read, without keeping
-    the dataset.
-    """
+    """Iterate over the rows of a source; `streaming` fetches those of the Hub as they are read and keeps no copy."""
     path = Path(source)
     if path.is_file():
         return _file(path)

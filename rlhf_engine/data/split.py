@@ -63,9 +63,6 @@ def split_by_group(rows: Sequence[R], *, share: float, seed: int = 0, argument: 
     return Split(*parts)
 
 
-# ---- order and packing -----------------------------------------------------------------------------------------------
-
-
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """Order of n rows in an epoch: a function of (seed, epoch) alone, so that a resumed run goes on in it."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -86,10 +83,7 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 def side_by_side(keys: Sequence[int]) -> list[int]:
-    """Order places such that equal keys are neighbours, each key where it first appears.
-
-    Where all keys differ the order stays.
-    """
+    """Order places such that equal keys are neighbours, each key where it first appears."""
     first: dict[int, int] = {}
     for place, key in enumerate(keys):
         first.setdefault(key, place)

@@ -38,16 +38,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.read import Tally
-from rlhf_engine.data.types import (
-    Message,
-    Preference,
-    PromptCompletion,
-    Row,
-    RowError,
-    Text,
-    UnpairedPreference,
-    shown,
-)
+from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, RowError, Text, UnpairedPreference, shown
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 
@@ -77,12 +68,7 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Tokenized]:
-    """Tokenize rows of at most max_length tokens of prompt and longest answer; the rows that can be used.
-
-    `truncation` says what becomes of longer rows, see the module; `limit_name` names the limit in messages. `end_ids`
-    end an answer (`read_eos_token_ids`); None: the tokenizer's own alone. `vocabulary` is the number of token ids that
-    the model has; None: ids are not checked.
-    """
+    """Tokenize rows of at most max_length tokens, longer ones as `truncation` says; those that can be used."""
     tokenized = []
     for row in rows:
         try:
@@ -104,10 +90,7 @@ def tokenize_rows(
 
 
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int] | None = None) -> Tokenized:
-    """Tokenize a row, of any length; RowError where it cannot be used.
-
-    `end_ids` end an answer; None: the tokenizer's own alone.
-    """
+    """Tokenize a row of any length, whose answers end with one of `end_ids`; RowError where it cannot be used."""
     answers: tuple[Text, ...] = ()
     if isinstance(row, Preference):
         answers = (row.chosen, row.rejected)
@@ -154,11 +137,7 @@ def fit_to_length(
     tokenizer: PreTrainedTokenizerBase | None = None,
     end_ids: Sequence[int] | None = None,
 ) -> Tokenized | None:
-    """Cut a row to max_length tokens of prompt and longest answer; None if it is dropped.
-
-    Raises RowError for a longer row that `truncation` cannot make fit, or does not. tokenizer: None cuts strings alone,
-    and knows no beginning of a prompt that stays.
-    """
+    """Cut a row to max_length tokens; None if it is dropped, RowError where `truncation` cannot make it fit."""
     longest = max(map(len, tokens.answers), default=0)
     length = len(tokens.prompt) + longest
     if length <= max_length:
@@ -196,9 +175,6 @@ def _with_shorter_prompt(
             if len(shorter.prompt) <= room:
                 return shorter
     return None
-
-
-# ---- chat templates --------------------------------------------------------------------------------------------------
 
 
 def _template(

@@ -77,10 +77,7 @@ class RowError(ValueError):
     """A row that cannot be used. Rows are counted by what was expected of them."""
 
     def __init__(self, expected: str, got: str, hint: str = "") -> None:
-        """Make the message `expected …, got …`; all rows of one reason have the same `expected`.
-
-        `hint` names an option that would serve such rows.
-        """
+        """Make the message `expected …, got …`; `hint` names an option that would serve such rows."""
         super().__init__(f"expected {expected}, got {got}")
         self.hint = hint
         self.expected = expected
@@ -137,10 +134,7 @@ def recast(row: Row, kind: type[R], **texts: Any) -> R:
 
 
 def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
-    """Give a record of another form TRL's columns, as the module says. Raises RowError for what is no conversation.
-
-    Where types with answers alone are wanted, a conversation becomes a record for each turn of the assistant.
-    """
+    """Give a record of another form TRL's columns, for each answer wanted; RowError for what is no conversation."""
     learned = "prompt_completion" in wanted and "prompt_only" not in wanted
     if not isinstance(value, Mapping) or any(value.get(name) is not None for name in ("chosen", "completion")):
         return [value]
@@ -171,11 +165,7 @@ def with_known_columns(value: Any, wanted: Sequence[Kind] = KINDS) -> list[Any]:
 def recognise(
     columns: Mapping[frozenset[str], int], wanted: Sequence[Kind] = KINDS, *, argument: str = "dataset_name"
 ) -> Kind:
-    """Find the type of a data source by its columns: a set of them → number of rows that have it.
-
-    It is the first of `wanted` that every row fits, otherwise the one that most rows fit. Prompt-only is taken if no
-    row fits another type, and an implicit prompt if no row has a prompt. Raises ConfigError if no row fits any.
-    """
+    """Find a source's type by its sets of columns: the first of `wanted` that every row fits, or most rows."""
 
     def fit(kind: Kind) -> tuple[int, float]:
         needed = set(_COLUMNS[kind])
@@ -195,10 +185,7 @@ def recognise(
 
 
 def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = None) -> Row:
-    """Make a row of a type out of a record. Raises RowError for a column that is missing or holds something else.
-
-    group_column: column whose value is the row's group; None: the prompt is.
-    """
+    """Make a row of a type, in the group of `group_column` or its prompt; RowError for a missing or wrong column."""
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
     names = _COLUMNS[kind]
@@ -209,7 +196,9 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
         parts = split_prompt(texts["chosen"], texts["rejected"])
         texts = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
     for name, text in texts.items():
-        _same_form(texts["prompt"], text, name)
+        if isinstance(texts["prompt"], str) != isinstance(text, str):
+            form = "a string" if isinstance(texts["prompt"], str) else "messages"
+            raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
         _check_speaker(text, name)
     fields: dict[str, Any] = {
         **texts,
@@ -225,10 +214,7 @@ def parse_row(value: Any, kind: Kind, *, place: str, group_column: str | None = 
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """Prompt, better and worse answer of two texts that begin with the same prompt; the rule is the module's.
-
-    Raises RowError for texts of different forms, without a beginning in common, or with nothing left after it.
-    """
+    """Prompt, better and worse answer of two texts that begin alike; RowError where they do not."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected of one form, strings or messages", "one of each")
     n = 0
@@ -247,9 +233,6 @@ def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     if not left or chosen == rejected:
         raise RowError("chosen and rejected with one prompt and two answers", f"{shown(chosen)} and {shown(rejected)}")
     return chosen[:n], chosen[n:], rejected[n:]
-
-
-# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _text(value: Any, name: str, may_be_empty: bool) -> Text:
@@ -321,12 +304,6 @@ def require_unicode(text: str, name: str) -> str:
     return text
 
 
-def _same_form(prompt: Text, text: Text, name: str) -> None:
-    if isinstance(prompt, str) != isinstance(text, str):
-        form = "a string" if isinstance(prompt, str) else "messages"
-        raise RowError(f"{form} in column {name!r}, like the prompt", shown(text))
-
-
 def _check_speaker(text: Text, name: str) -> None:
     """Raise RowError for messages of a column whose speaker has no turn there, or that are empty."""
     if isinstance(text, str):
@@ -353,9 +330,6 @@ def _group(row: Mapping[str, Any], column: str | None, prompt: Text) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise RowError(f"a string or an integer in column {column!r}", shown(value))
     return str(value)
-
-
-# ---- Taskmaster ------------------------------------------------------------------------------------------------------
 
 
 def render_turn(turn: Any) -> str:

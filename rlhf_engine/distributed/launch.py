@@ -21,10 +21,7 @@ def launched_rank() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that all processes of a run have alike, by name.
-
-    A build of torch for another device counts as the same.
-    """
+    """Versions that all processes of a run have alike, by package; torch for another device counts as the same."""
     packages = {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
     return {"rlhf-engine": rlhf_engine.__version__, **packages}
 

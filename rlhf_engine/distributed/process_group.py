@@ -16,16 +16,15 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+from rlhf_kernels.runtime.registry import is_gpu
 from torch import distributed as dist
 
-from rlhf_engine.devices import is_gpu
 from rlhf_engine.distributed.launch import launched
 from rlhf_engine.errors import RankError
 
 T = TypeVar("T")
 
-SECONDS = 1800.0
-"""Seconds that a process waits for the others before it gives the run up."""
+SECONDS = 1800.0  # seconds that a process waits for the others before it gives the run up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,6 @@ class World:
         """Whether this rank writes what a run leaves behind."""
         return self.rank == 0
 
-    # ---- exchanges -------------------------------------------------------------------------------------------------
-
     def gather(self, value: T) -> list[T]:
         """Small plain values of all ranks, in their order, on every rank."""
         if self.size == 1:
@@ -72,10 +69,7 @@ class World:
         return values  # type: ignore[return-value]  # all of them are there
 
     def run_on_all_ranks(self, what: str, work: Callable[[], T]) -> T:
-        """This rank's result, once every rank has its own. what: for messages.
-
-        Where work has failed it raises its error, and RankError with that error's message on all other ranks.
-        """
+        """This rank's result of `what`, once every rank has its own; RankError with the message of one that failed."""
         if self.size == 1:
             return work()
         try:
@@ -91,11 +85,7 @@ class World:
         return result
 
     def in_step(self, work: Callable[[], T]) -> T:
-        """Work that is itself made of exchanges, such as a pass through a sharded base.
-
-        Nobody can be told where it fails on one rank: it raises its error there, and RankError on the others, once the
-        first has closed its connections or `timeout` has passed.
-        """
+        """Work made of exchanges; where one rank fails, others get RankError once its connections close."""
         try:
             return work()
         except RuntimeError as error:
@@ -108,10 +98,7 @@ class World:
         return self.run_on_all_ranks(what, lambda: work() if self.is_main else None)
 
     def gather_tensors(self, tensors: Mapping[str, torch.Tensor | None]) -> list[dict[str, torch.Tensor | None]]:
-        """Tensors of all ranks on one kind of device, in the ranks' order, on every rank; None where one has none.
-
-        Names and dtypes are the same on all ranks, shapes need not be.
-        """
+        """Tensors of all ranks in their order, on every rank; None where one has none. Shapes alone may differ."""
         if self.size == 1:
             return [dict(tensors)]
         there = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor is not None}

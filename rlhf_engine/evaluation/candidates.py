@@ -52,11 +52,7 @@ class Candidate(NamedTuple):
 
 
 def find_candidates(config: EvaluateConfig) -> list[Candidate]:
-    """Find what is compared, without loading it: that which win rates are against first.
-
-    Raises ConfigError for a place that holds neither a model, an adapter nor answers, a name that is given twice, or an
-    `against` that is none of the names; ValueError for an adapter that is not served, or a model without an LM head.
-    """
+    """Find what is compared, `against` first, without loading it; ConfigError or ValueError for what is not served."""
     candidates = [_candidate(given) for given in config.models]
     names = [candidate.name for candidate in candidates]
     if config.against not in names:
@@ -110,9 +106,6 @@ def _short_name(place: str) -> str:
     return parts[-1].removesuffix(suffix) if parts else place
 
 
-# ---- answers and verdicts on disk ------------------------------------------------------------------------------------
-
-
 class Answer(NamedTuple):
     """One answer of one candidate."""
 
@@ -156,10 +149,7 @@ def answer_digests(
     prompts: Sequence[Sequence[int]],
     written: Mapping[str, Sequence[Sequence[Answer]]],
 ) -> dict[str, str]:
-    """Digests of what the answers of each candidate depend on: options, prompts, the weights of its adapter.
-
-    Answers that are written already stand for themselves. Returns name → digest.
-    """
+    """Digests, by candidate, of what its answers depend on: options, prompts, weights or written answers."""
     options = config.to_dict()
     kept = [{name: options[name] for name in _DRAWN_BY}, list(map(list, prompts))]
     texts = {name: [[answer.text for answer in row] for row in rows] for name, rows in written.items()}

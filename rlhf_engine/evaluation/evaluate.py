@@ -80,9 +80,9 @@ class Evaluation:
         rows = data.load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
         self._vocabulary = read_vocabulary(config.model_name_or_path)
-        if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, self._vocabulary)
-        self._context = read_context_length(config.model_name_or_path, config.reward_model_path)
+        if config.whole_reward_model is not None:
+            require_same_tokens(self.tokenizer, config.whole_reward_model, self._vocabulary)
+        self._context = read_context_length(config.model_name_or_path, config.whole_reward_model)
         self.prompts: data.PromptSet = data.tokenize_prompts(
             [recast(row, data.PromptOnly) for row in rows],
             self.tokenizer,
@@ -273,10 +273,7 @@ class Evaluation:
         return answers
 
     def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
-        """An answer to prompt i as it was drawn, as far as columns tell. A text alone is one that ended by itself.
-
-        Ids that do not read as the text, or as what a stop text cut, are those of another tokenizer.
-        """
+        """An answer to prompt i as drawn, as far as columns tell; ids that do not read as the text do not count."""
         reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
         is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
         read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None

@@ -67,10 +67,7 @@ class Verdict(NamedTuple):
 
 
 def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
-    """Build the function or the client of a server that the options name.
-
-    Raises ConfigError for no such function, an address of another form, or a template without a place for an answer.
-    """
+    """Build the function or the client of a server that the options name; ConfigError for one that cannot judge."""
     assert config.judge is not None
     if not config.judge_is_server:
         return FunctionJudge(config.judge)
@@ -91,11 +88,7 @@ def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
 
 
 class FunctionJudge:
-    """Judge by a function `f(prompts, completions)` or an object with a method `judge` of that kind, as in TRL.
-
-    completions holds [first, second] for each prompt. A result is 0 where the first is better, 1 where the second is,
-    0.5 where neither is, and −1 or None without a verdict.
-    """
+    """Judge by a function as in TRL: 0 or 1 says which answer is better, 0.5 neither, −1 or None no verdict."""
 
     def __init__(self, spec: str) -> None:
         """Load the function."""

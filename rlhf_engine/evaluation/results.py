@@ -44,10 +44,7 @@ _LINES = (
 
 
 def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Figures of an evaluation as plain values for JSON: prompts, judge, against, and for each model its figures.
-
-    A figure with an interval is [value, low, high].
-    """
+    """Figures of an evaluation as plain values for JSON; one with an interval is [value, low, high]."""
     config = evaluation.config
     against = measured[config.against]
     return {
@@ -143,9 +140,6 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
     return list(mean_by_prompt(means, seed=seed)) if means else None
 
 
-# ---- table -----------------------------------------------------------------------------------------------------------
-
-
 def table(results: Mapping[str, Any]) -> Table:
     """Draw the figures of all models, a column for each."""
     shown = Table(
@@ -184,9 +178,6 @@ def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
         return "–", ""
     value, low, high = figure
     return f"{value:{form}}", f"[{low:{form}}, {high:{form}}]"
-
-
-# ---- page ------------------------------------------------------------------------------------------------------------
 
 
 def write_page(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:

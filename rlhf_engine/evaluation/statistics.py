@@ -27,10 +27,7 @@ class Interval(NamedTuple):
 
 
 def interval_by_prompt(statistic: Callable[[torch.Tensor], torch.Tensor], prompts: int, *, seed: int = 0) -> Interval:
-    """A statistic with every prompt once, and the middle 95 % of its resamples, those left out where it is not defined.
-
-    The statistic is a function of weights [R, P] (float64, how often each prompt was drawn) to values [R].
-    """
+    """A statistic of weights [R, P] → [R] with every prompt once, and the middle 95 % of its resamples."""
 
     def of_places(places: np.ndarray, axis: int = -1) -> np.ndarray:
         places_RP = torch.from_numpy(np.atleast_2d(places))

@@ -7,6 +7,7 @@ without their folders, and every text from outside is shown as one line of code,
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,7 @@ def _data(source: Source) -> list[tuple[str, ...]]:
 
 def _data_name(name: object) -> tuple[str, bool]:
     """Name of a data source without folders, and whether it is one of the Hub."""
-    text = str(name or "").removeprefix("hub:")
+    text = re.sub(r"\[:\d+\]$", "", str(name or "").removeprefix("hub:"))
     owner_name = "/".join(text.partition("@")[0].partition(":")[0].split("/")[:2])
     if name and not text.endswith(SUFFIXES) and not Path(text).exists() and is_hub_name(owner_name):
         return owner_name, True

@@ -31,18 +31,13 @@ from rlhf_engine.manifest import check_model, write_manifest
 from rlhf_engine.runs.folder import MODEL_CONFIG, RECORD_FILE, find_model
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 
-_PREFERRED = ("actor", "sft", "reward")
-"""Roles that are exported where none is named, the first that the source has."""
+_PREFERRED = ("actor", "sft", "reward")  # roles that are exported where none is named, the first that the source has
 _QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit")
 """Options by which a run loads its base quantised, and those of before."""
 
 
 class Source(NamedTuple):
-    """One role of a run, or the one adapter or model of a folder.
-
-    Hashes are of the base that the adapter was trained on, None where they are not recorded: `base_hash` with the LM
-    head if `lm_head` is set, `decoder_hash` without it. A whole model has no adapter and is its own base.
-    """
+    """One role of a run, or the one adapter or model of a folder, with hashes of its base where recorded."""
 
     root: Path  # folder of heads and tokenizer
     adapter: Path | None  # PEFT folder
@@ -161,10 +156,7 @@ def _of_folder(config: ExportConfig, root: Path, held: dict[str, Any], options: 
 
 
 def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = True) -> PreTrainedModel:
-    """The base of a source on the CPU, its adapter merged. Raises ConfigError for a quantised or another base.
-
-    dtype: None for that of the base's files. lm_head: False loads a sequence classifier without a score instead.
-    """
+    """The base of a source on the CPU, its adapter merged; ConfigError for a quantised or another base."""
     files = getattr(read_config(source.base), "quantization_config", None)
     if files is not None:
         kind = files.get("quant_method") if isinstance(files, dict) else files.quant_method
@@ -219,11 +211,7 @@ def _write_adapter(source: Source, folder: Path, config: ExportConfig) -> None:
 def _write_classifier(
     source: Source, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> list[str]:
-    """Write an AutoModelForSequenceClassification that gives the source's rewards; notes for the user.
-
-    transformers reads the score at the last token that is not padding, and rewards are read at the last token. So the
-    padding token has to be one that never ends a sequence.
-    """
+    """Write a sequence classifier with the source's rewards, whose padding token never ends a sequence; notes."""
     reward_model.require_classifier_class(source.base, "to")
     if source.head is None:
         raise ConfigError(f"source: expected a model with a reward head, got {str(source.root)!r}, which has none")

@@ -49,7 +49,7 @@ _BEAT = 1.0  # seconds between two questions whether a generator is at work
 _START = 600.0  # seconds in which a generator has to come up, or `timeout` if that is more: bases load slowly
 RESTARTS = 3  # times in a run that a lost generator is replaced
 _REACH = 10.0  # seconds in which a cluster's head has to answer
-_PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_adapter", "reward_model_path")
+_PATHS = ("model_name_or_path", "actor_adapter", "reference_adapter", "reward_model_path")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -62,10 +62,7 @@ class Room(NamedTuple):
 
 
 class Generator:
-    """Draws work items by policies that it was sent: what Ray runs as an actor. Plain values come in and go out.
-
-    Two threads call it: one for `beat`, one for all else, in the order in which the learner asks.
-    """
+    """Draws work items by policies that it was sent: a Ray actor, with a thread for `beat` and one for the rest."""
 
     def __init__(self) -> None:
         self._store, self._digests = work.VersionStore(), dict[int, str]()
@@ -74,11 +71,7 @@ class Generator:
     def build(
         self, config: Mapping[str, Any], frozen: Mapping[str, str], threads: int | None, kernels: Sequence[Any]
     ) -> tuple[int, str]:
-        """Load the model of a TrainConfig's values; returns process id and host.
-
-        frozen: the learner's `fixed_parts`. threads: of the CPU. kernels: values of the run's `Choice`s so far.
-        Raises ConfigError where weights differ, BackendUnavailableError where a chosen kernel cannot serve here.
-        """
+        """Load the model of a TrainConfig's values; process id and host. ConfigError where `frozen` parts differ."""
         options = TrainConfig(**config)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -95,19 +88,13 @@ class Generator:
         return os.getpid(), socket.gethostname()
 
     def hold(self, version: int, digest: str, data: bytes) -> str:
-        """Hold a policy, which work items may name from here on; returns the digest of what arrived.
-
-        Raises EngineError for a damaged one.
-        """
+        """Hold a policy for later work items, EngineError for a damaged one; the digest of what arrived."""
         self._store.add(work.unpack_policy(work.Parcel(version, digest, data), self._device))
         self._digests[version] = digest
         return digest
 
     def draw(self, item: Mapping[str, Any], keep: Sequence[int]) -> dict[str, Any]:
-        """Answers, the digest of the policy that drew them, and the kernels chosen so far.
-
-        keep: versions that are still needed. Raises EngineError for a policy that never arrived.
-        """
+        """Answers, the digest of the policy that drew them, and kernels chosen so far; only versions in `keep` stay."""
         if self._worker is None:
             raise EngineError("generator: expected `build` before `draw`")
         torch.set_num_threads(self._threads)  # of this thread, which need not be the one that has built the model
@@ -148,11 +135,7 @@ class RayTransport(GeneratorTransport):
         timeout: float,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Start so many generators, of which `restarts` are replaced when they are lost.
-
-        config, frozen: what they are built from and have to find, see `Generator.build`. device: of answers. timeout:
-        of silence, after which the scheduler gives one up.
-        """
+        """Start so many generators, of which `restarts` are replaced when they are lost or silent for too long."""
         self._ray, self._config, self._frozen, self._room = ray, dict(config), dict(frozen), room
         self._restarts, self._device = restarts, device
         self._beat, self._start_limit = min(_BEAT, timeout / 4), max(_START, timeout)
@@ -267,10 +250,7 @@ class RayTransport(GeneratorTransport):
         return self.losses[-1]
 
     def _ask(self, worker: _Worker, method: str, *arguments: Any, then: Callable[[Any], Event | None]) -> None:
-        """Call a method of a generator; `then` gets what it returns, unless the generator is lost by then.
-
-        An EngineError that `then` raises loses it.
-        """
+        """Call a method of a generator; `then` gets its result, unless the generator is lost by then."""
         call = getattr(worker.actor, method)
         if method == "beat":  # in a thread of its own there, since the other one draws
             call = call.options(concurrency_group="beat")
@@ -320,11 +300,7 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Connect]:
-    """Make what `RlTrainer` takes as `connect`; ConfigError where Ray is missing or has no room for the generators.
-
-    Ray is started, or a cluster is joined and left at the end. One that this process has joined already is used as it
-    is. Several processes join one cluster, where each has generators of its own.
-    """
+    """Make what `RlTrainer` takes as `connect`, on the cluster there is or a new one; ConfigError without room."""
     ray = _import_ray()
     address = os.environ.get("RAY_ADDRESS")
     if world.size > 1 and address is None:

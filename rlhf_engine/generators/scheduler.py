@@ -52,8 +52,8 @@ class StalenessRule:
     @classmethod
     def of(cls, config: AsyncOptions) -> StalenessRule:
         """The rule that a configuration describes."""
-        if config.async_mode == "off":
-            return cls(batches_per_policy=config.batches_per_policy)
+        if config.async_mode in ("off", "blocks"):
+            return cls(batches_per_policy=config.max_staleness + 1 if config.is_async else 1)
         return cls(max_staleness=config.max_staleness, newest=config.async_policy != "fixed")
 
     def earliest(self, step: int) -> int:
@@ -74,10 +74,7 @@ class StalenessRule:
 
 
 def newest_after(known: Collection[int], done: int) -> int:
-    """Number of steps after which the newest policy was made that there was after `done` steps.
-
-    The first where none is known from so early, as after a run was taken up: it is the one that the run began with.
-    """
+    """Steps after which the newest policy was made that there was after `done`; the first where none is so early."""
     return max((steps for steps in known if steps <= done), default=min(known))
 
 
@@ -175,15 +172,7 @@ class Scheduler:
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
-        """make_items: (step, version, shares) → work items.
-
-        policies: by steps done, those that may draw what is missing; the newest is that after `step` steps.
-
-        step: the first one whose answers are to be drawn; total_steps: the last one is before it.
-
-        n_shares: work items per step. timeout: seconds of silence after which a generator is given up. drawn_by: step →
-        version of steps that a run had begun to draw when it was stopped. hurry: set while the learner waits.
-        """
+        """Take what makes items of (step, version, shares), the policies by steps done, and the steps to draw."""
         self._transport, self._make_items, self._rule = transport, make_items, rule
         self._total, self._n_shares, self._timeout = total_steps, n_shares, timeout
         self._done, self._next_step = step, step
@@ -205,13 +194,8 @@ class Scheduler:
         self._thread = threading.Thread(target=self._watch, name="scheduler", daemon=True)
         self._thread.start()
 
-    # ---- the learner's side ----------------------------------------------------------------------------------------
-
     def publish(self, done: int, snapshot: Snapshot) -> int:
-        """The policy after so many steps is there. May be one that is known already: nothing was learned.
-
-        Returns the bytes that are sent.
-        """
+        """The policy after so many steps is there, maybe one that is known already; the bytes that are sent."""
         sent = 0
         with self._changed:
             if snapshot.version not in self._after.values():
@@ -260,8 +244,6 @@ class Scheduler:
         self._thread.join()
         self._transport.close()
 
-    # ---- inside, under the lock ------------------------------------------------------------------------------------
-
     def _complete(self, step: int) -> bool:
         shares = self._shares.get(step, {})
         return bool(shares) and len(shares) == next(iter(shares.values())).item.n_shares
@@ -297,8 +279,6 @@ class Scheduler:
             self._waiting.extend(self._make_items(step, version, self._n_shares))
             self._next_step += 1
         return self._waiting.popleft()
-
-    # ---- the generators' side --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:

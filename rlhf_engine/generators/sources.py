@@ -34,10 +34,8 @@ from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 from rlhf_engine.scoring.score import FrozenRoles
 
-Lap = Callable[[str], None]
-"""Called with the name of a phase at its end."""
-Connect = Callable[[HydraModel], GeneratorTransport]
-"""Starts generators in other processes, for the learner's model."""
+Lap = Callable[[str], None]  # called with the name of a phase at its end
+Connect = Callable[[HydraModel], GeneratorTransport]  # starts generators in other processes, for the learner's model
 Serve = Callable[[Callable[[], bool]], VllmRollouts]
 """Makes the backend by which a server draws for the role `behaviour`; it is given what says whether to stop."""
 
@@ -48,8 +46,7 @@ class PastState:
 
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
     """Steps done → the policy after them, the present one and those that may still be needed."""
-    drawn_by: Mapping[int, int] = field(default_factory=dict)
-    """Step → version, of steps whose answers had been begun."""
+    drawn_by: Mapping[int, int] = field(default_factory=dict)  # step → version, of steps whose answers had been begun
 
 
 class OwnPolicy:
@@ -285,17 +282,13 @@ def make_source(
     connect: Connect | None = None,
     serve: Serve | None = None,
 ) -> AnswerSource:
-    """Make the source of a run's answers, where its prompts say that the run is.
-
-    Policies of the past come from a checkpoint; `version` is the present one's. `reward` is whether a reward role
-    scores. `connect` serves async_mode 'ray'. `serve` is given where a server draws.
-    """
+    """Make the source of a run's answers; `connect` serves async_mode 'ray', and with `serve` a server draws."""
     config = prompts.config
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
-    kind = PastPolicies if config.async_mode in ("off", "replay") else Concurrent
+    kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
     return kind(model, prompts, past, version=version, reward=reward, connect=connect, serve=serve)
 
 

@@ -59,8 +59,7 @@ class Worker:
         self._in_flight, self._score = in_flight, score
         self._held: Snapshot | None = None
         self.stop, self.hurry = threading.Event(), threading.Event()
-        self.beat = time.monotonic()
-        """Time at which it was last seen at work."""
+        self.beat = time.monotonic()  # time at which it was last seen at work
 
     def __call__(self, item: WorkItem) -> Rollout:
         """The answers of a work item. Raises StoppedError after `stop`, and what drawing raises."""
@@ -103,11 +102,7 @@ def _timed(rollout: Rollout, began: float) -> Rollout:
 
 
 class ServedWorker:
-    """Sends a policy to a server under a name with its version, and has it draw, one work item at a time.
-
-    Where the server fails, the item waits until it is up again, the policy is sent again, and all answers of the item
-    are drawn again: from the same seeds, so that nothing is lost and nothing comes twice.
-    """
+    """Sends a policy to a server and has it draw, again from the same seeds where the server fails."""
 
     def __init__(
         self, model: HydraModel, store: VersionStore, serve: Callable[[Callable[[], bool]], VllmRollouts]
@@ -154,10 +149,7 @@ class ServedWorker:
         raise AssertionError("unreachable")
 
     def check(self, version: int) -> dict[str, float]:
-        """Compare the server's log-probs with those of a policy, by the learner, which holds it as the past one.
-
-        Answers of that version have been drawn. The metrics are empty where it was compared before.
-        """
+        """Compare the server's log-probs with those of the past policy; no metrics where that was done before."""
         return self._rollouts.check(version)
 
     def close(self) -> None:

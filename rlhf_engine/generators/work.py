@@ -35,8 +35,7 @@ from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
 _FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
-_WORDS, _LENGTHS = "supports/words", "supports/lengths"
-"""Names of the parts of supports among them."""
+_WORDS, _LENGTHS = "supports/words", "supports/lengths"  # names of the parts of supports among them
 _PACKAGE = "package "  # prefix of the names of packages among a run's fixed parts
 
 
@@ -44,10 +43,8 @@ _PACKAGE = "package "  # prefix of the names of packages among a run's fixed par
 class Snapshot:
     """A policy as it was. Nobody writes into its tensors."""
 
-    version: int
-    """Updates of the policy before it."""
-    tensors: Mapping[str, torch.Tensor]
-    """Tensors by the names of the slot's parameters."""
+    version: int  # updates of the policy before it
+    tensors: Mapping[str, torch.Tensor]  # tensors by the names of the slot's parameters
     ready: torch.cuda.Event | None = None
     """Passed when the tensors are there, where a device works behind the host's back."""
 

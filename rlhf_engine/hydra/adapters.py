@@ -81,8 +81,7 @@ class AdapterSlot(nn.Module):
         self.trainable = trainable
         # ModuleDict keys must not contain dots
         self.pairs = nn.ModuleDict({encode(path): pair for path, pair in pairs.items()})
-        self.paths = frozenset(pairs)
-        """Names of the linears that the slot adapts."""
+        self.paths = frozenset(pairs)  # names of the linears that the slot adapts
         self.requires_grad_(trainable)
 
     def items(self) -> Iterator[tuple[str, LoraPair]]:
@@ -122,9 +121,6 @@ def encode(path: str) -> str:
 def decode(key: str) -> str:
     """Inverse of `encode`."""
     return key.replace("/", ".")
-
-
-# ---- heads -----------------------------------------------------------------------------------------------------------
 
 
 class ScalarHead(nn.Module):

@@ -46,10 +46,8 @@ from rlhf_engine.hydra.varlen import ScoreRule, Sequences
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
-_WINDOW_BLOCK = 1024
-"""Queries per SDPA call of a sequence that is longer than twice its window (and than twice this)."""
-_PLAIN_BLOCK = 512
-"""Queries whose scores exist at a time in plain torch."""
+_WINDOW_BLOCK = 1024  # queries per SDPA call of a sequence that is longer than twice its window (and than twice this)
+_PLAIN_BLOCK = 512  # queries whose scores exist at a time in plain torch
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "cache_position", "return_dict", "output_router_logits", "logits_to_keep"}
 )
@@ -60,8 +58,7 @@ _WITHOUT_EFFECT = frozenset(
 class Bucket:
     """Sequences that share one SDPA call."""
 
-    length: int
-    """Length they are padded to."""
+    length: int  # length they are padded to
     n_sequences: int
 
 
@@ -71,8 +68,7 @@ class Grid:
 
     rows: torch.Tensor
     """int64 [places], the row of each place; a place of padding repeats the first row of its sequence."""
-    places: torch.Tensor
-    """int64 [T], the place of each row."""
+    places: torch.Tensor  # int64 [T], the place of each row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +79,7 @@ class PackedPlan:
     device: torch.device
     parents: tuple[int, ...] | None = None
     """Parent of each sequence, whose keys come before its own, by its number; −1: none. None: no sequence has one."""
-    new: NewTokens | None = None
-    """Place where keys and values are kept for decoding (prefill); None: nowhere."""
+    new: NewTokens | None = None  # place where keys and values are kept for decoding (prefill); None: nowhere
     bands: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """Band masks of this call's layers, made once: (first query, keys, window) → bool [1, 1, queries, keys]."""
 
@@ -113,33 +108,20 @@ Linears = dict[tuple[object, gate.SlotTable], DecodeLinear]
 class DecodePlan:
     """One new token per row against the cache."""
 
-    new: NewTokens
-    """Place of each row's new token; its position is the number of tokens before it."""
-    max_length: int
-    """Longest row including the new token, known on the host."""
-    lengths_N: torch.Tensor
-    """int64 [N], tokens of each row with the new one."""
-    table_NB: torch.Tensor
-    """int64 [N, B], the blocks of each row."""
-    linears: Linears
-    """Linears that layers have prepared; the steps of one generation share them."""
+    new: NewTokens  # place of each row's new token; its position is the number of tokens before it
+    max_length: int  # longest row including the new token, known on the host
+    lengths_N: torch.Tensor  # int64 [N], tokens of each row with the new one
+    table_NB: torch.Tensor  # int64 [N, B], the blocks of each row
+    linears: Linears  # linears that layers have prepared; the steps of one generation share them
 
 
 AttentionPlan = PackedPlan | DecodePlan
 
 
 def plan_packed(
-    lengths: Sequence[int],
-    device: torch.device,
-    *,
-    parents: Sequence[int] | None = None,
-    new: NewTokens | None = None,
+    lengths: Sequence[int], device: torch.device, *, parents: Sequence[int] | None = None, new: NewTokens | None = None
 ) -> PackedPlan:
-    """Plan for sequences of the given lengths, packed one after another.
-
-    parents: sequences whose keys come before those of others, see `PackedPlan`, where `can_share` allows it. new: where
-    the tokens are kept.
-    """
+    """Plan for sequences of the given lengths packed one after another, with `parents` as in `PackedPlan`."""
     plan = PackedPlan(
         lengths=tuple(lengths), device=device, parents=None if parents is None else tuple(parents), new=new
     )
@@ -179,15 +161,7 @@ bench/results/nvidia-h200/share.json has copies alone."""
 
 
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether sequences may go on from a prompt that they share.
-
-    They need tokens at hand, and a kernel of `attention` (on a GPU in exact mode or by name) or FlexAttention.
-
-    Args:
-        tokens_T: [T], of the sequences.
-        dtype: of the backbone.
-        head_size: least size of its heads.
-    """
+    """Whether sequences of tokens_T may go on from a prompt that they share: a kernel or FlexAttention has to serve."""
     if not eager(tokens_T):
         return False
     device_type = tokens_T.device.type
@@ -249,7 +223,8 @@ def packed_attention(
     plan = call.attention
     longest = plan.max_length
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux") if _is_per_head(kwargs.get("s_aux"), query) else None
+    sinks = kwargs.get("s_aux")
+    sinks = kwargs.pop("s_aux") if isinstance(sinks, torch.Tensor) and sinks.shape == query.shape[1:2] else None
     if call.windows is not None:
         call.windows.append(window)
     _refuse_unserved(kwargs, attention_mask, dropout)
@@ -340,12 +315,7 @@ def _sdpa(
         band = None if window is None else _band(plan, first, end, begin, window, query.device)
         rows = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
         out, _ = sdpa_attention_forward(
-            module,
-            *rows,
-            band,
-            dropout=0.0,
-            scaling=rule.scaling,
-            is_causal=band is None and length > 1,
+            module, *rows, band, dropout=0.0, scaling=rule.scaling, is_causal=band is None and length > 1
         )
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -398,12 +368,7 @@ def _band(plan: PackedPlan, first: int, end: int, begin: int, window: int, devic
 
 
 def _decode(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: ScoreRule,
-    plan: DecodePlan,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule, plan: DecodePlan
 ) -> torch.Tensor:
     layer = _layer_index(module)
     plan.new.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -420,10 +385,6 @@ def _decode(
         sinks=rule.sinks,
     )
     return out[None, :, :, : value.shape[3]]
-
-
-def _is_per_head(value: Any, query: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == query.shape[1:2]
 
 
 def _layer_index(module: nn.Module) -> int:

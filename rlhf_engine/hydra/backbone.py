@@ -45,14 +45,11 @@ from rlhf_engine.hydra.probe import base_model, give_own_configs, undone_on_erro
 class LmHead:
     """Output embedding of the model, as the vocabulary kernels need it."""
 
-    weight: torch.Tensor
-    """[V, H]"""
-    bias: torch.Tensor | None
-    """[V] or None"""
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V] or None
     softcap: float | None
     logit_scale: float | None
-    lora: HeadLora | None = None
-    """Addition of the slot that the head is looked up for."""
+    lora: HeadLora | None = None  # addition of the slot that the head is looked up for
 
 
 class Backbone(nn.Module):
@@ -72,17 +69,14 @@ class Backbone(nn.Module):
         self.model = model
         self.frozen = frozen
         self.quantized = is_quantised(model)
-        self.sharded = False
-        """Whether this process holds a share of every tensor only, see `sharding`."""
+        self.sharded = False  # whether this process holds a share of every tensor only, see `sharding`
         self.in_turn: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
         """Runs a call where each is one of all processes, with blocks that are gathered for it; None elsewhere."""
         if self.quantized and not frozen:
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
-        self._slots: dict[str, AdapterSlot] = {}
-        """The same, for calls."""
-        self.source: str | None = None
-        """Folder that the base was loaded from, where heads may lie beside it."""
+        self._slots: dict[str, AdapterSlot] = {}  # the same, for calls
+        self.source: str | None = None  # folder that the base was loaded from, where heads may lie beside it
         self._hash: str | None = None
         self._decoder_hash: str | None = None
         first, second = probe.TRIES
@@ -97,8 +91,7 @@ class Backbone(nn.Module):
         give_own_configs(model)
         loading.keep_differentiable(model)
         model.requires_grad_(not self.frozen)
-        self.base_path = path_of(base_model(model), model)
-        """Name of the decoder in the model."""
+        self.base_path = path_of(base_model(model), model)  # name of the decoder in the model
         self.score = _take_score(model)
         """weight [outputs, H] and maybe bias of the classifier's score that the model came with; not a parameter."""
         own = probe.own_states(model, first_token)
@@ -118,10 +111,7 @@ class Backbone(nn.Module):
         in the cache, the least of all layers."""
 
     def beside(self) -> Backbone:
-        """The same base with slots of its own, none so far; both may run and train, one at a time or in two threads.
-
-        Raises ValueError for a base that is trained itself, or of which this process holds a share.
-        """
+        """The same base with slots of its own, none so far, to run and train beside; ValueError for a trained one."""
         if not self.frozen or self.sharded:
             state = "trained itself" if not self.frozen else "sharded"
             raise ValueError(f"backbone: expected a frozen base that is whole to share, got one that is {state}")
@@ -133,10 +123,7 @@ class Backbone(nn.Module):
         return other
 
     def train(self, mode: bool = True) -> Backbone:
-        """Set train mode where it decides on gradient checkpointing, and eval mode in all other modules of the base.
-
-        So routers, clips and noise of an architecture compute what they compute in a rollout.
-        """
+        """Set train mode where it decides on gradient checkpointing, eval mode elsewhere, as in rollouts."""
         super().train(mode)
         for module in self.model.modules():
             if not hasattr(module, "gradient_checkpointing"):
@@ -244,10 +231,7 @@ class Backbone(nn.Module):
         dropout: gate.DropoutKey | None = None,
         windows: list[int | None] | None = None,
     ) -> torch.Tensor:
-        """One backbone forward: hidden states [T, H] after the final norm; `windows` as in `BackboneCall`.
-
-        Raises RuntimeError if somebody has given the model another attention since it was taken over.
-        """
+        """One backbone forward, hidden states [T, H] after the final norm; RuntimeError for another attention."""
         if self.model.config._attn_implementation != ATTENTION_NAME:
             raise RuntimeError(
                 f"backbone: expected the attention {ATTENTION_NAME!r} that it was given, got "
@@ -287,13 +271,7 @@ class Backbone(nn.Module):
                 raise ValueError(f"batch: expected token ids from 0 to {vocabulary - 1}, got {wrong}")
 
     def add_slot(
-        self,
-        name: str,
-        config: SlotConfig,
-        *,
-        trainable: bool,
-        dtype: torch.dtype,
-        generator: torch.Generator,
+        self, name: str, config: SlotConfig, *, trainable: bool, dtype: torch.dtype, generator: torch.Generator
     ) -> AdapterSlot:
         """Create a slot that starts as OFF (B = 0)."""
         if name in self.slots:
@@ -364,10 +342,7 @@ def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
 
 
 def head_logits(hidden: torch.Tensor, head: LmHead, *, backend: str = "auto") -> torch.Tensor:
-    """Logits [T, V] as the model defines them, whose rows do not depend on each other where `linear`'s do not.
-
-    For probes and truncated distributions: elsewhere training never makes them. backend: of `linear`.
-    """
+    """Logits [T, V] as the model defines them, for probes and truncated distributions; `backend` of `linear`."""
     z = linear(hidden, head.weight, head.bias, backend=backend)
     if head.lora is not None:
         low = linear(hidden.to(head.lora.A.dtype), head.lora.A, backend=backend)
@@ -413,8 +388,7 @@ def _blocks_prefix(model: PreTrainedModel) -> str:
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
-_COUNTS = "get_seq_length"
-"""Method of transformers' caches that attention counts by."""
+_COUNTS = "get_seq_length"  # method of transformers' caches that attention counts by
 
 
 class PastOfRows:
@@ -440,19 +414,14 @@ def give_positions(blocks: Iterable[nn.Module]) -> int:
     given = 0
     for block in blocks:
         for module in block.modules():
-            if _counts_positions(module):
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code is not None and _COUNTS in code.co_names:  # its forward looks up how many tokens a cache holds
                 # not of the block: gradient checkpointing takes caches from blocks
                 names = inspect.signature(type(module).forward).parameters
                 keyword = "cache" if "cache" in names else "past_key_values"  # of transformers before 5.24
                 module.register_forward_pre_hook(functools.partial(_with_past, keyword), with_kwargs=True)
                 given += 1
     return given
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Whether a module's own forward looks up how many tokens a cache holds."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and _COUNTS in code.co_names
 
 
 def _with_past(

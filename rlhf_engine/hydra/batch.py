@@ -24,14 +24,10 @@ _POSITION_BITS = 24
 class SharedRows:
     """Rows of a batch in which a prompt of several sequences stands once, followed by their completions."""
 
-    rows: torch.Tensor
-    """int64 [R], the row of the batch that each of the R ≤ T rows is."""
-    places_T: torch.Tensor
-    """int64 [T], the place of each row of the batch among the R."""
-    lengths: tuple[int, ...]
-    """Rows of each part: a shared prompt, a completion of one, or a whole sequence."""
-    parents: tuple[int, ...]
-    """Number of the prompt that each part goes on from; −1: none."""
+    rows: torch.Tensor  # int64 [R], the row of the batch that each of the R ≤ T rows is
+    places_T: torch.Tensor  # int64 [T], the place of each row of the batch among the R
+    lengths: tuple[int, ...]  # rows of each part: a shared prompt, a completion of one, or a whole sequence
+    parents: tuple[int, ...]  # number of the prompt that each part goes on from; −1: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +198,7 @@ class PackedBatch:
 
     @cached_property
     def last_completion_rows_N(self) -> torch.Tensor:
-        """int64 [N], index of each completion's last token among the M.
-
-        Raises ValueError for a completion without tokens.
-        """
+        """int64 [N], index of each completion's last token among the M; ValueError for one without tokens."""
         empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
         if empty:
             raise ValueError(f"batch: expected completions of at least one token, got none in sequences {empty[:5]}")

@@ -33,8 +33,7 @@ from rlhf_engine.hydra.eager import is_eager
 
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
 """Errors of a trial with a class that wants attributes or arguments of its own."""
-_ROTARY = "apply_rotary_pos_emb"
-"""Name of the function that turns queries and keys, in the modelling files."""
+_ROTARY = "apply_rotary_pos_emb"  # name of the function that turns queries and keys, in the modelling files
 
 
 def fuse_llama_ops(model: nn.Module) -> int:
@@ -42,7 +41,8 @@ def fuse_llama_ops(model: nn.Module) -> int:
     fused, gates = 0, set[int]()
     for module in model.modules():
         fused_class = _fused_class(type(module))
-        if fused_class is not None and _gated_by_silu(module):
+        gate = type(getattr(module, "act_fn", nn.SiLU()))  # of the instance, not of its class
+        if fused_class is not None and gate.__name__ in ("SiLU", "SiLUActivation"):
             module.__class__ = fused_class
             fused += 1
         if getattr(type(module), "fused_forward", False):
@@ -55,8 +55,7 @@ def fuse_llama_ops(model: nn.Module) -> int:
     return fused
 
 
-_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}
-"""Fused subclass of each class met so far, or None."""
+_FUSED: dict[type[nn.Module], type[nn.Module] | None] = {}  # fused subclass of each class met so far, or None
 
 
 def _fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -99,9 +98,6 @@ def _backend(op: str, *tensors: Tensor) -> str | None:
         return None
     backend = registry.resolve(op, "auto", x, x.shape[-1:] or None)
     return None if backend == "reference" else backend
-
-
-# ---- recognising a class and giving it another forward ---------------------------------------------------------------
 
 
 def _norm_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
@@ -159,11 +155,6 @@ def _mlp_forward(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
     return forward
 
 
-def _gated_by_silu(module: nn.Module) -> bool:
-    """The activation is the instance's, not the class's; True for a module without one."""
-    return type(getattr(module, "act_fn", nn.SiLU())).__name__ in ("SiLU", "SiLUActivation")
-
-
 def _activation_kind(module: nn.Module) -> str | None:
     """Kind of `activation` that a module computes, by its own values; None for other modules."""
     cls = type(module)
@@ -177,13 +168,10 @@ def _activation_kind(module: nn.Module) -> str | None:
         given = x.clone()
         try:
             y = cls.forward(module, given)
-            return next((kind for kind in KINDS if torch.equal(given, x) and _is_near(y, x, kind)), None)
+            near = (kind for kind in KINDS if (y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
+            return next(near, None) if torch.equal(given, x) else None
         except _FAILURES:
             return None
-
-
-def _is_near(y: Tensor, x: Tensor, kind: str) -> bool:
-    return bool((y.double() - reference.activation(x.double(), kind)).abs().max() <= 1e-5)
 
 
 _ACTIVATIONS: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
@@ -234,11 +222,7 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:
-    """The same function under the same decorators, which reads one global differently.
-
-    None for a function with variables of an enclosing one, and for a decorator that does not hold what it decorates in
-    such a variable.
-    """
+    """The same function under the same decorators, which reads one global differently; None where it cannot."""
     if not isinstance(function, FunctionType):
         return None
     decorated, closure, names = getattr(function, "__wrapped__", None), None, function.__globals__

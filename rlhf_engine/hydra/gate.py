@@ -42,8 +42,7 @@ class DropoutKey:
     """Key of the LoRA dropout masks of one call: masks are a function of (seed, row id, layer, column)."""
 
     seed: int
-    row_ids_T: torch.Tensor
-    """int64 [T], one id per row of the call."""
+    row_ids_T: torch.Tensor  # int64 [T], one id per row of the call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,18 +30,15 @@ from rlhf_engine.hydra.attention import DecodePlan, Linears
 
 _ROUTER = "Router"
 """End of the class names of routers: linears whose forward returns routes beside their product or in its place."""
-_QUANTISED = ("Linear4bit", "Linear8bitLt")
-"""bitsandbytes' linears, by name: the package is optional."""
+_QUANTISED = ("Linear4bit", "Linear8bitLt")  # bitsandbytes' linears, by name: the package is optional
 
 
 class GatedLayer:
     """The place of a linear in the model, and its shape."""
 
     def __init__(self, path: str, stream: int, in_features: int, out_features: int) -> None:
-        self.path = path
-        """Name of the linear in the model."""
-        self.stream = stream
-        """Number that keeps the dropout masks of two layers apart."""
+        self.path = path  # name of the linear in the model
+        self.stream = stream  # number that keeps the dropout masks of two layers apart
         self.in_features = in_features
         self.out_features = out_features
 
@@ -163,12 +160,7 @@ def path_of(part: nn.Module, model: nn.Module) -> str:
 
 
 def gate_linears(model: PreTrainedModel) -> dict[str, GatedLayer]:
-    """Gate every linear of a model's text decoder; what can be adapted, by name.
-
-    The LM head is left as it is and listed as a `GatedHead`. Routers of a class of their own are left as they are:
-    PEFT cannot adapt one either. Raises UnsupportedModelError for another linear of an unknown kind, which would
-    compute something else under the gate.
-    """
+    """Gate every linear of a model's decoder, by name, but the head; UnsupportedModelError for unknown kinds."""
     prefix = decoder_prefix(model)
     head = model.get_output_embeddings()
     layers: dict[str, GatedLayer] = {}
@@ -211,11 +203,7 @@ def holds_gates(model: nn.Module) -> bool:
 
 
 def match_targets(layers: Mapping[str, GatedLayer], blocks_prefix: str, targets: str | Sequence[str]) -> list[str]:
-    """Names of the linears that a slot adapts.
-
-    `all-linear` takes every linear below `blocks_prefix`, so not the head; names match as in PEFT, whole or as the end
-    of a path, and may name the head. Raises ValueError for a name that matches nothing.
-    """
+    """Names of the linears that a slot adapts, matched as in PEFT; `all-linear`: every one of the blocks."""
     if targets == ALL_LINEAR:
         paths = [path for path in layers if path.startswith(blocks_prefix)]
         if not paths:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-BLOCK = 32
-"""Positions per block."""
+BLOCK = 32  # positions per block
 
 
 class BlockPool:
@@ -28,8 +27,7 @@ class BlockPool:
             raise ValueError(f"blocks: expected at least 1, got {blocks}")
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
-        self.most_used = 0
-        """Most blocks in use at once so far."""
+        self.most_used = 0  # most blocks in use at once so far
 
     @property
     def size(self) -> int:
@@ -104,10 +102,8 @@ class NewTokens:
     """Places in a cache for the tokens of one call."""
 
     cache: KVCache
-    blocks_T: torch.Tensor
-    """int64 [T], block of each token."""
-    entries_T: torch.Tensor
-    """int64 [T], entry of each token in its block."""
+    blocks_T: torch.Tensor  # int64 [T], block of each token
+    entries_T: torch.Tensor  # int64 [T], entry of each token in its block
     _places: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     @classmethod

@@ -40,8 +40,7 @@ _MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Their configs carry is_decoder=False, and they are decoders all the same."""
 
 
-_CHUNKED = "chunked_attention"
-"""Kind of a layer whose queries see their own chunk of the sequence, up to themselves."""
+_CHUNKED = "chunked_attention"  # kind of a layer whose queries see their own chunk of the sequence, up to themselves
 
 
 _OF_A_LIE = (RuntimeError, TypeError, AttributeError, ArithmeticError, MemoryError, StrictDataclassError)
@@ -200,12 +199,7 @@ def load_model(
     lm_head: bool = True,
     quantization: Quantization = "none",
 ) -> PreTrainedModel:
-    """Load a model folder as a causal LM, or without an LM head as what carries a scalar head on the same backbone.
-
-    Weights that are stored in MXFP4 (gpt-oss) are dequantised. A model's name on the Hub stands for its folder.
-
-    Raises ValueError for a folder that is none, for one whose LM head is missing, and for weights that do not fit.
-    """
+    """Load a folder as a causal LM, or without an LM head as what carries a scalar head on its backbone."""
     config = read_config(path)
     folder = local_folder(path, weights=True)
     check_model(folder)
@@ -309,10 +303,7 @@ def _quantized(quantization: Quantization, dtype: torch.dtype, device: torch.dev
 
 
 def read_context_length(*paths: str | os.PathLike[str] | None) -> int:
-    """Read `Backbone.context_length` of a model folder, without loading the model.
-
-    Of several folders, which read the same answers, it is the shortest. None is no folder.
-    """
+    """Read the shortest `Backbone.context_length` of model folders, without loading the models; None is no folder."""
     return min(context_length(read_config(path)) for path in paths if path is not None)
 
 

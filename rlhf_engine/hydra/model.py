@@ -648,10 +648,7 @@ class HydraModel(nn.Module):
     def _backbone_call(
         self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
     ) -> torch.Tensor:
-        """Hidden states [len(slots) · T, H]: the batch's rows once per slot, one after another.
-
-        A prompt of several sequences goes through the backbone once, where attention can share keys.
-        """
+        """Hidden states [len(slots) · T, H]: the batch's rows once per slot; prompts go through once where they can."""
         drops = dropout_seed is not None and any(backbone.slot(s).config.dropout for s in slots if s is not None)
         # a mask belongs to a sequence, so that with dropout the copies of a prompt differ
         shared = None if drops else self.shared_rows(batch)
@@ -661,9 +658,7 @@ class HydraModel(nn.Module):
         if shared is not None:
             tokens, positions = tokens[shared.rows], positions[shared.rows]
         table = SlotTable(
-            starts=tuple(i * t for i in range(n)),
-            ends=tuple((i + 1) * t for i in range(n)),
-            slots=tuple(slots),
+            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
         )
         dropout = None
         if drops and dropout_seed is not None:
@@ -764,10 +759,7 @@ def default_token_budget(device: torch.device, hidden_size: int) -> int:
 def split_by_tokens(
     lengths: Sequence[int], budget: int, once: tuple[Sequence[int], Sequence[int]] | None = None
 ) -> list[list[int]]:
-    """Consecutive groups of sequences of at most `budget` tokens each, and at least one sequence.
-
-    once: the prompt of each sequence and its tokens, which a group counts once; None: every token counts.
-    """
+    """Consecutive groups of sequences of at most `budget` tokens, prompts in `once` counted once a group."""
     groups: list[list[int]] = []
     held, prompts = budget + 1, set[int]()
     for i, length in enumerate(lengths):

@@ -122,7 +122,6 @@ class Output(Protocol):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles whose hidden states are read."""
-        ...
 
     def compute(self, states: HiddenStates) -> Any:
         """Compute the result from hidden states.
@@ -133,7 +132,6 @@ class Output(Protocol):
         Returns:
             The result, which each class of this module documents.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,10 +178,7 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobPair:
-    """Log-probs of two roles and the exact KL(role ‖ reference) [M].
-
-    Roles with one LM head need one sweep over V.
-    """
+    """Log-probs of two roles and the exact KL(role ‖ reference) [M]; with one LM head in one sweep over V."""
 
     role: str = "actor"
     """A role with an LM head."""
@@ -369,22 +364,15 @@ class PolicyLoss:
 class LogprobLossOutputs(NamedTuple):
     """A loss of log-probs, and what it was made of."""
 
-    loss: torch.Tensor
-    """0-d, the loss less the entropy bonus"""
-    logprob: torch.Tensor
-    """fp32 [M], without a gradient"""
-    entropy: torch.Tensor
-    """fp32 [M], nats, without a gradient"""
-    result: Any
-    """result of the loss function"""
+    loss: torch.Tensor  # 0-d, the loss less the entropy bonus
+    logprob: torch.Tensor  # fp32 [M], without a gradient
+    entropy: torch.Tensor  # fp32 [M], nats, without a gradient
+    result: Any  # result of the loss function
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogprobLoss:
-    """Any loss of the log-probs of the completion tokens, less an entropy bonus of entropy_coef · Σ entropy / denom.
-
-    The sum is over the tokens of mask_M [M], or over all of them.
-    """
+    """Any loss of the log-probs of tokens in mask_M [M], less entropy_coef · Σ entropy / denom."""
 
     role: str = "actor"
     """A role with an LM head."""
@@ -514,14 +502,10 @@ class LmLoss:
 class PairwiseOutputs(NamedTuple):
     """Bradley-Terry loss and how well it ranks."""
 
-    loss: torch.Tensor
-    """0-d: (−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom"""
-    n_correct: torch.Tensor
-    """0-d: pairs with r_w > r_l"""
-    sum_margin: torch.Tensor
-    """0-d: Σ (r_w − r_l)"""
-    n_tied: torch.Tensor
-    """0-d: pairs with r_w = r_l"""
+    loss: torch.Tensor  # 0-d: (−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom
+    n_correct: torch.Tensor  # 0-d: pairs with r_w > r_l
+    sum_margin: torch.Tensor  # 0-d: Σ (r_w − r_l)
+    n_tied: torch.Tensor  # 0-d: pairs with r_w = r_l
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -580,14 +564,10 @@ class PairwiseRewardLoss:
 class PointwiseOutputs(NamedTuple):
     """Cross-entropy of single answers' labels, and how well the sign of the reward tells them apart."""
 
-    loss: torch.Tensor
-    """0-d: −Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom"""
-    n_correct: torch.Tensor
-    """0-d: answers with r > 0 and label 1, or r < 0 and label 0"""
-    sum_margin: torch.Tensor
-    """0-d: Σ (2 p − 1) r, the reward in the direction of the label"""
-    n_tied: torch.Tensor
-    """0-d: answers with r = 0"""
+    loss: torch.Tensor  # 0-d: −Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom
+    n_correct: torch.Tensor  # 0-d: answers with r > 0 and label 1, or r < 0 and label 0
+    sum_margin: torch.Tensor  # 0-d: Σ (2 p − 1) r, the reward in the direction of the label
+    n_tied: torch.Tensor  # 0-d: answers with r = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

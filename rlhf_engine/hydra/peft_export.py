@@ -39,19 +39,13 @@ from rlhf_engine.hydra.probe import base_model
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone
 
-_EXACT = (torch.float32, torch.float64)
-"""dtypes of weights that a LoRA may be added to without being rounded away."""
+_EXACT = (torch.float32, torch.float64)  # dtypes of weights that a LoRA may be added to without being rounded away
 _loaded_back: dict[tuple[Any, ...], list[str]] = {}
 """Linears that are written as parameters, by kinds of slots that PEFT has loaded back as they are."""
 
 
 def save_slot(
-    backbone: Backbone,
-    name: str,
-    folder: str | os.PathLike[str],
-    *,
-    base_name: str,
-    score: torch.Tensor | None = None,
+    backbone: Backbone, name: str, folder: str | os.PathLike[str], *, base_name: str, score: torch.Tensor | None = None
 ) -> None:
     """Write a slot as a PEFT LoRA folder, with a record of its base.
 
@@ -78,10 +72,7 @@ def save_slot(
 
 
 def require_exportable(backbone: Backbone, name: str) -> list[str]:
-    """Linears of a slot that are written as parameters. Raises ValueError for a slot that `save_slot` would refuse.
-
-    Names, shapes, options and the base decide what PEFT loads. So one slot of a kind is tried, before any training.
-    """
+    """Linears of a slot that are written as parameters; ValueError for a slot that `save_slot` would refuse."""
     slot, model = backbone.slot(name), backbone.model
     base = (type(model), model.config.to_json_string(), backbone.dtype, backbone.quantized, backbone.has_lm_head)
     kind = (*base, slot.config, *((path, pair.A.shape, pair.B.shape) for path, pair in slot.items()))
@@ -138,7 +129,10 @@ def write_adapter(
         fan_in_fan_out=backbone.transposed,
         task_type=task,  # type: ignore[arg-type]  # PEFT annotates str and takes None: no methods beside forward
         modules_to_save=None if score is None else [SCORE_MODULES[0]],
-        base_model_name_or_path=_whole_name(base_name) if base_name else "",  # a model made in memory has no name
+        # it holds from everywhere; a model made in memory has no name
+        base_model_name_or_path=plain_name(base_name)
+        if is_hub_name(base_name)
+        else base_name and os.path.abspath(base_name),
         revision=revision_of(base_name),
         inference_mode=True,
     ).save_pretrained(str(folder))
@@ -154,11 +148,7 @@ def write_adapter(
 def require_base(
     model: PreTrainedModel, recorded: str | None, name: str, adapter: Path | None, *, decoder: bool = False
 ) -> None:
-    """Raise ConfigError for a model whose weights have another hash than the recorded one, in every dtype of a run.
-
-    Where none is recorded, another name than the adapter's of its base is warned of. decoder: the hash is one without
-    the LM head.
-    """
+    """Raise ConfigError for a model whose hash is not the recorded one; another name is warned of."""
     if recorded is None:
         if adapter is not None:
             peft_io.warn_of_other_base(peft_io.recorded_base(adapter)[0], name, "model_name_or_path")
@@ -175,11 +165,7 @@ def require_base(
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """Merge the adapter of a PEFT folder into a model on the CPU: W + s B A in float32, rounded once to W's dtype.
-
-    An adapted LM head gets a weight of its own, since its twin, the embedding, is not adapted. Raises ValueError for an
-    adapter that does not fit.
-    """
+    """Merge a PEFT folder into a model on the CPU in float32, rounded once; a tied head gets its own weight."""
     from peft import PeftConfig, PeftModel
 
     paths = peft_io.read_slot_config(folder).target_modules
@@ -203,17 +189,8 @@ def merge_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Pre
     return merged  # type: ignore[no-any-return]
 
 
-def _whole_name(base: str) -> str:
-    """Name of a base that holds from everywhere: on the Hub without its revision, else the path as it was given."""
-    return plain_name(base) if is_hub_name(base) else os.path.abspath(base)
-
-
 def _weightless(backbone: Backbone, *, classifier: bool = False) -> PreTrainedModel:
-    """The plain model of a backbone, every weight one number that fills its shape.
-
-    Its weights are float32, as adapters are: PEFT rounds an adapter to the dtype of what it is put on.
-    classifier: the sequence classifier with one label on the same backbone instead.
-    """
+    """The plain float32 model of a backbone, or its classifier, every weight one number that fills its shape."""
     config = copy.deepcopy(backbone.model.config)
     config._attn_implementation = "eager"
     with torch.device("meta"):

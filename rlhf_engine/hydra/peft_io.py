@@ -57,11 +57,9 @@ SCORE_MODULES = ("score", "classifier")
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """Starts of `init_lora_weights` under which PEFT changes the base as well: the adapter alone is not the function."""
 
-_COPY = ".base_layer.weight"
-"""End of the name of a linear's own weight. PEFT saves it beside a LoRA on the LM head."""
+_COPY = ".base_layer.weight"  # end of the name of a linear's own weight. PEFT saves it beside a LoRA on the LM head.
 
-PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""name of the linear → (A [r, in], B [out, r])"""
+PairTensors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name of the linear → (A [r, in], B [out, r])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,10 +78,7 @@ def is_peft_model(source: object) -> bool:
 
 
 def take_peft_adapter(model: Any) -> PeftAdapter:
-    """Take the active LoRA out of a PeftModel and strip PEFT's layers off its base.
-
-    Raises ValueError, and leaves the model as it is, unless its function is the plain base and that LoRA.
-    """
+    """Take the active LoRA out of a PeftModel and strip PEFT's layers off; ValueError where there is more."""
     from peft import get_peft_model_state_dict
 
     name = model.active_adapter
@@ -122,10 +117,7 @@ def require_plainly_on(model: PeftModel, name: str, where: str) -> None:
 
 
 def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
-    """SlotConfig of a PEFT LoRA folder, with `init_from` pointing at it.
-
-    Raises ValueError for a folder that is not one, or that uses something the gate does not serve (DoRA, …).
-    """
+    """SlotConfig of a PEFT LoRA folder, `init_from` pointing at it; ValueError for what the gate does not serve."""
     where = f"adapter {str(folder)!r}"
     folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
@@ -141,10 +133,7 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
 
 
 def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | None]:
-    """Base that an adapter's folder records: name or path, and hash; None for what it does not record.
-
-    Raises ValueError for a file that is not JSON.
-    """
+    """Base that an adapter's folder records, name or path and hash; None for what it does not record."""
     folder = local_folder(folder, "adapter", weights=True)
     check_model(folder, weights=False)
     values: list[str | None] = []
@@ -155,12 +144,7 @@ def recorded_base(folder: str | os.PathLike[str]) -> tuple[str | None, str | Non
 
 
 def load_slot(slot: AdapterSlot, folder: str | os.PathLike[str], backbone: Backbone | None) -> None:
-    """Load a PEFT folder's weights into a slot of a backbone.
-
-    Raises ValueError if it belongs to another base or does not fit. Where no hash of the base is recorded, another name
-    of a base is warned of. A backbone without an LM head is the folder's base if its weights are: reward models are
-    made on bases with an LM head and serve without. With None for the backbone, an adapter of any base is taken.
-    """
+    """Load a PEFT folder's weights into a slot; ValueError for those of another base, None takes any."""
     theirs = read_slot_config(folder)
     origin = f"init_from={str(folder)!r}"
     if (theirs.r, theirs.scale) != (slot.config.r, slot.config.scale):
@@ -238,11 +222,7 @@ def load_tensors(slot: AdapterSlot, tensors: PairTensors, origin: str) -> None:
 
 
 def save_heads(heads: nn.ModuleDict, names: set[str], folder: str | os.PathLike[str]) -> None:
-    """Write the named scalar heads to `heads.safetensors`, after the model whose folder it is.
-
-    Others, vLLM for one, read every safetensors file of a folder that has no index. So a model in one file gets an
-    index, which names that file alone.
-    """
+    """Write the scalar heads, and an index of the model's one file: others read every safetensors file without."""
     tensors = {
         f"{name}.{key}": t.detach().cpu().contiguous()
         for name in sorted(names)

@@ -77,11 +77,7 @@ def save_pretrained(model: HydraModel, folder: str | os.PathLike[str]) -> None:
         "slots": slots,
         "adapter_dtype": str(model.adapter_dtype).removeprefix("torch."),
         "trained_heads": sorted(model.trained_heads),
-        "versions": {
-            "rlhf_engine": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"rlhf_engine": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
     (folder / peft_io.ENGINE_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -160,11 +156,7 @@ def load_pretrained(
 
 
 def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
-    """Load what `save_pretrained` wrote into a model of the same roles, in place.
-
-    Raises ValueError for a folder of other slots or backbones, of adapters in another dtype, or of a frozen backbone
-    with another hash.
-    """
+    """Load what `save_pretrained` wrote into a model of the same roles, in place; ValueError where it differs."""
     folder = Path(folder)
     record = read_record(folder)
     kept = lasting_slots(model.roles)

@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def undone_on_error(*models: nn.Module) -> Iterator[None]:
-    """Put every module of the models back as it was if the block raises.
-
-    That is its class, attributes, hooks, children, training mode, and which parameters have gradients. Numbers in
-    parameters and buffers are not looked after.
-    """
+    """Put the modules of the models back as they were if the block raises, but not numbers in parameters."""
     modules = {id(module): (module, type(module), _state(module)) for model in models for module in model.modules()}
     gradients = [(p, p.requires_grad) for model in models for p in model.parameters()]
     done = False
@@ -71,11 +67,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that makes hidden states of tokens.
-
-    A model whose `base_model_prefix` names none of its parts is its own base model for transformers. Then it is the
-    innermost model that holds the input embeddings.
-    """
+    """The part of a model that makes hidden states: by `base_model_prefix`, or the innermost with the embeddings."""
     named: nn.Module = model.base_model
     if named is not model:
         return named
@@ -93,13 +85,10 @@ def give_own_configs(model: nn.Module) -> None:
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-_LENGTHS = (5, 8)
-"""Tokens of the two sequences in the packed row; the decoding step adds one to each."""
-TRIES = (1, 20)
-"""First tokens of the first and the second try."""
+_LENGTHS = (5, 8)  # tokens of the two sequences in the packed row; the decoding step adds one to each
+TRIES = (1, 20)  # first tokens of the first and the second try
 _TIMES_ROUNDING = 8.0
-_WORDS = 4096
-"""Rows of the head whose logits are made at a time."""
+_WORDS = 4096  # rows of the head whose logits are made at a time
 _FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of a model's code that cannot run on packed rows of tokens."""
 
@@ -112,12 +101,10 @@ class DifferentNumbers(UnsupportedModelError):
 class OwnStates:
     """Hidden states of a model's own forward for the probe's sequences, each alone."""
 
-    tokens: tuple[torch.Tensor, ...]
-    """int64 [length + 1] each."""
+    tokens: tuple[torch.Tensor, ...]  # int64 [length + 1] each
     hidden: tuple[torch.Tensor, ...] | None
     """[length + 1, H] each; None of a fake model, which has no numbers to compare."""
-    rounding: float
-    """Median relative change of a row when embeddings move by one unit in the last place."""
+    rounding: float  # median relative change of a row when embeddings move by one unit in the last place
 
 
 def refusal(
@@ -143,10 +130,7 @@ def refusing(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def own_states(model: PreTrainedModel, first: int) -> OwnStates:
-    """Run the probe's sequences, each alone, through a model that is still its own. first: the first token.
-
-    Raises UnsupportedModelError for a model whose forward does not take token ids alone.
-    """
+    """Run the probe's sequences, each alone, through a model still its own; `first` is the first token."""
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     with refusing(model, "its own forward"), loading.quiet_transformers():
@@ -193,12 +177,7 @@ def _move_by_one_unit(module: nn.Module, arguments: object, out: torch.Tensor) -
 
 @torch.no_grad()
 def check(backbone: Backbone, own: OwnStates) -> tuple[int, int, int]:
-    """Raise UnsupportedModelError for a backbone that the engine would get wrong; see the module.
-
-    Returns:
-        Width of the hidden states. Bytes of one token's keys and values in all layers. Width of a head in the cache,
-        the least of all layers.
-    """
+    """Raise UnsupportedModelError for a backbone that is not served; its widths of states, cached tokens and heads."""
     cache = KVCache(blocks=len(own.tokens))
     modes = [(module, module.training) for module in backbone.modules()]
     with refusing(backbone.model, "its forward on packed rows"):
@@ -323,9 +302,6 @@ def _check_logits(backbone: Backbone, hidden: torch.Tensor, logits: torch.Tensor
             "its logits are not head(hidden) with the softcap and scale that its config names, so log-probs made from "
             "hidden states would be wrong"
         )
-
-
-# ---- small parts -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -25,13 +25,7 @@ from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.loading import (
-    Quantization,
-    can_be_headless,
-    is_sequence_classifier,
-    load_model,
-    read_config,
-)
+from rlhf_engine.hydra.loading import Quantization, can_be_headless, is_sequence_classifier, load_model, read_config
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.hydra.shares import state_of
@@ -42,10 +36,7 @@ _SCORE = ("score", "classifier")
 
 
 def read_reward_head(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | None:
-    """weight [1, H] and bias [1] of the reward head in an adapter's or a model's folder; None if there is none.
-
-    Raises ValueError for a head with more than one output.
-    """
+    """weight [1, H] and bias [1] of the reward head in a folder, ValueError for more outputs; None without one."""
     folder = local_folder(folder, "the reward model", weights=True)
     check_model(folder, weights=False)
     if "reward" in peft_io.head_names(folder):
@@ -87,7 +78,7 @@ def require_reward_head(folder: str | os.PathLike[str], argument: str) -> dict[s
         # also where the base has a reward head: it was not trained on an adapter's hidden states
         raise ConfigError(
             f"{argument}: expected a trained reward head in {peft_io.HEADS_FILE} of {folder!r} or as its score, got "
-            "none; give a reward_adapter or a reward_model_path"
+            "none; give a reward_model_path"
         )
     return head
 
@@ -139,25 +130,14 @@ def require_classifier_class(path: str | os.PathLike[str], argument: str) -> Non
 def save_classifier_adapter(
     backbone: Backbone, slot: str, head: ScalarHead, folder: str | os.PathLike[str], *, base_name: str
 ) -> None:
-    """Write a slot and a head as PEFT's adapter of a sequence classifier on the base (SEQ_CLS, num_labels 1).
-
-    `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)` loads it. Raises ValueError for a
-    head with a bias.
-    """
+    """Write a slot and a head as PEFT's adapter of a sequence classifier; ValueError for a head with a bias."""
     save_slot(backbone, slot, folder, base_name=base_name, score=_score_weight(head))
 
 
 def save_classifier(
-    model: PreTrainedModel,
-    head: ScalarHead,
-    folder: str | os.PathLike[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel, head: ScalarHead, folder: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write a model without an LM head, and a head as its score: `AutoModelForSequenceClassification` loads it.
-
-    Raises ValueError for a model that carries no score or a head with a bias.
-    """
+    """Write a model and a head as a sequence classifier with a score; ValueError for a head with a bias."""
     if not hasattr(model, "score"):
         raise ValueError(f"model: expected a sequence classifier without its score, got a {type(model).__name__}")
     weight = _score_weight(head)

@@ -11,11 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-OFF = None
-"""The slot of a role that runs on the plain frozen backbone."""
+OFF = None  # the slot of a role that runs on the plain frozen backbone
 
-LM_HEAD = "lm"
-"""The head name that stands for the backbone's own output embedding; every other name is a scalar head."""
+LM_HEAD = "lm"  # the head name that stands for the backbone's own output embedding; every other name is a scalar head
 
 
 @dataclass(frozen=True, kw_only=True)

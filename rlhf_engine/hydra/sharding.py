@@ -37,19 +37,14 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.outputs import Logprobs, Output, Rewards, Values
-from rlhf_engine.hydra.roles import LM_HEAD, RoleSpec
+from rlhf_engine.hydra.roles import LM_HEAD
 
 
 class ShardedBase:
     """Makes the backbones of a model sharded ones, in place."""
 
     def __init__(self, model: HydraModel, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        """All processes of the group do this together, with equal models.
-
-        device: where the shares go, block by block, of a model that lies in the host's memory; None: where it lies.
-        Raises ValueError for backbones that are quantised, and RuntimeError where the sharded model's hidden states
-        differ from what they were.
-        """
+        """Share equal models out in all processes together, onto `device`; RuntimeError where hidden states change."""
         backbones = [model.backbone(name) for name in model.backbones]
         for name, backbone in zip(model.backbones, backbones, strict=True):
             if backbone.quantized:
@@ -59,8 +54,7 @@ class ShardedBase:
         mesh = DeviceMesh.from_group(group, (device or model.device).type)
         self._group, self._backbones = group, backbones
         self._is_whole = self._is_in_step = False
-        self._failed: BaseException | None = None
-        """What has ended a call that the other processes are in the middle of."""
+        self._failed: BaseException | None = None  # what has ended a call that the other processes are in the middle of
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         shard: Callable[..., FSDPModule] = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         self._blocks: list[FSDPModule] = []
@@ -93,10 +87,7 @@ class ShardedBase:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """All of the base on every process. All processes enter together; within, none waits for another.
-
-        To enter again within costs nothing and concerns nobody else.
-        """
+        """All of the base on every process. All enter together, and none waits for another within."""
         if self._is_whole:
             yield
             return
@@ -113,8 +104,6 @@ class ShardedBase:
                 module.set_reshard_after_forward(True, recurse=False)
             for module in modules:
                 module.reshard()
-
-    # ---- in step ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def in_step(self, world: World) -> Iterator[None]:
@@ -190,11 +179,6 @@ class ShardedBase:
 def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
     """Scores of a few tokens by the model: log-probs, values or rewards of every role there is."""
     batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
-    found = model(batch, [_reader(name, role) for name, role in model.roles.items()])
+    readers: dict[str, Callable[..., Output]] = {LM_HEAD: Logprobs, "value": Values}
+    found = model(batch, [readers.get(role.head, Rewards)(role=name) for name, role in model.roles.items()])
     return [getattr(numbers, "logprob", numbers) for numbers in found]
-
-
-def _reader(name: str, role: RoleSpec) -> Output:
-    if role.head == LM_HEAD:
-        return Logprobs(role=name)
-    return Values(role=name) if role.head == "value" else Rewards(role=name)

@@ -12,10 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def own_share(p: nn.Parameter) -> nn.Parameter:
-    """A parameter to optimize in this process: the parameter itself, or the share of it that is held here.
-
-    A share has the memory of the parameter, whose gradients then accumulate in float32 or wider.
-    """
+    """A parameter to optimize here: the parameter itself, or its share, whose gradients add up in float32."""
     if not isinstance(p, DTensor):
         return p
     if p.requires_grad and p.dtype.itemsize < torch.float32.itemsize:
@@ -52,10 +49,7 @@ def copy_whole(p: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Tensors of a model that is whole for the moment, by name, to be written; None where `state_dict` has them.
-
-    FSDP gives whole parameters up when a `state_dict` is made.
-    """
+    """Tensors of a model that is whole for the moment, by name; None where `state_dict` gives them (not FSDP)."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
     buffers = {

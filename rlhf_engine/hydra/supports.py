@@ -26,12 +26,10 @@ from torch.nn import functional as F
 class Supports:
     """Words that each of M tokens was drawn among."""
 
-    words: torch.Tensor
-    """int32 [S], the ids or the bits of every token, one after another."""
+    words: torch.Tensor  # int32 [S], the ids or the bits of every token, one after another
     offsets: torch.Tensor
     """int64 [M+1] on the host, where each token's numbers begin. None of them: all words; W: bits; fewer: ids."""
-    vocabulary: int
-    """V, number of words."""
+    vocabulary: int  # V, number of words
 
     def __post_init__(self) -> None:
         if self.words.dtype != torch.int32 or self.words.dim() != 1:
@@ -51,16 +49,7 @@ class Supports:
 
     @classmethod
     def whole(cls, n_tokens: int, vocabulary: int, device: torch.device | str = "cpu") -> Supports:
-        """Make supports of tokens that were drawn among all words.
-
-        Args:
-            n_tokens: M, number of tokens.
-            vocabulary: V, number of words.
-            device: device of the words.
-
-        Returns:
-            Supports that take no memory but their offsets.
-        """
+        """Make supports of tokens that were drawn among all words, which take no memory but their offsets."""
         return cls(
             words=torch.empty(0, dtype=torch.int32, device=device),
             offsets=torch.zeros(n_tokens + 1, dtype=torch.int64),
@@ -69,15 +58,7 @@ class Supports:
 
     @classmethod
     def from_bits(cls, bits: torch.Tensor, vocabulary: int) -> Supports:
-        """Make supports of bits, which is how a rollout's step gives them.
-
-        Args:
-            bits: int32 [M, W] as `pack_bits` makes them; a token without a bit was drawn among all words.
-            vocabulary: V, number of words.
-
-        Returns:
-            The supports, on the device of the bits.
-        """
+        """Make supports of bits, int32 [M, W] as of `pack_bits`; a token without one was drawn among all words."""
         most, parts = numbers_of_bits(vocabulary), [cls.whole(0, vocabulary, bits.device)]
         for rows in row_chunks(len(bits), vocabulary):
             own = bits[rows]
@@ -93,49 +74,18 @@ class Supports:
 
     @classmethod
     def of_lengths(cls, words: torch.Tensor, lengths: torch.Tensor, vocabulary: int) -> Supports:
-        """Make supports of their stored numbers.
-
-        Args:
-            words: int32 [S], the numbers of all tokens.
-            lengths: [M], integers of any size on any device, how many of them each token has.
-            vocabulary: V, number of words.
-
-        Returns:
-            The supports, on the device of `words`.
-
-        Raises:
-            ValueError: lengths that do not add up to S, or beyond W.
-        """
+        """Make supports of numbers int32 [S], `lengths` [M] of them for each token; ValueError where S differs."""
         return cls(words=words, offsets=_offsets(lengths.long().cpu()), vocabulary=vocabulary)
 
     @classmethod
     def of_rows(cls, rows: Sequence[torch.Tensor], n_tokens: int, vocabulary: int) -> Supports:
-        """Join the stored numbers of single tokens.
-
-        Args:
-            rows: int32 numbers of the first tokens, on one device; at least one.
-            n_tokens: M; tokens beyond `rows` were drawn among all words.
-            vocabulary: V, number of words.
-
-        Returns:
-            The supports of M tokens.
-        """
+        """Join the stored numbers of single tokens, at least one; tokens beyond `rows` were drawn among all words."""
         lengths = torch.tensor([len(row) for row in rows] + [0] * (n_tokens - len(rows)), dtype=torch.int64)
         return cls.of_lengths(torch.cat(list(rows)), lengths, vocabulary)
 
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:
-        """Join supports of one vocabulary and device.
-
-        Args:
-            parts: at least one.
-
-        Returns:
-            The supports of all tokens, in the order of the parts.
-
-        Raises:
-            ValueError: no parts, or supports of different vocabularies.
-        """
+        """Join supports of one vocabulary and device in the order of the parts; ValueError where they differ."""
         sizes = sorted({part.vocabulary for part in parts})
         if len(sizes) != 1:
             raise ValueError(f"parts: expected supports of one vocabulary, got vocabularies of {sizes}")
@@ -147,17 +97,7 @@ class Supports:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Supports | None, int]]) -> Supports | None:
-        """Join supports, of which some are not there because their tokens were drawn among all words.
-
-        Args:
-            parts: supports and the number of their tokens, at least one.
-
-        Returns:
-            The supports of all tokens; None where no part has any.
-
-        Raises:
-            ValueError: supports of different vocabularies.
-        """
+        """Join supports and numbers of tokens without; None where no part has any, ValueError where they differ."""
         known = next((part for part, _ in parts if part is not None), None)
         if known is None:
             return None
@@ -188,14 +128,7 @@ class Supports:
         return sizes
 
     def select(self, rows: slice | torch.Tensor) -> Supports:
-        """Select the supports of some tokens.
-
-        Args:
-            rows: a slice of step 1, whose words stay where they are; or int64 [m] on the host, whose words are copied.
-
-        Returns:
-            The supports of these tokens, in the given order.
-        """
+        """Select the supports of a slice of step 1, without a copy, or of int64 [m] on the host."""
         if isinstance(rows, slice):
             first, end, _ = rows.indices(len(self))
             offsets = self.offsets[first : end + 1]
@@ -208,25 +141,11 @@ class Supports:
         return Supports(words=words, offsets=offsets, vocabulary=self.vocabulary)
 
     def to(self, device: torch.device | str) -> Supports:
-        """Move the words to a device; offsets stay on the host.
-
-        Args:
-            device: where the words go.
-
-        Returns:
-            The same supports there.
-        """
+        """Move the words to a device; offsets stay on the host."""
         return Supports(words=self.words.to(device), offsets=self.offsets, vocabulary=self.vocabulary)
 
     def mask(self) -> torch.Tensor:
-        """Spread out the supports.
-
-        Returns:
-            bool [M, V], True for the words of a support. `select` a few rows first: it has M · V bytes.
-
-        Raises:
-            IndexError: an id beyond the vocabulary, on a CPU.
-        """
+        """bool [M, V], True for the words of a support; `select` a few rows first. IndexError for an unknown id."""
         most, words = numbers_of_bits(self.vocabulary), self.words
         has_bits, has_none = self.lengths == most, self.lengths == 0
         of_bits = has_bits.repeat_interleave(self.lengths)

@@ -23,20 +23,13 @@ from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.runtime.autocast import off
-from rlhf_kernels.vocab.logits import (
-    accumulation_dtype,
-    check_detach,
-    check_outputs,
-    check_temperature,
-    row_chunks,
-)
+from rlhf_kernels.vocab.logits import accumulation_dtype, check_detach, check_outputs, check_temperature, row_chunks
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_engine.hydra.backbone import LmHead, head_logits
 from rlhf_engine.hydra.supports import Supports
 
-OUTSIDE = -1e30
-"""Logit of a word outside of a support: its probability is 0, and 0 times its log is a number."""
+OUTSIDE = -1e30  # logit of a word outside of a support: its probability is 0, and 0 times its log is a number
 
 Results = tuple[torch.Tensor, ...]
 
@@ -44,10 +37,8 @@ Results = tuple[torch.Tensor, ...]
 class Reader(NamedTuple):
     """Hidden states and the head that reads them."""
 
-    hidden: torch.Tensor
-    """[M, H], floating"""
-    head: LmHead
-    """LM head"""
+    hidden: torch.Tensor  # [M, H], floating
+    head: LmHead  # LM head
 
     def logits(self, rows: slice = slice(None)) -> torch.Tensor:
         """Logits before the temperature: fp32 [m, V], or fp64 with an fp64 head, for some rows."""

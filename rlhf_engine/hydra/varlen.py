@@ -40,10 +40,8 @@ from rlhf_kernels.runtime import registry
 from rlhf_engine.devices import is_gpu
 
 _HALF = (torch.bfloat16, torch.float16)
-_BLOCK = 128
-"""Rows of FlexAttention's blocks; its own default."""
-_FLEX_HEAD = 16
-"""Least head size that FlexAttention compiles for a GPU."""
+_BLOCK = 128  # rows of FlexAttention's blocks; its own default
+_FLEX_HEAD = 16  # least head size that FlexAttention compiles for a GPU
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "ScoreRule"], torch.Tensor]
 """query [T, H, D], key [T, K, D], value [T, K, E], where sequences lie, the layer's scores → [T, H, E]."""
 
@@ -52,12 +50,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Sequences", "Score
 class ScoreRule:
     """Rule by which a layer turns queries and keys into attention scores."""
 
-    scaling: float | None
-    """None: 1 / √D."""
-    window: int | None
-    """Keys that a query sees, itself included; None: all before it."""
-    softcap: float | None
-    """scores ↦ softcap · tanh(scores / softcap); None: as they are."""
+    scaling: float | None  # none: 1 / √D
+    window: int | None  # keys that a query sees, itself included; None: all before it
+    softcap: float | None  # scores ↦ softcap · tanh(scores / softcap); None: as they are
     sinks: torch.Tensor | None
     """[H], a logit of each query head that joins the softmax's denominator and has no value; None: none."""
 
@@ -122,8 +117,7 @@ class Layer:
     windowed: bool
     softcapped: bool
     sinks: bool
-    shared: bool
-    """Whether sequences go on from a prompt that they share."""
+    shared: bool  # whether sequences go on from a prompt that they share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +131,7 @@ class Path:
 
 
 def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared: bool = False) -> Attend | None:
-    """Return the function that serves such a layer; None where SDPA or the op `attention` does.
-
-    Args:
-        query: [1, H, T, D].
-        value: [1, K, T, E].
-        rule: of the layer's scores.
-        shared: whether sequences go on from a prompt that they share.
-    """
+    """The function that serves such a layer, `shared` prompts included; None where SDPA or the op `attention` does."""
     if not _may_serve(query.device.type, query.dtype):
         return None
     layer = Layer(
@@ -161,13 +148,7 @@ def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared:
 
 
 def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `choose` finds who serves layers of sequences that share prompts.
-
-    Args:
-        device_type: type of the device of the tensors.
-        dtype: of queries, keys and values.
-        head_size: least size of a head of a query or of a value.
-    """
+    """Whether `choose` finds who serves layers of such heads, of sequences that share prompts."""
     return _may_serve(device_type, dtype) and head_size >= _FLEX_HEAD
 
 
@@ -364,17 +345,12 @@ def _flex(layer: Layer) -> str | None:
     return None
 
 
-_VARIANTS = 64
-"""Most variants of FlexAttention, and of its masks, that are compiled."""
+_VARIANTS = 64  # most variants of FlexAttention, and of its masks, that are compiled
 
 
 @functools.cache
 def _flex_compiled() -> tuple[Any, Any]:
-    """FlexAttention and the maker of its masks, neither of which runs eagerly: both would make scores of T × T.
-
-    A variant serves all lengths, or nearly all. Layers of other dtypes, heads, softcaps and sinks have others, with and
-    without gradients.
-    """
+    """FlexAttention and the maker of its masks, compiled: run eagerly, both would make scores of T × T."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # torch compiles 8 variants of a function, and the ninth would be an error: none runs eagerly

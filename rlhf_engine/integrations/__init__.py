@@ -11,10 +11,7 @@ import torch
 
 
 class Exchange:
-    """Attributes of another library exchanged for ours, until `undo`. A context manager that takes them back.
-
-    Several exchanges of one attribute may be undone in any order.
-    """
+    """Context manager of attributes of another library exchanged for ours, until `undo`, in any order."""
 
     _in_place: ClassVar[weakref.WeakSet[Exchange]] = weakref.WeakSet()
 
@@ -32,11 +29,7 @@ class Exchange:
         return self in self._in_place
 
     def undo(self) -> None:
-        """Take this exchange back, wherever it stands among others. Does nothing the second time.
-
-        Raises:
-            RuntimeError: something else has changed an attribute since; undo that first.
-        """
+        """Take this exchange back, once; RuntimeError where something else has changed an attribute since."""
         if not self.is_in_place:
             return
         later = {(id(part[0]), part[1], id(part[3])): part for other in self._in_place for part in other._parts}

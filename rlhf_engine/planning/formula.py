@@ -217,10 +217,7 @@ class Formula:
         }
 
     def _packed(self) -> int:
-        """Bytes that a CPU's products keep of frozen weights that are read across, and of a frozen head, last first.
-
-        Those are linears that gradients pass, and every `Conv1D` in exact mode.
-        """
+        """Bytes of copies that a CPU's products keep of weights that gradients pass, or of a frozen head."""
         s = self.setting
         if s.device_type != "cpu":
             return 0

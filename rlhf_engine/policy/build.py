@@ -31,8 +31,7 @@ from rlhf_engine.hydra.sharding import ShardedBase
 
 BEHAVIOUR = "behaviour"
 """Role and slot that draw answers beside the learner: a copy of the actor's slot, which the learner does not touch."""
-PAST = "past"
-"""Role and slot of the policy that drew the answers of a step."""
+PAST = "past"  # role and slot of the policy that drew the answers of a step
 
 
 def slot_config(config: TrainingOptions) -> SlotConfig:
@@ -64,11 +63,7 @@ def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
 
 
 def build_policy_model(config: TrainConfig, base: HydraModel | None = None) -> HydraModel:
-    """Backbones, slots and heads of an RL run; what cannot serve is refused before weights are read, where possible.
-
-    With `reference_adapter` and no `actor_adapter`, the actor starts as a copy of the reference: "adapter off" is then
-    the base model, not the policy that supervised training made. `base` is a model whose frozen backbones are used.
-    """
+    """Models of an RL run; with a reference_adapter alone the actor starts as a copy of the reference."""
     roles = ppo_roles(config)
     if config.is_async:
         roles |= _copies_of_the_actor(roles["actor"])
@@ -90,11 +85,7 @@ def loading_device(config: TrainingOptions) -> torch.device:
 def shard_base(
     model: HydraModel, config: TrainingOptions, world: World
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Share the backbones of a model out among the ranks, onto their devices.
-
-    The result makes the block in which ranks draw and score, each answers of its own: with all of the base on every
-    rank, or, where a server draws, with blocks that are gathered as they run.
-    """
+    """Share a model's backbones out among the ranks; the result makes the block in which each rank draws alone."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     base = ShardedBase(model, group, world.device)
     return_freed_memory()
@@ -127,11 +118,7 @@ def _load(
     quantization = config.quantization
     dtype = DTYPES[config.dtype]
     device = loading_device(config)
-    own: dict[str, Any] = {
-        "slots": slots,
-        "adapter_dtype": DTYPES[adapter_dtype(config.optim)],
-        "seed": config.seed,
-    }
+    own: dict[str, Any] = {"slots": slots, "adapter_dtype": DTYPES[adapter_dtype(config.optim)], "seed": config.seed}
     if base is not None:
         _require_base(config, base, roles, device)
         model = base.beside(roles=roles, **own)
@@ -166,7 +153,7 @@ def _require_base(config: TrainConfig, base: HydraModel, roles: dict[str, RoleSp
         "dtype": (backbone.dtype, DTYPES[config.dtype]),
         "device": (base.device, device),
         "quantization": (backbone.quantized, config.quantization != "none"),
-        "reward_model_path": (None, config.reward_model_path),
+        "reward_model_path": (None, config.whole_reward_model),
         "shard_base": (False, config.shard_base),
     }
     for option, (theirs, ours) in expected.items():
@@ -191,7 +178,7 @@ def _sources(
     quantization: Quantization,
 ) -> _Sources:
     base = config.model_name_or_path
-    reward = config.reward_model_path
+    reward = config.whole_reward_model
     # in the roles' order: slots are initialised backbone by backbone, from one stream of random numbers
     names = [name for name in dict.fromkeys(role.backbone for role in roles.values()) if name != "base"]
     # a backbone without a folder of its own starts as another copy of the base
@@ -256,7 +243,7 @@ def _reward_head(config: TrainConfig, roles: dict[str, RoleSpec]) -> dict[str, t
     """The trained reward head that the learned reward needs; None if the learned reward is not asked for."""
     if "reward" not in roles:
         return None
-    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    source = config.reward_model_path or config.model_name_or_path
     return reward_model.require_reward_head(source, "reward_funcs: 'reward_model'")
 
 
@@ -293,7 +280,8 @@ def check_sources(config: TrainConfig) -> None:
 
 def _check_adapters(config: TrainConfig) -> None:
     """Adapters must all be of one base: by its hash where they have recorded one, else by the last part of its name."""
-    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter", "reward_adapter")}
+    given = {option: getattr(config, option) for option in ("actor_adapter", "reference_adapter")}
+    given["reward_model_path"] = config.reward_adapter
     recorded = {option: peft_io.recorded_base(folder) for option, folder in given.items() if folder is not None}
     hashes = {option: digest for option, (_, digest) in recorded.items() if digest}
     if len(set(hashes.values())) > 1:

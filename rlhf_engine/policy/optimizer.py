@@ -22,10 +22,8 @@ from rlhf_engine.hydra.loading import require_bitsandbytes
 from rlhf_engine.hydra.shares import cut, join, own_share
 
 HALF = (torch.bfloat16, torch.float16)
-BLOCK = 256
-"""Numbers that share a scale in 8-bit moments."""
-MIN_8BIT_SIZE = 4096
-"""Parameters with fewer elements keep float32 moments."""
+BLOCK = 256  # numbers that share a scale in 8-bit moments
+MIN_8BIT_SIZE = 4096  # parameters with fewer elements keep float32 moments
 
 
 def has_8bit_moments(optim: Optim) -> bool:
@@ -105,10 +103,7 @@ class AdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Make the optimizer.
-
-        Raises ConfigError for stochastic rounding of anything else than bfloat16, and where a library is missing.
-        """
+        """Make the optimizer; ConfigError for stochastic rounding of anything but bfloat16, or a missing library."""
         require_optim(optim)
         self.optim, self.seed = optim, seed
         self.parameters = {name: p for group in groups for name, p in group.items()}
@@ -209,11 +204,7 @@ class AdamW:
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors`, for parameters that already have their values.
-
-        Raises ValueError, before anything changes, for tensors of parameters that are not trained here, for the state
-        of another `optim`, and for masters that do not round to the parameters.
-        """
+        """Inverse of `state_tensors`; ValueError, before anything changes, for other parameters or another `optim`."""
         by_name: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, field = key.rpartition("|")
@@ -260,8 +251,7 @@ class AdamW:
             stepped.data = fields["master"].to(p.device, copy=True)
 
 
-_TABLES = ("qmap1", "qmap2")
-"""Tables of bitsandbytes beside a parameter's state: the same constants for all parameters."""
+_TABLES = ("qmap1", "qmap2")  # tables of bitsandbytes beside a parameter's state: the same constants for all parameters
 
 
 def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -279,10 +269,7 @@ def require_warm_up(warmup_steps: int, total_steps: int) -> None:
 
 
 def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:
-    """Multiple of the learning rate at `step` (from 0): linear warm-up, then constant, or to 0 by a line or a cosine.
-
-    A function of the step alone: there is no schedule state to save or to lose.
-    """
+    """Multiple of the learning rate at `step` (from 0), a function of it alone: warm-up, then the schedule."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -296,10 +283,7 @@ def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> f
 
 
 class RoleOptimizer:
-    """One AdamW with a parameter group per role. A parameter that two roles share belongs to the first.
-
-    Of a base in shares, each rank steps its own. They stand in the groups, and get the gradients that FSDP has summed.
-    """
+    """One AdamW with a parameter group per role, the first of those that share one; ranks step their shares."""
 
     def __init__(
         self,
@@ -323,8 +307,7 @@ class RoleOptimizer:
         self.groups: dict[str, dict[str, nn.Parameter]] = {}
         self._shared: dict[str, tuple[nn.Parameter, DTensor]] = {}
         """Shares that this rank steps, and the parameters of which they are."""
-        self._gathered: dict[str, torch.Tensor] | None = None
-        """Tensors that `state_tensors` returns within `whole`."""
+        self._gathered: dict[str, torch.Tensor] | None = None  # tensors that `state_tensors` returns within `whole`
         taken: set[int] = set()
         for role in learning_rates:
             own = {n: p for n, p in model.trainable_parameters(role).items() if id(p) not in taken}
@@ -348,7 +331,7 @@ class RoleOptimizer:
         return cls(
             model,
             learning_rates,
-            betas=(0.9, config.adam_beta2),
+            betas=(0.9, 0.999),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.largest_grad_norm,
@@ -371,10 +354,7 @@ class RoleOptimizer:
         self.adamw.set_lr([self.learning_rates[role] * factor for role in self.groups])
 
     def step(self) -> dict[str, float]:
-        """Clip each role's gradient, apply, clear; by role the norm before clipping, and 1 or 0: was it clipped?
-
-        Raises NonFiniteError, before anything is applied, naming the role whose gradient is not finite.
-        """
+        """Clip each role's gradient, apply, clear; norms, and 1 where clipped. NonFiniteError applies nothing."""
         for share, p in self._shared.values():
             assert p.grad is None or isinstance(p.grad, DTensor)
             share.grad, p.grad = None if p.grad is None else p.grad.to_local(), None
@@ -442,10 +422,7 @@ class RoleOptimizer:
         return self.adamw.state_tensors() if self._gathered is None else self._gathered
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors` of all ranks.
-
-        Raises ValueError for the state of other parameters or of another `optim`.
-        """
+        """Inverse of `state_tensors` of all ranks; ValueError for the state of other parameters or another `optim`."""
         self.adamw.load_state_tensors({key: self._own(key, tensor) for key, tensor in tensors.items()})
 
     def _own(self, key: str, tensor: torch.Tensor) -> torch.Tensor:

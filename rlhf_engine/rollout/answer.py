@@ -30,19 +30,7 @@ from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_t
 def build_answer_model(
     config: GenerateConfig | EvaluateConfig, adapters: Mapping[str, str | None], *, reward_for: str | None = None
 ) -> HydraModel:
-    """Build the policies of a command, each a slot of the base.
-
-    Args:
-        config: options that name the base, the reward model, dtype and device.
-        adapters: role → PEFT folder of its adapter, or None for the base alone.
-        reward_for: option that wants a role `reward`, for messages; None: there is no such role.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: folders that cannot serve.
-    """
+    """Build the policies of a command, each a slot of the base, and a role `reward` for the option that wants one."""
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)
     roles = {role: RoleSpec(slot=role if folder else OFF) for role, folder in adapters.items()}
     slots = {role: peft_io.read_slot_config(folder) for role, folder in adapters.items() if folder}
@@ -50,18 +38,19 @@ def build_answer_model(
     others: dict[str, str | PreTrainedModel] = {}
     if reward_for is None:
         return HydraModel.from_pretrained(base, roles=roles, slots=slots, dtype=dtype, device=device)
-    source = config.reward_adapter or config.reward_model_path or config.model_name_or_path
+    source = config.reward_model_path or config.model_name_or_path
     head = reward_model.require_reward_head(source, reward_for)
+    slot = OFF
     if config.reward_adapter is not None:
-        slots["reward"] = peft_io.read_slot_config(config.reward_adapter)
+        slot, slots["reward"] = "reward", peft_io.read_slot_config(config.reward_adapter)
     place = "base"
-    if config.reward_model_path is not None:
+    if config.whole_reward_model is not None:
         base, other = reward_model.load_beside(
-            config.model_name_or_path, config.reward_model_path, dtype=dtype, device=device
+            config.model_name_or_path, config.whole_reward_model, dtype=dtype, device=device
         )
         if other is not None:
             others, place = {"reward": other}, "reward"
-    roles["reward"] = RoleSpec(backbone=place, slot="reward" if config.reward_adapter else OFF, head="reward")
+    roles["reward"] = RoleSpec(backbone=place, slot=slot, head="reward")
     model = HydraModel.from_pretrained(base, roles=roles, slots=slots, backbones=others, dtype=dtype, device=device)
     scalar_head = model.heads["reward"]
     assert isinstance(scalar_head, ScalarHead)
@@ -70,14 +59,7 @@ def build_answer_model(
 
 
 class AnswerSession:
-    """The answers that a `GenerateConfig` asks for, as they are written.
-
-    Construction finds everything that can be wrong with the request. Each answer is a row: index, prompt, completion,
-    completion_ids, tokens, finish_reason, mean_logprob. It is added to `out` before it is handed on, so that a session
-    stopped at any point keeps what was finished; what an answer becomes does not depend on the others, so one that goes
-    on writes what was missing. With `best_of`, several answers are drawn for a row, which holds the one with the
-    highest reward, its `score`, and the mean of all, `mean_score`.
-    """
+    """The answers that a `GenerateConfig` asks for, each a row that is added to `out` as it is finished."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self.config = config
@@ -85,20 +67,19 @@ class AnswerSession:
         tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
         rows = read_prompts(config, tally)
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.reward_model_path is not None:
-            require_same_tokens(self.tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
+        if config.whole_reward_model is not None:
+            require_same_tokens(self.tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
         prompts = tokenize_prompts(
             rows,
             self.tokenizer,
             tally,
-            context_length=read_context_length(config.model_name_or_path, config.reward_model_path),
+            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
             max_completion_length=config.max_completion_length,
             max_prompt_length=config.max_prompt_length,
             truncation=config.truncation,
             vocabulary=read_vocabulary(config.model_name_or_path),
         )
-        self.report = tally
-        """Report on the rows of prompts."""
+        self.report = tally  # report on the rows of prompts
         shown = [
             row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them
             for row, text in zip(prompts.rows, prompts.prompts, strict=True)
@@ -107,8 +88,7 @@ class AnswerSession:
         self._out = None
         if config.out is not None:
             self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
-        self.done = set() if self._out is None else self._out.done
-        """Places of answers that `out` held already."""
+        self.done = set() if self._out is None else self._out.done  # places of answers that `out` held already
         adapters = {"actor": config.adapter}
         self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))
@@ -133,7 +113,11 @@ class AnswerSession:
             for prompt in [tuple(prompts.ids[i // config.num_generations])]
             for j in range(self._each)
         ]
-        self._engine = self._make_engine() if self._requests else None
+        self._engine = None
+        if self._requests:
+            self._engine = RolloutEngine(
+                self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text
+            )
         self._answers: list[Answer] = []
         self._groups: dict[int, list[Answer]] = {}
         self._rows_left = len(self._places)
@@ -188,9 +172,6 @@ class AnswerSession:
         answers = [replace(answer, index=i) for i, answer in enumerate(self._answers)]
         rollout = collect(requests, answers, self.model.device, stats=self.stats)
         return check_rollout(self.model, rollout, requests, self._sampling, options=self._options)
-
-    def _make_engine(self) -> RolloutEngine:
-        return RolloutEngine(self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text)
 
     def _best_rows(self, groups: list[list[Answer]]) -> list[dict[str, Any]]:
         """The answer of each group that the reward likes best, the first drawn among equals."""

@@ -21,11 +21,7 @@ class Rollouts(Protocol):
     """Draws answers of the policy as it was at the last `sync`."""
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Draw from the model's present weights from now on, which are this version; metrics of having got there.
-
-        Without effect where the version is drawn from already.
-        """
-        ...
+        """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
 
     def generate(
         self,
@@ -37,11 +33,9 @@ class Rollouts(Protocol):
         greedy: Sequence[bool] | None = None,
     ) -> Rollout:
         """One answer per prompt, as `rollout.generate` draws them."""
-        ...
 
     def close(self) -> None:
         """Give back what the run has put elsewhere; a later `sync` puts it there again."""
-        ...
 
 
 class LocalRollouts:
@@ -81,15 +75,10 @@ class LocalRollouts:
         """Nothing has gone elsewhere."""
 
 
-# ---- build -----------------------------------------------------------------------------------------------------------
-
-
-ADAPTER_FOLDER = "vllm"
-"""Sub-folder of output_dir that adapters are written to unless another folder is asked for."""
+ADAPTER_FOLDER = "vllm"  # sub-folder of output_dir that adapters are written to unless another folder is asked for
 SERVER_SECONDS, SLOWEST = 240.0, 10.0
 """Seconds within which the whole of an answer has to have come, and tokens for each of which there is one more."""
-_CANARIES = 4
-"""Prompts that are scored on both sides after every sync."""
+_CANARIES = 4  # prompts that are scored on both sides after every sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +90,7 @@ class RolloutServer:
 
 
 def find_server(config: TrainConfig, prompts: Sequence[Sequence[int]], *, rank: int = 0) -> RolloutServer | None:
-    """The configured server of a rank, before any weights are read; None for local rollouts.
-
-    prompts: all that answers will be drawn to. Raises RolloutServerError where no server answers, ConfigError where it
-    serves something else.
-    """
+    """The configured server of a rank, before any weights are read; None for local rollouts."""
     if not (urls := config.vllm_servers):
         return None
     client = VllmClient(urls[rank % len(urls)], timeout=SERVER_SECONDS + config.max_completion_length / SLOWEST)
@@ -141,11 +126,7 @@ def serve(
     rank: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> VllmRollouts:
-    """Backend by which a server draws the answers of one role. Roles have adapters of their own there.
-
-    role: `actor`, or `behaviour` of a run whose answers past policies draw. compared: the role whose log-probs the
-    server's have to be; None: the same. stopped: see `VllmRollouts`.
-    """
+    """Backend by which a server draws the answers of a role, compared with another; `stopped` as of VllmRollouts."""
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,

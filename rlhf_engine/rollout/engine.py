@@ -55,10 +55,8 @@ class _Prefix:
     """A prompt that several requests share, for as long as some of them wait."""
 
     blocks: list[int]
-    waiting: int
-    """Requests that have not been admitted yet."""
-    hidden: torch.Tensor | None = None
-    """[H], of the last token, once the prompt is in the cache."""
+    waiting: int  # requests that have not been admitted yet
+    hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
 
 
 class _New(NamedTuple):
@@ -70,10 +68,8 @@ class Admitted(NamedTuple):
     """Rows that start together."""
 
     rows: list[AnswerRow]
-    new: list[_New]
-    """Prompts among theirs that are not in the cache yet."""
-    copies: list[tuple[int, int]]
-    """Blocks to copy once the prompts are in the cache: (from, to)."""
+    new: list[_New]  # prompts among theirs that are not in the cache yet
+    copies: list[tuple[int, int]]  # blocks to copy once the prompts are in the cache: (from, to)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -85,10 +81,7 @@ class Admission:
     """The requests that wait, and the blocks of the cache."""
 
     def __init__(self, rows: Sequence[AnswerRow], *, most_rows: int, most_blocks: int | None, most_tokens: int) -> None:
-        """most_rows: alive at once. most_blocks: None for as many as those may need. most_tokens: prompts of one call.
-
-        Raises ValueError if one row alone may need more than `most_blocks`.
-        """
+        """Take bounds of rows alive at once, of blocks and of prompt tokens; ValueError if a row alone needs more."""
         groups: dict[_PrefixKey, list[AnswerRow]] = {}
         for row in rows:
             groups.setdefault(row.prefix, []).append(row)
@@ -191,17 +184,12 @@ def _blocks_of_each(rows: Sequence[AnswerRow]) -> list[int]:
     return [row.blocks_needed + int(counts[row.prefix] > 1 and len(row.prompt) % BLOCK > 0) for row in rows]
 
 
-_BURST = 8
-"""Tokens between two looks at what a device has drawn."""
+_BURST = 8  # tokens between two looks at what a device has drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options by which rows are run. They change answers by rounding at most.
-
-    In exact mode (`rlhf_kernels.runtime.registry.is_exact`) tokens and log-probs have the same bits whatever an answer
-    is batched with. Where exact mode does not serve (`exactness`), one row runs at a time then.
-    """
+    """Options by which rows are run, which change answers by rounding at most, and in exact mode not at all."""
 
     max_rows: int | None = None
     """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
@@ -361,8 +349,11 @@ class RolloutEngine:
     def _admit(self) -> list[Answer]:
         """Prompts of waiting requests into the cache and their first tokens drawn; answers that are done with that."""
         answers: list[Answer] = []
-        while len(self._admission) and self._may_interrupt():
-            admitted = self._admission.next_rows(self._max_rows - len(self._live))
+        while len(self._admission):
+            free = self._max_rows - len(self._live)
+            if len(self._live) and free < self._places_to_wait_for:
+                break
+            admitted = self._admission.next_rows(free)
             if not admitted.rows:
                 break
             hidden = self._admission.last_states(admitted, self._prefill(admitted.prompts))
@@ -371,9 +362,6 @@ class RolloutEngine:
             answers += self._start(admitted.rows, hidden)
         self._live.sort_by_slot()
         return answers
-
-    def _may_interrupt(self) -> bool:
-        return len(self._live) == 0 or self._max_rows - len(self._live) >= self._places_to_wait_for
 
     def _prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
         """Hidden states of the prompts' last tokens; None without prompts."""

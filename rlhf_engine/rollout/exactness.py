@@ -44,38 +44,19 @@ _TRIAL_LENGTHS, _TRIAL_STEPS = (5, 1, 18), 3
 
 
 def by_default(device_type: str) -> bool:
-    """Whether a run that does not say begins in exact mode: on a CPU with kernels that it was timed on.
-
-    Args:
-        device_type: type of the run's device, such as "cpu".
-
-    Returns:
-        Whether it does; `settle` leaves exact mode where it does not serve the model.
-    """
+    """Whether a run that does not say begins in exact mode: on a CPU with kernels that it was timed on."""
     serves = not is_gpu(device_type) and registry.default_backend() in ("auto", "cpu") and native.missing() is None
     return serves and native.isa() in MEASURED
 
 
 def settle(wanted: bool | None, backbone: Backbone) -> None:
-    """Leave exact mode where a new run that did not ask for it has a backbone that is not served.
-
-    Args:
-        wanted: whether the run asked for exact mode; None: it did not say.
-        backbone: backbone that answers are drawn from.
-    """
+    """Leave exact mode where a new run that did not ask for it has a backbone that is not served."""
     if wanted is None and registry.is_exact() and unsupported(backbone) is not None:
         registry.begin_run()
 
 
 def unsupported(backbone: Backbone) -> str | None:
-    """Reason why exact mode cannot serve a backbone here and now. Tries a backbone once, in exact mode.
-
-    Args:
-        backbone: the backbone, with or without slots.
-
-    Returns:
-        The reason, which names the module; None if it can serve.
-    """
+    """Reason why exact mode cannot serve a backbone here and now, tried once; None if it can."""
     in_triton = is_gpu(backbone.device) or registry.default_backend() == "triton"
     reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
@@ -100,9 +81,6 @@ class _Found:
 
 
 _found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
-
-
-# ---- what a backbone is made of --------------------------------------------------------------------------------------
 
 
 def _differs(backbone: Backbone) -> str | None:
@@ -173,9 +151,6 @@ def _names(module: nn.Module) -> Iterator[str]:
             yield name
             if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
                 waiting.append(called)
-
-
-# ---- the trial -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

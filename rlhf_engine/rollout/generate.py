@@ -97,11 +97,7 @@ def generate_requests(
 
 
 def collect(
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    device: torch.device,
-    *,
-    stats: RolloutStats,
+    requests: Sequence[Request], answers: Sequence[Answer], device: torch.device, *, stats: RolloutStats
 ) -> Rollout:
     """The rollout of requests whose answers, one each, have finished in any order."""
     ordered = sorted(answers, key=lambda answer: answer.index)
@@ -123,11 +119,7 @@ def collect(
     )
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-_DRAWN_AGAIN = 16
-"""Answers that are drawn once more, each alone."""
+_DRAWN_AGAIN = 16  # answers that are drawn once more, each alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +127,11 @@ class RolloutCheck:
     """A rollout beside the training forward at the same weights."""
 
     tokens: int
-    mean: float
-    """Mean |log-prob of the rollout − log-prob of the training forward| per token."""
+    mean: float  # mean |log-prob of the rollout − log-prob of the training forward| per token
     largest: float
-    beyond_one_percent: float
-    """Share of tokens whose probability ratio is more than 1 % from 1."""
-    drawn_again: int
-    """Answers drawn once more, each alone."""
-    diverged: int
-    """Answers of these that got another token somewhere: rounding depends on what rows are batched with."""
+    beyond_one_percent: float  # share of tokens whose probability ratio is more than 1 % from 1
+    drawn_again: int  # answers drawn once more, each alone
+    diverged: int  # answers of these that got another token somewhere: rounding depends on what rows are batched with
 
 
 def check_rollout(
@@ -154,10 +142,7 @@ def check_rollout(
     *,
     options: EngineOptions | None = None,
 ) -> RolloutCheck:
-    """Compare a rollout of the actor's role with the training forward, and some of its answers with themselves alone.
-
-    Raises ValueError for a filtered rollout, of which nobody has said what words its tokens were drawn among.
-    """
+    """Compare a rollout of the actor's role with the training forward, and some answers with themselves alone."""
     if rollout.filtered:
         raise ValueError(
             "rollout: expected one with the words that its tokens were drawn among, got log-probs of some words "

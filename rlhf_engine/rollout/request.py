@@ -294,15 +294,13 @@ def row_seed(seed: int, sample_id: int) -> int:
 # ---- stopping --------------------------------------------------------------------------------------------------------
 
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+Decode = Callable[[Sequence[int]], str]  # token ids to text
 
 _CONTEXT = 4
 """Tokens before those that may hold a stop text: what a tokenizer does at the beginning of a text stays out of it."""
 
 
-_BROKEN = "\ufffd"
-"""Character that decoders put in place of bytes that are no character."""
+_BROKEN = "\ufffd"  # character that decoders put in place of bytes that are no character
 
 
 class StopTexts:

@@ -58,20 +58,13 @@ class AnswerRow:
 class RowState:
     """State of N rows that a step reads, on the device."""
 
-    tokens_N: torch.Tensor
-    """int64, last token of each row, not in the cache yet."""
-    lengths_N: torch.Tensor
-    """int64, tokens of each row that are in the cache: the position of the next."""
-    seeds_N: torch.Tensor
-    """int64, key of each row's random numbers."""
-    slots_N: torch.Tensor
-    """int64, number of each row's slot; −1: none."""
-    greedy_N: torch.Tensor
-    """bool"""
-    temperatures_N: torch.Tensor
-    """fp32"""
-    table_NB: torch.Tensor
-    """int64, the blocks of each row."""
+    tokens_N: torch.Tensor  # int64, last token of each row, not in the cache yet
+    lengths_N: torch.Tensor  # int64, tokens of each row that are in the cache: the position of the next
+    seeds_N: torch.Tensor  # int64, key of each row's random numbers
+    slots_N: torch.Tensor  # int64, number of each row's slot; −1: none
+    greedy_N: torch.Tensor  # bool
+    temperatures_N: torch.Tensor  # fp32
+    table_NB: torch.Tensor  # int64, the blocks of each row
 
     @classmethod
     def idle(cls, n: int, columns: int, device: torch.device, *, block: int = 0) -> RowState:
@@ -113,17 +106,13 @@ class SampleGroup:
     """Rows whose tokens one call draws."""
 
     places: tuple[int, ...]
-    rows_N: torch.Tensor | None = field(compare=False)
-    """int64, the places; None: all."""
-    slot: str | None
-    """Slot with LoRA on the LM head, or None."""
+    rows_N: torch.Tensor | None = field(compare=False)  # int64, the places; None: all
+    slot: str | None  # slot with LoRA on the LM head, or None
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    is_short: bool
-    """Whether they may not end yet."""
-    temperature: float | None
-    """None: not the same for all of them."""
+    is_short: bool  # whether they may not end yet
+    temperature: float | None  # none: not the same for all of them
 
     @property
     def truncates(self) -> bool:

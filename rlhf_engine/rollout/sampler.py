@@ -24,10 +24,8 @@ from rlhf_engine.rollout.rows import RowState, SampleGroup
 class NextTokens(NamedTuple):
     """Tokens that one step drew for N rows."""
 
-    tokens: torch.Tensor
-    """int64 [N]"""
-    logprobs: torch.Tensor
-    """fp32 [N], log-probs under the distribution that a token was drawn from"""
+    tokens: torch.Tensor  # int64 [N]
+    logprobs: torch.Tensor  # fp32 [N], log-probs under the distribution that a token was drawn from
     bits: torch.Tensor | None = None
     """int32 [N, W], words that it was drawn among, as `pack_bits` packs them; no bit, or None: all words"""
 

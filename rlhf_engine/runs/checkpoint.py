@@ -39,20 +39,15 @@ _KERNELS_FILE = "kernels.json"
 
 
 class Counters(Protocol):
-    """Counters that a run has to keep: a dataclass of plain values, of which every trainer has its own.
-
-    One with a field `best_step` refers to the checkpoint of that step, which is kept as long as the one that refers.
-    """
+    """Counters that a run keeps, a dataclass of plain values; the checkpoint of a field `best_step` is kept, too."""
 
     @property
     def step(self) -> int:
         """Steps done."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed that every random number of the run is a function of."""
-        ...
 
 
 C = TypeVar("C", bound=Counters)
@@ -94,11 +89,7 @@ def save_checkpoint(
     keep: int | None,
     policies: Mapping[int, Snapshot] | None = None,
 ) -> Path:
-    """Write checkpoint-<step> atomically, and drop all but the newest `keep` and the ones that they refer to.
-
-    `policies` are past ones by version that the run needs to go on; `keep` None: all. A disk that is full or fails
-    raises CheckpointWriteError: earlier checkpoints are whole, and nothing of the new one is left.
-    """
+    """Write checkpoint-<step> whole or not at all; of earlier ones the newest `keep` and what they refer to stay."""
     root = Path(output_dir)
     final = root / f"checkpoint-{state.step}"
     with replacing(final) as temporary:
@@ -112,12 +103,7 @@ def save_checkpoint(
 def saved_on_error(
     output: Path, optimizer: RoleOptimizer, step: Callable[[], int], save: Callable[[], object]
 ) -> Iterator[None]:
-    """Save a checkpoint of the last whole step where the block fails without having changed a weight since.
-
-    An error thus costs no step that was done. Weights that are not finite are never written: checkpoints from before
-    they went bad stay the newest. The error is raised again, with a note. The optimizer's `is_whole` says whether
-    weights have changed since.
-    """
+    """Save a checkpoint of the last whole step where the block fails before any weight has changed (`is_whole`)."""
     try:
         yield
     except BaseException as error:
@@ -168,11 +154,7 @@ def load_checkpoint(
     optimizer: RoleOptimizer,
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
-    """Load a checkpoint into a model and an optimizer that were built from the same configuration; its counters.
-
-    Model and optimizer stay as they were if the folder is refused (ConfigError, of which CorruptCheckpointError is
-    one). If they do not fit the checkpoint, parts of it may have been loaded.
-    """
+    """Load a checkpoint into a model and an optimizer; its counters. A folder that is refused changes nothing."""
     folder = Path(folder)
     state = read_counters(folder, kind)
     check(folder)
@@ -185,13 +167,7 @@ def load_checkpoint(
 
 
 def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
-    """Let `auto` choose kernels afresh for a run, or as its checkpoint says where it says something.
-
-    The choice stays what it was, whatever the package's table says by now and whatever this machine would choose. It is
-    process-wide: the run that began last has it. So is the number of threads, which is lowered to what a CPU quota
-    allows (`rlhf_kernels.runtime.cores`). `exact` is `rlhf_kernels.runtime.registry.is_exact`; None: as the checkpoint
-    says. A kernel of the run that cannot serve here, or a checkpoint that was tuned by a table, raises ConfigError.
-    """
+    """Let `auto` choose kernels for a run, or as its checkpoint says; like threads for the whole process."""
     lowered = cores.limit_threads()
     if lowered is not None:
         warnings.warn(lowered, stacklevel=3)
@@ -247,11 +223,7 @@ def read_counters(
 
 
 def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
-    """Check that a checkpoint's counters record the values of the run; ConfigError names the option.
-
-    Each of `now` is named like the option it comes from. None is of a checkpoint written before the value was recorded,
-    which is taken to be the same.
-    """
+    """Check that a checkpoint's counters record the values of the run, if any; ConfigError names the option."""
     for name, value in now.items():
         before = getattr(recorded, name)
         if before is not None and before != value:
@@ -259,10 +231,7 @@ def require_same(checkpoint: Path, recorded: Counters, **now: Any) -> None:
 
 
 def require_same_rows_per_step(checkpoint: Path, recorded: int | None, now: int) -> None:
-    """Check that a step takes as many rows as before: with others, the place in the data would be another.
-
-    `recorded` is None where the checkpoint was written before they were recorded.
-    """
+    """Check that a step takes as many rows as `recorded`: otherwise the place in the data would be another."""
     if recorded is not None and recorded != now:
         raise ConfigError(
             f"per_device_train_batch_size: expected {recorded} rows per step with gradient_accumulation_steps, as in "
@@ -276,10 +245,7 @@ def digest(value: Any) -> str:
 
 
 def check(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Check that a checkpoint is as it was written, else raise CorruptCheckpointError.
-
-    `names` are the files whose content is compared, as paths within it; None: all.
-    """
+    """Raise CorruptCheckpointError unless a checkpoint is as it was written, of `names` alone where given."""
     try:
         check_manifest(folder, names)
     except CorruptCheckpointError as error:
@@ -302,10 +268,7 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def resolve_resume(resume: str | None, output_dir: str | os.PathLike[str]) -> Path | None:
-    """Find the checkpoint that `resume_from_checkpoint` names, `auto` for the newest; None to begin, or to restart.
-
-    A replacement that was stopped half-way is finished before.
-    """
+    """Find the checkpoint that `resume_from_checkpoint` names, `auto` for the newest; None to begin, or restart."""
     if resume in (None, "restart"):
         return None
     if resume == "auto":

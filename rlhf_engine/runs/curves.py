@@ -54,11 +54,7 @@ PANELS = (
     Panel("KL of the update", "approximate, nats per token", (("approx_kl", "policy"),)),
     Panel("Value loss", "squared error", (("value/loss", "value"),)),
     Panel("Explained variance", "1 is perfect", (("value/explained_variance", "value"),)),
-    Panel(
-        "Answer length",
-        "tokens",
-        (("completions/mean_length", "mean"), ("completions/max_length", "longest")),
-    ),
+    Panel("Answer length", "tokens", (("completions/mean_length", "mean"), ("completions/max_length", "longest"))),
     Panel(
         "Rollout against training",
         "largest difference of a log-prob",
@@ -95,11 +91,7 @@ def smooth(values: Sequence[float], decay: float = SMOOTHING) -> list[float]:
 
 
 def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
-    """Draw every panel of `PANELS` that has a signal in the metrics file; returns their titles.
-
-    A line of fewer than 20 points (evaluations, short runs) is drawn as it is: smoothed, it would only lag. Where the
-    disk is full or fails there is no picture, and a warning: it can be drawn again from the metrics.
-    """
+    """Draw every panel of `PANELS` that has a signal; their titles. On a full disk there is only a warning."""
     # inside: matplotlib takes half a second to import, which commands without a plot need not wait for
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

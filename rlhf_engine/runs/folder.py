@@ -28,10 +28,7 @@ MODEL_CONFIG = "config.json"
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Make the output folder, and keep other processes from running in it. However the process ends, the lock does.
-
-    Raises ConfigError where another process runs there, and for a folder that cannot be made or written.
-    """
+    """Make the output folder and keep other processes from running in it; ConfigError where one does."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         if (output / LOCK_FILE).is_symlink():
@@ -75,10 +72,7 @@ def _lock(descriptor: int, kind: int, output: Path) -> None:
 
 
 def check_output(output: Path, *, resume: str | None, checkpoint: Path | None) -> None:
-    """Raise ConfigError for an output folder with a run that is neither gone on with nor to be overwritten.
-
-    resume: what `resume_from_checkpoint` says; checkpoint: the folder that it means, if any.
-    """
+    """Raise ConfigError for an output folder with a run that is neither gone on with nor to be overwritten."""
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output_dir: expected a folder, got the file {str(output)!r}")
     if resume == "auto" and checkpoint is None and (output / FINAL_FOLDER).is_dir():
@@ -116,10 +110,7 @@ def drop_later_checkpoints(output: Path, step: int) -> None:
 
 
 def find_model(folder: Path, argument: str) -> Path:
-    """Folder of a run's final model or newest checkpoint, or the folder itself where it is of a model.
-
-    Raises ConfigError, naming the argument, for a folder that has none of them.
-    """
+    """Folder of a run's final model, else its newest checkpoint, or of a model; ConfigError without one."""
     if not folder.is_dir():
         raise ConfigError(
             f"{argument}: expected the folder of a run, a checkpoint or a model, got {str(folder)!r}, not a folder"
@@ -139,10 +130,7 @@ def find_model(folder: Path, argument: str) -> Path:
 
 
 def write_final(output: Path, write: Callable[[Path], object]) -> None:
-    """Write the result of a run into final/, which appears whole or not at all, as checkpoints do.
-
-    `write` gets the folder to write into.
-    """
+    """Write the result of a run into final/ by `write`, which gets the folder; it appears whole or not at all."""
     with replacing(output / FINAL_FOLDER) as temporary:
         write(temporary)
         write_manifest(temporary)

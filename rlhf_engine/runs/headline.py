@@ -67,11 +67,7 @@ def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
-    """Headline numbers of a run: what it is for, then its steps, time, speed and memory, as far as it has metrics.
-
-    `rows` are the lines of its metrics, at least one; `record` is its run.json; `state` is `running`, `done`, `stopped`
-    or None.
-    """
+    """Headline numbers of a run from its metrics and run.json; `state` is running, done, stopped or None."""
     kind = kind_of_run(rows)
     shown = []
     for outcome in _OUTCOMES.get(kind or "", ()):

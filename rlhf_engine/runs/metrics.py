@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 from rlhf_kernels.runtime import cores, native
+from rlhf_kernels.runtime.registry import is_gpu
 
 import rlhf_engine
-from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
 
@@ -108,16 +108,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def run_record(
-    *,
-    config: Any,
-    command: Sequence[str],
-    backends: Mapping[str, Any],
-    device: torch.device | str = "cpu",
+    *, config: Any, command: Sequence[str], backends: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Record of what ran: versions, commit, machine, options, kernel backends, start time; for `write_json_atomic`.
-
-    config: a dataclass or a mapping; command: its tokens; backends: `rlhf_kernels.runtime.registry.report(...)`.
-    """
+    """Record of what ran: versions, commit, machine, options, kernel backends, start time."""
     from rlhf_engine.hydra import varlen  # takes transformers, which readers of metrics do not need
 
     device, cpu = torch.device(device), cores.find()
@@ -150,11 +143,7 @@ def run_record(
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:
-    """`{"commit": …, "dirty": …}` of the checkout that tracks `file`; None without git or outside a checkout.
-
-    An installed copy that merely lies below some other repository is not tracked by it, and so gives None. A rehearsal
-    adds `"rehearsed": True`, so that its figures are never taken for measurements.
-    """
+    """Commit of the checkout that tracks `file`, and whether it is dirty or a rehearsal; None outside of one."""
     commit = _git_commit(file)
     return {**(commit or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else commit
 
@@ -181,10 +170,7 @@ def _git_commit(file: Path) -> dict[str, Any] | None:
 
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
-    """Write `obj` as indented JSON; the file is either the old one or the whole new one.
-
-    NaN and infinity raise ValueError: a record has none, and JSON could not hold them.
-    """
+    """Write `obj` as indented JSON, the old file or the whole new one; ValueError for NaN and infinity."""
     write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
@@ -220,11 +206,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
-    """Lines of a JSONL file up to the last whole one, each with its object, None where the line is damaged.
-
-    Behind them is what a crash has left: a line cut short, or after a power cut blocks of zeros. A whole line is a JSON
-    object with a step. Others that come before one are damaged, and a warning names them.
-    """
+    """Lines of a JSONL file up to the last whole one, with their objects; None, and a warning, for damaged ones."""
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
     records = [(_object(line), line) for line in lines]
     while records and records[-1][0] is None:
@@ -387,10 +369,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """The open trackers of a run; none where none are asked for."""
 
     def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
-        """output: of the run, whose name the trackers get; TensorBoard's files go into it. step: from which it goes on.
-
-        Raises ConfigError for one that is not installed.
-        """
+        """Open the trackers of an output folder, which go on from `step`; ConfigError for one not installed."""
         self._open: list[Any] = []
         if not names:
             return

@@ -63,12 +63,7 @@ def write_page(
     state: str | None = None,
     refresh: float | None = None,
 ) -> Path:
-    """Write the page of some runs' output folders, or of demos', at once and whole; its path.
-
-    title: its heading; None: the run's name, or how many there are. state: `running`, `done` or `stopped`, for all
-    runs; None: what each folder says. refresh: seconds after which the page reads itself again; None: never. Raises
-    ConfigError for a folder without a run, a damaged one or one named twice, and where `out` cannot be written.
-    """
+    """Write the page of runs' output folders, whole; its path. refresh: seconds after which it is read again."""
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
     whole = [_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
@@ -224,11 +219,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
-    """Steps per point, and metric → [steps, values] of all that are numbers; the same steps are a point in all.
-
-    Values are rounded to six digits. Where a point is the mean of several steps, metrics of panels have their least and
-    their most as well: [steps, values, least, most].
-    """
+    """Steps per point, and metric → [steps, values], with least and most where a point is a mean of several."""
     every = -(-len(rows) // MOST_POINTS)
     names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value) and name != "step")
     groups = [rows[i : i + every] for i in range(0, len(rows), every)]
@@ -247,9 +238,10 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
     commit = commit if "commit" in commit else {}
+    hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     facts = {
         "started": record.get("started"),
-        "command": " ".join(_shareable_command(record)),
+        "command": " ".join("…" if word in hidden else shareable(word) for word in map(str, record.get("command", []))),
         "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
@@ -280,15 +272,6 @@ def shareable(value: Any) -> Any:
     return _PLACE.sub("…/", _ADDRESS.sub(r"\1://…", value))
 
 
-def _shareable_command(record: Mapping[str, Any]) -> list[str]:
-    hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
-    words = [str(word) for word in record.get("command", [])]
-    return ["…" if word in hidden else shareable(word) for word in words]
-
-
-# ---- templates and the comparison of runs ----------------------------------------------------------------------------
-
-
 def render(
     template: str, scripts: Iterable[str], styles: Iterable[str], *, written: int, refresh: float | None, **values: Any
 ) -> str:
@@ -311,10 +294,7 @@ def _read(name: str) -> str:
 def comparison(
     names: Sequence[str], configs: Sequence[Mapping[str, Any]], numbers_of: Sequence[Sequence[Headline]]
 ) -> dict[str, Any]:
-    """Columns and rows of the table that compares runs: options in which they differ, then headline numbers.
-
-    configs, numbers_of: options and headline numbers of each run.
-    """
+    """Columns and rows of the table that compares runs: options in which they differ, then headline numbers."""
     options = differing_options(configs)
     by_label = [{h.label: h for h in one} for one in numbers_of]
     named = {h.label for one in numbers_of for h in one if not h.is_minor}
@@ -365,19 +345,12 @@ def _option(value: Any) -> dict[str, Any]:
     return {"text": "–" if value is None else str(value), "sort": sort, "is_best": False, "is_option": True}
 
 
-# ---- while a run goes on ---------------------------------------------------------------------------------------------
-
-
 SHORTEST = 5.0  # least seconds between two pages
 SHARE = 0.005  # most of a run's time that its page takes
 
 
 class LivePage:
-    """Context manager of the page in a run's folder, which is written again and again while the run goes on.
-
-    Within it the page reads itself again in a browser, afterwards it is at rest. A page is written whole, and its cost
-    grows with the run. So the time between two is `1 / SHARE` times what the last one took, and at least `SHORTEST`.
-    """
+    """Context manager of the page of a run, written anew while it goes on in a `SHARE` of the time at most."""
 
     def __init__(self, output: Path) -> None:
         self.path = output / PAGE_FILE

@@ -17,14 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -182,10 +175,7 @@ class TrainingProgress:
         )
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`step` steps are done; those metrics that are to be shown and are there are shown.
-
-        After the second of them a line says how long the others will take, if that is more than `LONG_S`.
-        """
+        """Show the metrics of `step`; after the second one also how long the others take, if more than `LONG_S`."""
         self._estimate(step, metrics)
         if not self.plain:
             self._dashboard.update(metrics)
@@ -221,20 +211,13 @@ class TrainingProgress:
             self._live.stop()
 
 
-# ---- the end of a run ------------------------------------------------------------------------------------------------
-
-
 _SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 _SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))  # Windows has two of them
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopSignals:
-    """While entered, the first signal of a kind is a request, which `asked` tells of, and the second ends the process.
-
-    They are Ctrl-C, SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm is often told to send before a
-    job's time is over). Where SIGHUP is ignored, as under nohup, it stays so. Signals are the main thread's.
-    """
+    """While entered, the first signal of a kind is a request, `asked`, and the second ends the process."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first one, if any came

@@ -51,10 +51,7 @@ def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tu
 def as_replies(
     tokenizer: PreTrainedTokenizerBase, batch: PackedBatch, prompts: Sequence[Text], texts: Sequence[str]
 ) -> list[str | list[Any]]:
-    """Answers for reward functions: texts, or messages where the tokenizer can tell their parts, such as thoughts.
-
-    prompts: of the N answers, as the data have them. texts: the answers' own.
-    """
+    """Answers for reward functions: texts, or messages where the tokenizer can tell their parts, as thoughts."""
     replies: list[str | list[Any]] = list(texts)
     for i, prompt in enumerate(prompts if getattr(tokenizer, "response_template", None) else ()):
         if not isinstance(prompt, str):
@@ -89,13 +86,7 @@ class Scoring:
         budget: int,
         of_all: tuple[Rollout, PromptBatch] | None = None,
     ) -> tuple[Experience, int]:
-        """The answers of a rollout that can be learned from, scored; all of them, without scores, where there are none.
-
-        `policy_version` is the present policy's. `is_reference`: it has not been updated yet and started as the
-        reference, so that their log-probs have to agree. `budget` is the most tokens of all lanes in one backbone
-        forward, `of_all` the answers of all ranks, where there are several. Returns the experience of all ranks, and
-        the budget that fitted. Log-probs that have to agree and do not raise MismatchError.
-        """
+        """The answers of a rollout that can be learned from, scored, of all ranks; and the budget that fitted."""
         world = self._world
         own = _drawn(rollout, prompts)
         own_scores, budget = world.run_on_all_ranks(
@@ -147,12 +138,7 @@ class Scoring:
     def _score(
         self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int, policy_version: int
     ) -> tuple[Scores, int]:
-        """Scores of the drawn answers by all roles, and the token budget.
-
-        In exact mode the rollout's log-probs are those that the actor's lane would give, so that the lane runs for a
-        few answers alone: theirs are what it gives, and the entropies are of them. Raises NonFiniteError, naming the
-        role, for what is not finite.
-        """
+        """Scores of the drawn answers by all roles, and the token budget; NonFiniteError names the role."""
         model, frozen = self._model, rollout.frozen
         has_reward = self._scorer.uses_reward_model
         critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
@@ -187,10 +173,7 @@ class Scoring:
         config: TrainConfig,
         budget: int,
     ) -> ScoredAnswers:
-        """Scores of all answers, greedy ones included. drawn_rewards_N: of the reward role for the drawn ones.
-
-        A greedy answer that has the tokens of a drawn one to its prompt has its score, to the bit.
-        """
+        """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
         texts, ids = decode_answers(self._tokenizer, rollout.batch)
         places = {(prompts.groups[i], tuple(ids[i])): i for i in prompts.drawn}
         same = {i: places.get((prompts.groups[i], tuple(ids[i]))) for i, greedy in enumerate(prompts.greedy) if greedy}
@@ -225,10 +208,7 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
-    """Largest mean |log ratio| per token of two computations at equal weights, by the configuration or the dtype.
-
-    A run that asked for exact mode stops where they are not equal.
-    """
+    """Largest mean |log ratio| per token at equal weights, by the configuration or the dtype; 0 in exact mode."""
     if config.rollout_mismatch_bound is not None:
         return config.rollout_mismatch_bound
     if config.exact:
@@ -308,10 +288,7 @@ def _make(
 
 
 def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
-    """Places of the answers to learn from, among the drawn ones.
-
-    They have a score, their greedy answer has one too, and their prompt has at least `least` of them.
-    """
+    """Places of the drawn answers with a score, also of the greedy one, whose prompt has at least `least`."""
     answers = list(zip(prompts.groups, prompts.greedy, totals, strict=True))
     spoiled = {group for group, greedy, total in answers if greedy and total is None}
     drawn = [(group, total) for group, greedy, total in answers if not greedy]
@@ -449,13 +426,7 @@ class Corrected(NamedTuple):
 def correct_engine(
     logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
 ) -> Corrected:
-    """Correct answers from another engine.
-
-    log_ratio_M: training forward to engine, at equal weights. filtered: whether draws left out some of the vocabulary
-    that nobody knows.
-
-    Raises MismatchError for a token's ratio that is not finite, ConfigError for answers of another distribution.
-    """
+    """Correct another engine's answers by the training forward's ratio to it; MismatchError if not finite."""
     if filtered:
         raise ConfigError(
             "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "
@@ -492,10 +463,7 @@ def correct_age(
 
 
 def both(engine: Corrected, age: Corrected) -> Corrected:
-    """Corrections of answers that another engine drew by an older policy: π_old of the age, and the product of weights.
-
-    The engine's ratio is between two engines at the weights that drew, the age's between two policies on one engine.
-    """
+    """Corrections of another engine's answers by an older policy: π_old of the age, and both weights' product."""
     weights_M = engine.weights_M
     if age.weights_M is not None:
         weights_M = age.weights_M if weights_M is None else weights_M * age.weights_M

@@ -36,8 +36,7 @@ from typing import IO, Any
 
 # What only some judges need is imported by these: the process of an answer starts sooner.
 
-_LONGEST = 2**26
-"""Bytes of a message between the tests and the answer."""
+_LONGEST = 2**26  # bytes of a message between the tests and the answer
 _TAG = r"</?(?:think|answer)>"
 _BLOCK = rf"\s*(?!{_TAG})\S(?:(?!{_TAG}).)*"
 _THOUGHTS_AND_ANSWER = rf"\s*<think>{_BLOCK}</think>\s*<answer>{_BLOCK}</answer>\s*"
@@ -127,10 +126,7 @@ class _Elsewhere:
 
 
 class _Remote(_Elsewhere):
-    """Object of the other process; what is done with it is done there, and gives plain data or a further such object.
-
-    Comparison and arithmetic with plain data are not: the other process would see what is expected.
-    """
+    """Object of the other process, where all is done but comparison and arithmetic with plain data."""
 
     def __init__(self, end: _End, number: int) -> None:
         object.__setattr__(self, "_remote", (end, number))
@@ -155,10 +151,7 @@ for _name in _ALONE + _BETWEEN:
 
 
 class _End:
-    """One end of the pipes between tests and answer: it asks the other end, and serves what that asks in the meantime.
-
-    `names` are the answer's, at its end; None at the tests', which serve nothing but what they have handed over.
-    """
+    """One end of the pipes between tests and answer: it asks the other end, and serves it in the meantime."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes], names: dict[str, Any] | None = None) -> None:
         self._source, self._sink, self._names = source, sink, names
@@ -286,10 +279,7 @@ def _data(value: Any, key: str) -> dict[str, Any]:
 
 
 class _Names(dict[str, Any]):
-    """Names of the tests. One that they do not set is Python's, a module's of the standard library, or the answer's.
-
-    Such a name is the answer's all the same where the tests use no other: `assert sum(10, 15) == 6`.
-    """
+    """Names of the tests; one that they do not set is Python's, the standard library's, or the answer's."""
 
     def __init__(self, answer: _End, used: set[str]) -> None:
         super().__init__(__name__="__main__")

@@ -106,14 +106,7 @@ def score_with_functions(
     timeout: float | None = None,
     context: Mapping[str, Any] | None = None,
 ) -> dict[str, list[float | None]]:
-    """Unweighted rewards of all rows, one per row, by function's name.
-
-    prompts: strings or messages; a completion that is a string becomes a message where its prompt is made of messages.
-    completion_ids: token ids of each answer without padding. columns: the data's other columns, by name.
-    timeout: seconds after which one call is given up, see `_time_limit`; None for never.
-    context: `trainer_state`, `log_metric` and `log_extra` by name; one that is missing logs nothing, of no step.
-    Raises ValueError or TypeError for a wrong result, `RewardError` from what a function raised.
-    """
+    """Unweighted rewards of all rows by function's name; ValueError, TypeError or RewardError for a wrong one."""
     if not functions:
         raise ValueError("functions: expected at least one reward function, got none")
     n = len(prompts)
@@ -187,11 +180,7 @@ def check_reward(
     columns: Mapping[str, Sequence[Any]] | None = None,
     timeout: float | None = None,
 ) -> None:
-    """A dry run on two rows, so that a broken function is found before the model is loaded.
-
-    prompts: at least one example of the data; columns: the other columns of the same rows. One of the two
-    answers is empty: a policy may end at once, and a function that divides by the number of words must not fail.
-    """
+    """A dry run on two rows, one with an empty answer, so that a broken function is found early."""
     if not prompts:
         raise ValueError("prompts: expected at least one example, got none")
     rows = [0, min(1, len(prompts) - 1)]
@@ -276,8 +265,7 @@ def _settings_kept(name: str) -> Iterator[None]:
             if after != before[setting]:
                 put_back(before[setting])
                 warnings.warn(
-                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back",
-                    stacklevel=4,
+                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back", stacklevel=4
                 )
 
 

@@ -28,12 +28,9 @@ REWARD_MODEL = "reward_model"
 class ScoredAnswers:
     """Scores of N answers."""
 
-    totals: list[float | None]
-    """[N], what is to be maximised; None leaves the answer out."""
-    sources: dict[str, list[float | None]]
-    """Rewards [N] by source, unweighted and without penalties."""
-    logged: dict[str, list[float]]
-    """Values that reward functions logged of these answers, by metric."""
+    totals: list[float | None]  # [N], what is to be maximised; None leaves the answer out
+    sources: dict[str, list[float | None]]  # rewards [N] by source, unweighted and without penalties
+    logged: dict[str, list[float]]  # values that reward functions logged of these answers, by metric
 
 
 class AnswerScorer:
@@ -78,10 +75,7 @@ class AnswerScorer:
         finished: Sequence[bool],
         reward_model_N: torch.Tensor | None,
     ) -> ScoredAnswers:
-        """Scores of N answers. reward_model_N: fp32 [N] from the reward role, needed where `reward_model` is a source.
-
-        Raises RewardError for a function that raised or returned something other than N finite numbers or None.
-        """
+        """Scores of N answers, of which the reward role's are given; RewardError for a function that failed."""
         logged = defaultdict[str, list[float]](list)
         log = {"log_metric": lambda name, value: logged[name].append(float(value))}
         context = {"trainer_state": self.trainer_state, **log}

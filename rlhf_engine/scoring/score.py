@@ -32,11 +32,7 @@ def score(
     temperature: float,
     exact_kl: bool = False,
 ) -> tuple[Scores, int]:
-    """Score as `HydraModel.score` does, within the memory that there is; also returns the budget that fitted.
-
-    `budget` is the most tokens of all lanes in one backbone forward. It is halved until a forward fits; where a single
-    sequence does not, MemoryLimitError is raised. `exact_kl` is KL(actor ‖ reference) over the whole vocabulary.
-    """
+    """Score as `HydraModel.score` does; the scores, and the `budget` of tokens that fitted, halved until then."""
     while True:
         try:
             scores = model.score(batch, roles, temperature=temperature, exact_kl=exact_kl, token_budget=budget)
@@ -59,11 +55,7 @@ def score(
 def score_some(
     model: HydraModel, drawn: Rollout, role: str, budget: int, *, temperature: float, turn: int
 ) -> tuple[Scores, int]:
-    """Score answers in exact mode by the policy that drew every token: one in `CHECKED_EVERY`, the rest as drawn.
-
-    Other answers are scored at the next `turn`. For the actor there are entropies of those that were scored. Also
-    returns the budget (tokens of all lanes in one backbone forward) that fitted.
-    """
+    """Score one in `CHECKED_EVERY` answers by the policy that drew it, as at this `turn`; the budget, too."""
     n = drawn.batch.n_sequences
     checked = list(range(turn % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
     scores, budget = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
@@ -74,19 +66,12 @@ def score_some(
 
 
 class FrozenRoles:
-    """Scores of answers by the roles that no update changes. It keeps the token budget that fitted.
-
-    In exact mode the policy that drew scores a few answers alone, see `score_some`.
-    """
+    """Scores of answers by the roles that no update changes, in exact mode also by the policy that drew."""
 
     def __init__(
         self, model: HydraModel, config: TrainConfig, *, past: str | None, reward: bool, budget: int | None = None
     ) -> None:
-        """Choose the roles. The reference is left to the present policy's pass where the exact KL needs both at once.
-
-        `past` is the role of the policy that drew the answers, `budget` the most tokens of all lanes in one backbone
-        forward; None: the model's.
-        """
+        """Choose the roles: the reference is left to the present policy's pass where the exact KL needs both."""
         self._model, self._temperature = model, config.temperature
         reference = [] if config.kl_estimator == "exact" else ["reference"]
         self._past, self._roles = past, [*reference, *(["reward"] if reward else [])]

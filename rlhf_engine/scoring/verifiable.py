@@ -31,8 +31,7 @@ from rlhf_engine.errors import ConfigError
 Texts = Sequence[Any]
 _INSTALL = "pip install 'rlhf-engine[rewards]' has it"
 _JUDGE = Path(__file__).with_name("judge.py")
-_SPARE = 10.0
-"""Seconds beyond its limit after which a process that judges is given up."""
+_SPARE = 10.0  # seconds beyond its limit after which a process that judges is given up
 
 
 def text_of(completion: Any) -> str:
@@ -47,14 +46,10 @@ def _opened(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:
 
 @dataclass(kw_only=True)
 class Judged:
-    """Reward whose answers are judged in processes apart from the run, each within one limit of time and of memory.
-
-    An answer that goes beyond a limit has the reward 0.
-    """
+    """Reward judged in processes apart, within limits of time and memory; beyond them an answer has 0."""
 
     __name__: ClassVar[str]
-    timeout: float = 5.0
-    """Seconds of an answer."""
+    timeout: float = 5.0  # seconds of an answer
     _idle: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -154,8 +149,7 @@ class Length:
 
     __name__: ClassVar[str] = "length"
     least: int = 0
-    most: int | None = None
-    """None: any number."""
+    most: int | None = None  # none: any number
     buffer: int = 1
 
     def __post_init__(self) -> None:
@@ -176,8 +170,7 @@ class Repetition:
     """Reward of minus the share of an answer's n-grams of words that it has had before: 0 without, towards −1."""
 
     __name__: ClassVar[str] = "repetition"
-    n: int = 3
-    """Words of an n-gram. An answer of fewer words has none, and 0."""
+    n: int = 3  # words of an n-gram. An answer of fewer words has none, and 0.
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -196,8 +189,7 @@ class JsonSchema(Judged):
     """Reward of 1 for an answer that is JSON of a schema, else 0; JSON may stand in a fenced block."""
 
     __name__: ClassVar[str] = "json_schema"
-    schema: str = ""
-    """File with the schema. Empty: the data's column `schema` has each row's, as text or as an object."""
+    schema: str = ""  # file with the schema. Empty: the data's column `schema` has each row's, as text or as an object.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,10 +217,8 @@ class Code(Judged):
     """
 
     __name__: ClassVar[str] = "code"
-    memory: int = 512
-    """MiB of an answer."""
-    jobs: int = 0
-    """Answers at a time; 0: one for each core."""
+    memory: int = 512  # miB of an answer
+    jobs: int = 0  # answers at a time; 0: one for each core
 
     def __post_init__(self) -> None:
         if os.name != "posix":

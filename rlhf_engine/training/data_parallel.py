@@ -31,7 +31,6 @@ _PATHS = (
     "model_name_or_path",
     "actor_adapter",
     "reference_adapter",
-    "reward_adapter",
     "reward_model_path",
     "dataset_name",
     "eval_dataset_name",
@@ -109,14 +108,8 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
                 )
 
 
-# ---- updates ---------------------------------------------------------------------------------------------------------
-
-
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
-    """Add up the gradients of a minibatch's shares.
-
-    A parameter without a gradient on any rank stays without one, as in one process.
-    """
+    """Add up the gradients of a minibatch's shares; a parameter without one on any rank stays without."""
     if world.size == 1:
         return
     held = world.gather([p.grad is not None for p in parameters])

@@ -22,28 +22,22 @@ from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.training.rl_policy import RlInputs, RlPolicy
 
+_SAMPLES = 4  # prompts whose answers go into the report
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
     """Answers with what they scored, for samples and evaluation."""
 
-    prompts: list[str]
-    """Prompts as text."""
-    completions: list[str]
-    """Answers as text."""
-    scores: list[float | None]
-    """Score of each answer; None for one without."""
-    rollout: Rollout
-    """The answers as tokens."""
-    logged: dict[str, list[float]]
-    """Values that reward functions logged, by metric."""
+    prompts: list[str]  # prompts as text
+    completions: list[str]  # answers as text
+    scores: list[float | None]  # score of each answer; None for one without
+    rollout: Rollout  # the answers as tokens
+    logged: dict[str, list[float]]  # values that reward functions logged, by metric
 
 
 class Evaluator:
-    """Answers of the present policy, outside of its training; each rank answers a share of the held-out prompts.
-
-    `sampling` makes options by seed. Within `whole_base` each rank calls the model at its own pace.
-    """
+    """Answers of the present policy outside of its training; each rank answers a share of the held-out prompts."""
 
     def __init__(
         self,
@@ -67,11 +61,7 @@ class Evaluator:
         seed: int = 0,
         sample_ids: list[int] | None = None,
     ) -> Answers:
-        """Draw one answer per prompt from a role and score it, without penalties for a missing end.
-
-        With a sharded base all ranks call this and `kl_to_reference` together, each for answers of its own. The seed
-        and `sample_ids` (None: from 0 on) key the draws.
-        """
+        """Draw one answer per prompt, keyed by seed and `sample_ids`; scores are without a penalty for no end."""
         self._rollouts.sync(self._policy.state.policy_version)
         token_ids = [prompts.ids[i] for i in indices]
         with self._whole_base():
@@ -98,11 +88,7 @@ class Evaluator:
         return scores.kl_M.sum()
 
     def evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts, of which each rank answers a share.
-
-        `eval/kl` is the exact KL to the reference in nats per answer, `eval/reward` the mean score where there is one.
-        Beside them are means of what reward functions logged.
-        """
+        """Answer the held-out prompts: exact KL in nats per answer, mean score, means of what functions logged."""
         assert self._inputs.eval_set is not None
         world, n = self._policy.world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))
@@ -129,8 +115,6 @@ class Evaluator:
         scores: dict[str, Sequence[float | None]] = {**answers.logged, "reward": answers.scores}
         return scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
 
-    # ---- samples ---------------------------------------------------------------------------------------------------
-
     def forget_samples_from(self, step: int) -> None:
         """Drop the samples that an earlier process has noted of a step and later ones."""
         self._samples.drop_from(step)
@@ -138,10 +122,8 @@ class Evaluator:
     def note_samples(self) -> None:
         """Answer the first few prompts, held-out ones if there are any, and note the answers in the log."""
         config, step = self._policy.config, self._policy.state.step
-        if config.num_samples == 0:
-            return
         prompts = self._inputs.eval_set or self._inputs.train_set
-        indices = list(range(min(config.num_samples, len(prompts.rows))))
+        indices = list(range(min(_SAMPLES, len(prompts.rows))))
         answers = self.answer(prompts, indices, seed=config.seed)
         samples = Samples(step=step, prompts=answers.prompts, completions=answers.completions, scores=answers.scores)
         with writing(self._output / SAMPLES_LOG):

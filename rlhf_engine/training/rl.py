@@ -27,9 +27,7 @@ from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
-from rlhf_engine.training.data_parallel import (
-    require_served,
-)
+from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.rl_policy import RlPolicy, load_inputs, new_state
 from rlhf_engine.training.run import Run
@@ -51,11 +49,7 @@ class RlTrainer(Run[TrainerState]):
         connect: Connect | None = None,
         base: HydraModel | None = None,
     ) -> None:
-        """Find everything that can be wrong with the request: ConfigError, RewardError, RolloutServerError.
-
-        `connect` starts generators in other processes, for an `async_mode` that has them. `base` is a model whose
-        frozen backbones serve this run as well, such as that of another run; None: load them.
-        """
+        """Find everything that can be wrong with the request; `connect` starts generators, `base` gives backbones."""
         require_served(config, world)
         self.world, self._connect = world, connect
         if world.size > 1:
@@ -112,8 +106,6 @@ class RlTrainer(Run[TrainerState]):
         self.evaluation = Evaluator(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
         """Answers of the policy as it is now, their scores and KL."""
 
-    # ---- around the loop -------------------------------------------------------------------------------------------
-
     def resources(self) -> contextlib.AbstractContextManager[object]:
         """Backend that draws answers, closed at the end of the run."""
         return contextlib.closing(self.rollouts)
@@ -141,7 +133,7 @@ class RlTrainer(Run[TrainerState]):
         if step == 0:  # no checkpoint to keep, and `begin` has noted samples
             return metrics
         self._note_best(metrics.get("eval/reward"))
-        if self.config.num_samples and not self._is_last():
+        if not self._is_last():
             with self.whole_base():
                 self.world.on_main("samples", self.evaluation.note_samples)
         return metrics
@@ -165,13 +157,8 @@ class RlTrainer(Run[TrainerState]):
         """Whether every step is done and the final model is written."""
         return self._is_last() and (self.output / FINAL_FOLDER).is_dir()
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
     def save(self, past: PastState | None = None) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank, and return its folder.
-
-        `past` is the state of the source of answers; None: as it is now. A failing disk raises CheckpointWriteError.
-        """
+        """Write a checkpoint of the current step on the main rank, `past` None: as it is now; its folder."""
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
         past = self.source.state() if past is None else past
@@ -186,10 +173,7 @@ class RlTrainer(Run[TrainerState]):
         return folder
 
     def make_saver(self) -> Callable[[], object]:
-        """Make a function that writes a checkpoint with the source of answers as it is now.
-
-        A draw that fails may have taken answers out of the source.
-        """
+        """Make a function that writes a checkpoint with the source of answers as it is now, before a draw fails."""
         done, past = self.state.step, self.source.state()
         return lambda: self.save(past if self.state.step == done else None)
 
@@ -197,14 +181,8 @@ class RlTrainer(Run[TrainerState]):
         """Choose the prompts of the next step that this rank draws answers to, one per answer."""
         return self._prompts.own(self._prompts.prompts(self.state.step))
 
-    # ---- a step ----------------------------------------------------------------------------------------------------
-
     def step(self) -> dict[str, float]:
-        """Make one rollout and its update; metrics by name. Nothing of a failed step is applied to what is on disk.
-
-        Every failure is an EngineError: NonFiniteError, MismatchError (rollout and training differ at equal weights),
-        RewardError, MemoryLimitError (a single answer does not fit), or a failed generator, server or rank.
-        """
+        """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device, with_peaks=config.dry_run)
         prompts = self._prompts.prompts(state.step)
@@ -248,8 +226,6 @@ class RlTrainer(Run[TrainerState]):
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
         }
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _note_progress(self) -> None:
         """Let reward functions know how many steps are done."""

@@ -34,29 +34,22 @@ from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
-REWARD_SECONDS = 1800.0
-"""Seconds after which a call of a reward function is given up."""
+REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlInputs:
     """Everything that an RL run reads, apart from its model."""
 
-    resume: Path | None
-    """Checkpoint that the run goes on from."""
-    resumed_step: int
-    """Steps done by then."""
-    total_steps: int
-    """Steps of the whole run."""
+    resume: Path | None  # checkpoint that the run goes on from
+    resumed_step: int  # steps done by then
+    total_steps: int  # steps of the whole run
     tokenizer: PreTrainedTokenizerBase
     scorer: AnswerScorer
     train_set: PromptSet
-    eval_set: PromptSet | None
-    """Held-out prompts."""
-    reports: dict[str, Tally]
-    """Report on the rows of each source, by the option that names it."""
-    server: RolloutServer | None
-    """Server that draws answers; None where this process does."""
+    eval_set: PromptSet | None  # held-out prompts
+    reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
+    server: RolloutServer | None  # server that draws answers; None where this process does
 
     def all_prompts(self) -> list[list[int]]:
         """Token ids of every prompt that answers will be drawn to."""
@@ -79,22 +72,16 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     begin_kernels(resume, exact=exact)
     check_sources(config)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    if config.reward_model_path is not None:
-        require_same_tokens(tokenizer, config.reward_model_path, read_vocabulary(config.model_name_or_path))
-    scorer = AnswerScorer(
-        config.reward_funcs,
-        config.reward_weights,
-        config.missing_eos_penalty,
-        config.missing_eos_score,
-        timeout=REWARD_SECONDS,
-    )
-    context = read_context_length(config.model_name_or_path, config.reward_model_path)
+    if config.whole_reward_model is not None:
+        require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
+    scorer = AnswerScorer(config.reward_funcs, config.reward_weights, *config.unfinished, timeout=REWARD_SECONDS)
+    context = read_context_length(config.model_name_or_path, config.whole_reward_model)
     reports: dict[str, Tally] = {}
 
-    def load_prompts(argument: str, path: str, limit: int | None = None) -> PromptSet:
+    def load_prompts(argument: str, path: str) -> PromptSet:
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         prompts = tokenize_prompts(
-            load_rows(path, tally, config, kinds=("prompt_only",), limit=limit),
+            load_rows(path, tally, config, kinds=("prompt_only",)),
             tokenizer,
             tally,
             context_length=context,
@@ -106,7 +93,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         reports[argument] = tally
         return prompts
 
-    train_set, eval_set = load_prompts("dataset_name", config.dataset_name, config.dataset_limit), None
+    train_set, eval_set = load_prompts("dataset_name", config.dataset_name), None
     if config.eval_share is not None:
         split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
         train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
@@ -161,16 +148,13 @@ def _check_resumed(config: TrainConfig, resume: Path) -> int:
     return counters.step
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
-
-
 def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
     """Counters of a run that begins."""
     beta = None if config.kl_target is None else config.beta
     judged_by = None
     if inputs.eval_set is not None:  # what an evaluation's reward is measured by
-        unfinished = (config.missing_eos_penalty, config.missing_eos_score)
-        judged_by = digest([config.to_dict()["reward_funcs"], config.reward_weights, *unfinished, inputs.eval_set.ids])
+        rewards = [config.to_dict()["reward_funcs"], config.reward_weights, *config.unfinished]
+        judged_by = digest([*rewards, inputs.eval_set.ids])
     return TrainerState(
         step=0,
         seed=config.seed,
@@ -187,10 +171,7 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
 
 
 def resumed_state(held: TrainerState, state: TrainerState, resume: Path) -> TrainerState:
-    """Counters of a run that goes on. held: of its checkpoint. state: of a run that would begin with these options.
-
-    Raises ConfigError for other prompts; warns of another β or other rewards.
-    """
+    """Counters of a run that goes on; ConfigError for other prompts, a warning for another β or other rewards."""
     if held.prompts is not None and held.prompts != state.prompts:
         raise ConfigError(f"dataset_name: expected the prompts of the run of {resume}, got others")
     beta = held.beta if state.beta is not None and held.beta is not None else state.beta
@@ -230,11 +211,7 @@ class RlPolicy(Policy[TrainerState]):
     def __init__(
         self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
     ) -> None:
-        """Take a model as it is before any step, or go on from the checkpoint `resume`.
-
-        `state` has the counters of a run that begins. A checkpoint that does not fit, or that differs from its
-        manifest, raises ConfigError.
-        """
+        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit."""
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
@@ -261,20 +238,15 @@ class RlPolicy(Policy[TrainerState]):
         beta = self.state.beta
         return self.config if beta is None else dataclasses.replace(self.config, beta=beta)
 
-    # ---- learning --------------------------------------------------------------------------------------------------
-
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """Make one step: all epochs over the answers of an experience, and the counters; metrics by name.
-
-        `n_answers` were drawn in the step, those included that nothing is learned from. Every failure is an
-        EngineError; a loss or gradient that is not finite raises before anything of its minibatch is applied.
-        """
+        """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
         state, options = self.state, self.options
         train_actor = state.step >= options.critic_warmup_steps
         algorithm = make_algorithm(options, train_actor=train_actor)
         learned, metrics = algorithm.learn_from(experience)
         factor = self.schedule_rates(options.max_steps)
-        before = self._fingerprints()
+        # of every role that no update has been seen to change yet
+        before = {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
         self.model.train()
         schedule = self._schedule()
         measured = nothing_learned(schedule)
@@ -298,8 +270,6 @@ class RlPolicy(Policy[TrainerState]):
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
-
     def _schedule(self) -> Schedule:
         config = self.config
         return Schedule(
@@ -318,10 +288,6 @@ class RlPolicy(Policy[TrainerState]):
             return None
         return next_beta(beta, kl, target=config.kl_target, n_answers=n_answers)
 
-    def _fingerprints(self) -> dict[str, list[int]]:
-        """Fingerprints of the trained weights of every role that no update has been seen to change yet."""
-        return {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
-
     def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
         for role, tensors in before.items():
@@ -335,10 +301,7 @@ class RlPolicy(Policy[TrainerState]):
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """Make the algorithm of a run with its options, at the temperature that answers are drawn at.
-
-    `train_actor` is False while only a critic warms up.
-    """
+    """Make the algorithm of a run with its options; `train_actor` is False while only a critic warms up."""
     return find_algorithm(config.algorithm)(
         config,
         temperature=config.temperature,

@@ -64,10 +64,7 @@ class Policy(Generic[State]):
         *,
         world: World = ALONE,
     ) -> None:
-        """Take a model as it is before any step. `state` has the counters of a run that begins.
-
-        Each role has a learning rate of what it alone trains, before any schedule.
-        """
+        """Take a model before any step, its counters, and a learning rate of what each role alone trains."""
         self.config, self.model, self.world = config, model, world
         self.optimizer = RoleOptimizer.configured(model, learning_rates, config, world)
         self.state = state
@@ -75,11 +72,7 @@ class Policy(Generic[State]):
         model.eval()
 
     def load(self, checkpoint: Path, total_steps: int) -> State:
-        """Load a checkpoint into model and optimizer, and return its counters; the policy's own stay as they are.
-
-        ConfigError says that it does not fit or differs from its manifest. `total_steps` of the whole run set the
-        schedule.
-        """
+        """Load a checkpoint into model and optimizer; its counters. ConfigError where it does not fit."""
         state = load_checkpoint(checkpoint, self.model, self.optimizer, type(self.state))
         # a record of an older version, or a damaged one, has no rate to compare with
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -108,11 +101,7 @@ class Policy(Generic[State]):
         return [p for group in self.optimizer.groups.values() for p in group.values()]
 
     def apply(self) -> dict[str, float]:
-        """Make an optimizer step on the gradients of a minibatch, of which each rank has its share.
-
-        The metrics are the norm of each role's gradient before clipping, and 1 or 0 for whether it was clipped. A
-        gradient that is not finite raises NonFiniteError, and nothing is applied.
-        """
+        """Make an optimizer step on all ranks' gradients; norms by role, and 1 where clipped."""
         sum_gradients(self.world, self.optimizer.replicated())
         return self.optimizer.step()
 
@@ -123,20 +112,14 @@ class Policy(Generic[State]):
         self.optimizer.is_whole = True
 
     def require_same(self, step: int) -> None:
-        """Check that ranks hold the same parameters after so many steps; EngineError where they differ.
-
-        They go on with the least token budget among them.
-        """
+        """Check that ranks hold the same parameters; they go on with the least token budget among them."""
         require_same_weights(self.world, fingerprint_of_all(self.optimizer.replicated()), step)
         self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, output: Path, *, state: State | None = None, past: Mapping[int, Snapshot] | None = None) -> Path:
-        """Write a checkpoint of the policy's counters or `state`, with the `past` policies that the run needs to go on.
-
-        A disk that is full or fails raises CheckpointWriteError.
-        """
+        """Write a checkpoint of the counters or `state`, with the `past` policies that the run needs to go on."""
         keep = self.config.save_total_limit
         state = self.state if state is None else state
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
@@ -148,35 +131,25 @@ def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
     return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
 
 
-OnStep = Callable[[int, dict[str, Any]], None]
-"""Called with the number of steps done and the step's metrics."""
+OnStep = Callable[[int, dict[str, Any]], None]  # called with the number of steps done and the step's metrics
 
 
 class Run(ABC, Generic[State]):
-    """A training run in an output folder. A subclass's constructor finds everything that can be wrong with the request.
-
-    A subclass sets the first six attributes.
-    """
+    """A training run in an output folder, of which a subclass sets six attributes and checks the request."""
 
     config: TrainingOptions
     output: Path
     policy: Policy[State]
     total_steps: int
-    reports: dict[str, Tally]
-    """Rows read, left out and cut, by the option that names their source."""
+    reports: dict[str, Tally]  # rows read, left out and cut, by the option that names their source
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Makes the block of `whole_base`."""
-    _saved_step: int | None = None
-    """Step of the newest checkpoint that this process has written."""
-    _record: dict[str, Any] | None = None
-    """Contents of run.json for a run that has begun."""
-    _page: LivePage | None = None
-    """Page of a run that goes on, on the main rank."""
-    title: str
-    """Title of the progress that is shown."""
-    shown: Mapping[str, str] = TrainingProgress.SHOWN
-    """Metrics of the progress that is shown, and their labels."""
+    _saved_step: int | None = None  # step of the newest checkpoint that this process has written
+    _record: dict[str, Any] | None = None  # contents of run.json for a run that has begun
+    _page: LivePage | None = None  # page of a run that goes on, on the main rank
+    title: str  # title of the progress that is shown
+    shown: Mapping[str, str] = TrainingProgress.SHOWN  # metrics of the progress that is shown, and their labels
 
     @property
     def model(self) -> HydraModel:
@@ -246,10 +219,7 @@ class Run(ABC, Generic[State]):
         return contextlib.nullcontext()
 
     def _share_out(self, model: HydraModel, *, rows: Any, step: int) -> None:
-        """Have ranks begin alike, with their shares of the base where it is to be in shares.
-
-        rows: plain values that name the data. step: steps done. Raises ConfigError where ranks found something else.
-        """
+        """Have ranks begin alike, with their shares of the base; ConfigError where `rows` or `step` differ."""
         if self.world.size > 1:
             require_same_start(self.world, weights=fingerprint_of_all(model.parameters()), rows=rows, step=step)
         if self.config.shard_base:
@@ -257,10 +227,7 @@ class Run(ABC, Generic[State]):
 
     @contextlib.contextmanager
     def whole_base(self) -> Iterator[None]:
-        """A block in which each rank calls the model at its own pace; all ranks enter it together.
-
-        All of the base is on every rank then, or, where a server draws, blocks are gathered as they run.
-        """
+        """A block in which each rank calls the model alone, with all of the base or blocks gathered as they run."""
         with contextlib.ExitStack() as stack:
             self.world.in_step(lambda: stack.enter_context(self._whole_base()))
             yield
@@ -316,11 +283,7 @@ class Run(ABC, Generic[State]):
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
 
     def _note(
-        self,
-        writer: MetricsWriter | None,
-        trackers: Trackers | None,
-        metrics: dict[str, Any],
-        on_step: OnStep | None,
+        self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any], on_step: OnStep | None
     ) -> None:
         """Write what is known of a step that is done. writer, trackers: of the main rank."""
         done = self.state.step
@@ -362,10 +325,7 @@ class Run(ABC, Generic[State]):
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step, where this is the main rank; its folder.
-
-        Raises CheckpointWriteError where the disk is full or fails.
-        """
+        """Write a checkpoint of the current step, where this is the main rank; its folder."""
         if not self.world.is_main:
             return self.output / f"checkpoint-{self.state.step}"
         folder = self.policy.save(self.output)
@@ -440,19 +400,12 @@ class HasTokens(Protocol):
 
 
 class SupervisedRun(Run[State]):
-    """A run over epochs of rows. A step is one batch, with exact denominators over its micro-batches.
-
-    Several ranks share out the rows of a step, and sum gradients and metrics.
-
-    A subclass sets `rows`, `start`, `resume`, `reports` and `total_steps` in `load`.
-    """
+    """A run over epochs of rows, a batch a step with exact denominators; ranks share out its rows."""
 
     config: SupervisedOptions
     rows: Sequence[Any]
-    start: State
-    """Counters of a run that begins."""
-    resume: Path | None
-    """Checkpoint to go on from; None: begin."""
+    start: State  # counters of a run that begins
+    resume: Path | None  # checkpoint to go on from; None: begin
 
     def __init__(self, config: SupervisedOptions, world: World = ALONE) -> None:
         """Find everything that can be wrong with the request; RankError is such an error on another rank."""
@@ -492,10 +445,7 @@ class SupervisedRun(Run[State]):
     def loss(
         self, rows: Sequence[Any], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute the part of a step's loss that the rows at some places have, and that of its metrics; all are 0-d.
-
-        `dropout_seed` seeds the dropout masks of the whole step.
-        """
+        """Compute the part of a step's loss and metrics that the rows at some places have; all are 0-d."""
 
     @abstractmethod
     def packed(self, rows: Sequence[Any]) -> PackedBatch:
@@ -512,10 +462,7 @@ class SupervisedRun(Run[State]):
         return [self.rows[i] for i in places]
 
     def micro_batches(self, rows: Sequence[HasTokens]) -> list[list[int]]:
-        """Divide this rank's share of all rows of a step: places of the rows of each forward and backward.
-
-        Rows of one prompt are neighbours, and tokens that they share count once.
-        """
+        """Divide this rank's rows of a step into micro-batches of places; rows of one prompt share its tokens."""
         batch = self.packed(rows)
         order = side_by_side(batch.prompts_N[: len(rows)])
         units = [range(place, batch.n_sequences, len(rows)) for place in order]
@@ -538,10 +485,7 @@ class SupervisedRun(Run[State]):
         return total
 
     def step(self) -> dict[str, Any]:
-        """Make one optimizer step; its metrics by name.
-
-        Raises NonFiniteError for a loss or a gradient that is NaN or infinite; nothing of the step was applied.
-        """
+        """Make one optimizer step; its metrics by name. A loss or gradient that is not finite applies nothing."""
         config, step = self.config, self.state.step
         began = time.perf_counter()
         rows = self.next_rows()

@@ -21,27 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import SFTConfig
 from rlhf_engine.config.run import adapter_dtype
-from rlhf_engine.data import (
-    Preference,
-    PromptCompletion,
-    Row,
-    Tally,
-    Truncation,
-    load_rows,
-    require_room,
-)
+from rlhf_engine.data import Preference, PromptCompletion, Row, Tally, Truncation, load_rows, require_room
 from rlhf_engine.data import tokenize_rows as tokenize
 from rlhf_engine.data.types import recast
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import (
-    OFF,
-    HydraModel,
-    LmLoss,
-    PackedBatch,
-    RoleSpec,
-    peft_io,
-)
+from rlhf_engine.hydra import OFF, HydraModel, LmLoss, PackedBatch, RoleSpec, peft_io
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
@@ -57,13 +42,7 @@ from rlhf_engine.runs.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
 )
-from rlhf_engine.runs.folder import (
-    LOCK_FILE,
-    METRICS_FILE,
-    RECORD_FILE,
-    drop_later_checkpoints,
-    require_unlocked,
-)
+from rlhf_engine.runs.folder import LOCK_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints, require_unlocked
 from rlhf_engine.runs.metrics import read_metrics, require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model.data import drop_same, with_margins
@@ -71,22 +50,17 @@ from rlhf_engine.training.reward_model.model import pairwise_loss
 from rlhf_engine.training.run import OnStep, SupervisedRun
 
 SFT_SLOT = "sft"
-CONFIGS = ("config.json", "adapter_config.json")
-"""Files of which a model's or an adapter's folder has one."""
+CONFIGS = ("config.json", "adapter_config.json")  # files of which a model's or an adapter's folder has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """One tokenized row."""
 
-    prompt: list[int]
-    """Token ids of the prompt."""
-    chosen: list[int]
-    """Token ids of the answer, of a pair the better one."""
-    rejected: list[int] | None
-    """Token ids of the worse answer; None for rows without a pair."""
-    margin: float = 0.0
-    """Difference of rewards that a pair is to exceed."""
+    prompt: list[int]  # token ids of the prompt
+    chosen: list[int]  # token ids of the answer, of a pair the better one
+    rejected: list[int] | None  # token ids of the worse answer; None for rows without a pair
+    margin: float = 0.0  # difference of rewards that a pair is to exceed
 
     @property
     def answers(self) -> list[list[int]]:
@@ -119,22 +93,13 @@ def tokenize_rows(
     end_ids: Sequence[int] | None = None,
     vocabulary: int | None = None,
 ) -> list[Example]:
-    """Tokenize rows with answers; those that can be used, in their order. See `data.tokenize_rows`.
-
-    pairs: whether all rows are preferences whose worse answer is trained on; else rejected answers are left out.
-    """
+    """Tokenize rows with answers, with `pairs` rejected ones too; those that can be used, in their order."""
     if not pairs:  # nor does their length matter
         rows = [
             recast(row, PromptCompletion, completion=row.chosen) if isinstance(row, Preference) else row for row in rows
         ]
     tokenized = tokenize(
-        rows,
-        tokenizer,
-        tally,
-        max_length=max_length,
-        truncation=truncation,
-        end_ids=end_ids,
-        vocabulary=vocabulary,
+        rows, tokenizer, tally, max_length=max_length, truncation=truncation, end_ids=end_ids, vocabulary=vocabulary
     )
     return [
         Example(prompt=t.prompt, chosen=t.answers[0], rejected=t.answers[1] if pairs else None, margin=margin)
@@ -145,10 +110,7 @@ def tokenize_rows(
 def packed_batch(
     examples: Sequence[Example], device: torch.device, *, pairs: bool, places: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Pack the answers of at least one row: all chosen ones, then with `pairs` all rejected ones.
-
-    places: those of the rows in their optimizer step, which key dropout masks; None: 0 to n−1.
-    """
+    """Pack the chosen answers of rows, then with `pairs` the rejected ones; `places` key dropout masks."""
     answers = [e.chosen for e in examples]
     ids = [2 * i for i in (range(len(examples)) if places is None else places)]
     if pairs:
@@ -196,12 +158,9 @@ def sft_loss(
 class SftState:
     """Counters of a run."""
 
-    step: int
-    """Optimizer steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
-    rows: str
-    """A digest of the rows."""
+    step: int  # optimizer steps done
+    seed: int  # seed that every random number of the run is a function of
+    rows: str  # A digest of the rows
     rows_per_step: int | None = None
     """Rows of a step, by which the place in the data is found again; None in older checkpoints."""
 
@@ -224,11 +183,7 @@ class SftTrainer(SupervisedRun[SftState]):
         require_optim(config.optim)
         tally = Tally(source=config.dataset_name, max_bad_rows=config.max_bad_rows)
         rows = load_rows(
-            config.dataset_name,
-            tally,
-            config,
-            kinds=("preference", "implicit_preference", "prompt_completion"),
-            limit=config.dataset_limit,
+            config.dataset_name, tally, config, kinds=("preference", "implicit_preference", "prompt_completion")
         )
         self.pairs = isinstance(rows[0], Preference) and config.gamma > 0
         self.tokenizer = load_tokenizer(config.model_name_or_path)
@@ -281,10 +236,7 @@ class SftTrainer(SupervisedRun[SftState]):
         return replace(held, rows_per_step=self.rows_per_step)
 
     def run(self, on_step: OnStep | None = None, *, stop: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """Make all remaining steps and write the model, see `Run.run`; the metrics of the last step.
-
-        Of a run that is finished they are those that its folder holds.
-        """
+        """Make all remaining steps and write the model; metrics of the last step, also of a finished run."""
         if self.finished():
             return read_metrics(self.output / METRICS_FILE)[-1]
         metrics: dict[str, Any] = super().run(on_step, stop=stop)
@@ -361,8 +313,6 @@ class SftTrainer(SupervisedRun[SftState]):
         peft_io.save_heads(self.model.heads, set(self.model.heads), temporary)
         write_manifest(temporary)
         put_model_in_place(temporary, self.output)
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _check_output(self) -> Path | None:
         """The checkpoint to go on from. Raises ConfigError for a folder with anything else in it."""

@@ -31,12 +31,9 @@ class Schedule:
     """Epochs, minibatches and limits of an update over its answers."""
 
     num_epochs: int
-    num_mini_batches: int
-    """Optimizer steps per epoch."""
-    micro_batch_size: int
-    """Most answers per forward and backward."""
-    max_tokens: int | None = None
-    """Most tokens per forward and backward, prompts included; None for any number."""
+    num_mini_batches: int  # optimizer steps per epoch
+    micro_batch_size: int  # most answers per forward and backward
+    max_tokens: int | None = None  # most tokens per forward and backward, prompts included; None for any number
     max_mismatch: float | None = None
     """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
 
@@ -44,10 +41,8 @@ class Schedule:
 class StepPlan(NamedTuple):
     """Calls of the model by one process in a minibatch."""
 
-    calls: int
-    """Micro-batches."""
-    joint: bool
-    """Whether the terms of every micro-batch share a backbone forward."""
+    calls: int  # micro-batches
+    joint: bool  # whether the terms of every micro-batch share a backbone forward
 
 
 @dataclass(frozen=True)
@@ -144,11 +139,7 @@ def update(
 
 def nothing_learned(schedule: Schedule) -> dict[str, float]:
     """Metrics of an update that had nothing to learn from."""
-    return {
-        "optimizer_steps": 0.0,
-        "mismatch/update_max": 0.0,
-        "micro_batch_size": float(schedule.micro_batch_size),
-    }
+    return {"optimizer_steps": 0.0, "mismatch/update_max": 0.0, "micro_batch_size": float(schedule.micro_batch_size)}
 
 
 def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
@@ -162,10 +153,7 @@ def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int
 def answers_by_minibatch(
     batch: PackedBatch, answers_per_unit: int, count: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Places of the answers of each minibatch of an epoch. Units are dealt at random.
-
-    Those of one prompt are neighbours, so that they share the prompt's forward and backward in a micro-batch.
-    """
+    """Places of the answers of each minibatch of an epoch, dealt at random; those of a prompt are neighbours."""
     k, answers = answers_per_unit, []
     for units in minibatches(batch.n_sequences // k, count, generator):
         order = side_by_side([batch.prompts_N[unit * k] for unit in units])
@@ -177,12 +165,7 @@ class _Minibatch:
     """The gradients of one minibatch, micro-batch by micro-batch."""
 
     def __init__(
-        self,
-        model: HydraModel,
-        algorithm: Algorithm,
-        answers: TokenValues,
-        indices: Sequence[int],
-        dropout_seed: int,
+        self, model: HydraModel, algorithm: Algorithm, answers: TokenValues, indices: Sequence[int], dropout_seed: int
     ) -> None:
         """indices: places of its answers among all of the update. dropout_seed: key of its dropout masks."""
         self.model, self.algorithm, self.answers = model, algorithm, answers
@@ -269,11 +252,7 @@ class _Minibatch:
         return self.model.runs_together(micro.batch, _roles(self.algorithm.terms(micro)))
 
     def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None, times: float = 1.0) -> Measured:
-        """Gradients of micro-batches, one after another; what they tell. times: a factor of the gradients.
-
-        joint: whether all terms of a micro-batch go through the model at once; None: where their lanes share a
-        backbone forward. One by one, only one graph is alive at a time; together they would cost memory for nothing.
-        """
+        """Gradients of micro-batches times a factor, one after another or `joint`; what they tell."""
         total = Measured()
         for chosen in parts:
             micro = self._micro(chosen)
@@ -350,22 +329,10 @@ def _tensors(floats: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in floats.items()}
 
 
-# ---- micro batches ---------------------------------------------------------------------------------------------------
-
-
 def divide(
-    model: HydraModel,
-    batch: PackedBatch,
-    units: Sequence[Sequence[int]],
-    *,
-    max_rows: int,
-    max_tokens: int | None,
+    model: HydraModel, batch: PackedBatch, units: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of the units.
-
-    The model is in the mode that it will run in: whether prompts are shared is its own decision. A unit of more than
-    `max_tokens` (None: any number) raises ValueError.
-    """
+    """Divide units, sequences with one prompt each, into micro-batches as `data.pack` does; places of units."""
     shared = None
     if model.shares(batch):
         shared = [(batch.prompts_N[unit[0]], batch.prompt_lens[unit[0]]) for unit in units]

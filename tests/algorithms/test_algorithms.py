@@ -106,7 +106,7 @@ def grpo_terms(loss_type):
     """GRPO, a micro-batch of two answers of 3 and 2 tokens, and its loss."""
     batch = random_batch(((2, 3), (1, 2)))
     old = torch.tensor([-0.5, -0.1, -1.0, -2.0, -0.7])
-    options = AlgorithmOptions(algorithm="grpo", loss_type=loss_type, beta=0.5, cliprange=0.2, cliprange_high=0.3)
+    options = AlgorithmOptions(algorithm="grpo", loss_type=loss_type, beta=0.5, cliprange=[0.2, 0.3])
     algorithm = grpo.Grpo(options, max_completion_length=8)
     micro = MicroBatch(
         batch=batch, old_logprobs_M=old, ref_logprobs_M=old - 0.5, advantages_M=torch.ones(5),

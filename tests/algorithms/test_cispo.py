@@ -27,7 +27,7 @@ def test_a_weight_is_the_ratio_up_to_a_bound_and_no_token_loses_its_gradient():
         advantages_M=torch.tensor([2.0, 2.0, -1.0, -1.0]), mask_M=torch.tensor([True, True, True, False]),
         n_tokens=4.0, n_answers=2.0,
     )  # fmt: skip
-    algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange_high=0.5))
+    algorithm = Cispo(AlgorithmOptions(algorithm="cispo", beta=0.5, cliprange=0.5))
     found = algorithm.loss(new, micro)
     found.loss.backward()
     weights = torch.tensor([math.exp(0.1), 1.5, math.exp(-1.0), 0.0])

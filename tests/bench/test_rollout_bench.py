@@ -73,7 +73,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_model_is_for_rollouts():
-    with pytest.raises(ConfigError, match="model: expected it with the op rollout, got op 'gae'"):
+    with pytest.raises(ConfigError, match="model: expected it unset without the op rollout"):
         BenchConfig(op="gae", model="somewhere")
 
 

@@ -57,7 +57,7 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, 
     grid = write_grid(tmp_path / "tiny.yaml")
     reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
     shared = ["--model_name_or_path", model, "--dataset_name", write_prompts(tmp_path), "--reward_funcs", reward]
-    arguments = [grid, "--out", out, "--", *shared, "--num_samples", 0]
+    arguments = [grid, "--out", out, "--", *shared]
     # the second run cannot end: its folder's place is taken by a file
     extra = [str(x) for x in arguments[arguments.index("--") + 1 :]]
     taken = tmp_path / sweep.work_folder(sweep.Grid.read(grid), {"seed": 1, "method": "hydra_ppo"}, extra)

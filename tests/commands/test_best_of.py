@@ -56,16 +56,15 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
     """By a LoRA reward model, one that is the base with a head, and one of other weights; scored by plain libraries."""
     folder = tmp_path / "rm"
     if source == "adapter":
-        judge, flag = lora_reward(model, folder), "--reward_adapter"
+        judge = lora_reward(model, folder)
     else:
         judge = classifier(model if source == "head" else write_model(tmp_path / "other", seed=9))
         judge.save_pretrained(folder)
         if source == "other":
             drawn[1].save_pretrained(folder)
-        flag = "--reward_model_path"
     judge.config.pad_token_id = None  # or it would read before a drawn padding token
     argv = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "5"]
-    argv += ["--json", "--prompt", *PROMPTS, "--best-of", str(N), flag, str(folder)]
+    argv += ["--json", "--prompt", *PROMPTS, "--best-of", str(N), "--reward_model_path", str(folder)]
     out = tmp_path / "answers.jsonl"
     assert main([*argv, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -89,15 +88,14 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
 
 def test_what_cannot_be_chosen_from(model, capsys):
     for flags, message in [
-        (["--reward_adapter", "x"], "reward_adapter: expected it together with best_of, got no best_of"),
-        (["--best_of", "4", "--greedy"], "best_of: expected it without greedy and num_generations, got greedy"),
-        (["--best_of", "4", "--num_generations", "2"], "got num_generations 2"),
+        (["--reward_model_path", "x"], "reward_model_path: expected it unset without best_of"),
+        (["--best_of", "4", "--greedy"], "greedy: expected it unset with best_of"),
+        (["--best_of", "4", "--num_generations", "2"], "num_generations: expected it unset with best_of, got 2"),
         (["--best_of", "1"], "best_of: expected an integer or none >= 2, got 1"),
         (
-            ["--best_of", "4", "--reward_adapter", "x"],
-            "best_of: expected the folder of a reward model or owner/name of the Hub, got 'x'",
+            ["--best_of", "4", "--reward_model_path", "x"],
+            "reward_model_path: expected a model folder or owner/name of the Hub, got 'x'",
         ),
-        (["--best_of", "4", "--reward_adapter", "x", "--reward_model_path", "y"], "got both"),
     ]:
         common = ["--model_name_or_path", str(model), "--prompt", "red", "--max_completion_length", "4"]
         assert main(["generate", *common, *flags]) == 2
@@ -118,7 +116,7 @@ def test_a_reward_that_is_not_finite_chooses_nothing(model, tmp_path, capsys):
     tensors[name] = tensors[name].fill_(float("nan"))
     save_file(tensors, tmp_path / "rm" / "adapter_model.safetensors", metadata={"format": "pt"})
     flags = ["--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "3", "--best_of", "2"]
-    assert main(["generate", *flags, "--reward_adapter", str(tmp_path / "rm"), "--prompt", "red cat"]) == 1
+    assert main(["generate", *flags, "--reward_model_path", str(tmp_path / "rm"), "--prompt", "red cat"]) == 1
     captured = capsys.readouterr()
     assert "reward of an answer to prompt 0 is nan" in captured.err
     assert captured.out == ""

@@ -37,7 +37,7 @@ def train_flags(model: Path, folder: Path, *more: str) -> list[str]:
     values = {
         "model_name_or_path": model, "dataset_name": write_prompts(folder), "output_dir": folder / "run",
         "device": "cpu", "max_steps": 2, "generation_batch_size": 4, "num_mini_batches": 1, "num_ppo_epochs": 1,
-        "max_completion_length": 6, "lora_r": 4, "num_samples": 0,
+        "max_completion_length": 6, "lora_r": 4,
     }  # fmt: skip
     kept = {name: value for name, value in values.items() if f"--{name}" not in more}  # a flag twice is an error
     return ["train", *[part for name, value in kept.items() for part in (f"--{name}", str(value))], *more]
@@ -230,7 +230,7 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     assert (tmp_path / "rm" / "curves.png").is_file()
     assert "output_dir: expected one without a run" in refused(capsys, *reward)
     assert run(capsys, *reward, "--resume_from_checkpoint", "auto")[1].startswith("nothing to do: ")
-    flags = train_flags(model, tmp_path, "--reward_adapter", str(final), "--algorithm", "reinforce")
+    flags = train_flags(model, tmp_path, "--reward_model_path", str(final), "--algorithm", "reinforce")
     flags = [f for pair in zip(flags[1::2], flags[2::2], strict=True) if pair[0] not in _PPO_ONLY for f in pair]
     code, out, err = run(capsys, "train", *flags)
     assert code == 0, err
@@ -249,7 +249,7 @@ def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
     ]:
         folder = tmp_path / writer
         folder.mkdir()
-        flags = train_flags(model, folder, "--num_samples", "1")
+        flags = train_flags(model, folder)
         with monkeypatch.context() as patched:
             patched.setattr(writer, write)
             code, _, err = run(capsys, *flags)
@@ -559,9 +559,9 @@ def test_a_broken_reward_function_is_a_request_that_cannot_be_served(capsys, mod
 )
 def test_a_reward_function_that_breaks_during_the_run(capsys, model, tmp_path, late, message):
     # calls: the dry run, step 1, step 2
-    spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 3 else {late}")
+    spec = write_reward(tmp_path, f"return [1.0] * len(prompts) if len(calls) < 4 else {late}")
     flags = train_flags(model, tmp_path, "--reward_funcs", spec, "--save_steps", "1")
-    trace = [f"return [1.0] * len(prompts) if len(calls) < 3 else {late}"] if "raised" in message else []
+    trace = [f"return [1.0] * len(prompts) if len(calls) < 4 else {late}"] if "raised" in message else []
     assert message in refused(capsys, *flags, code=1, trace=trace)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
@@ -581,7 +581,7 @@ def test_threads_that_wait_give_their_core_away_soon(given, spins):
 
 
 def test_control_c(capsys, model, tmp_path):
-    body = "if len(calls) == 3:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
+    body = "if len(calls) == 4:\n    raise KeyboardInterrupt\nreturn [1.0] * len(prompts)"
     flags = train_flags(model, tmp_path, "--reward_funcs", write_reward(tmp_path, body), "--save_steps", "1")
     line = refused(capsys, *flags, code=130)
     assert line.endswith("stopped; a run that wrote checkpoints goes on with --resume_from_checkpoint auto")

@@ -91,7 +91,7 @@ def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("export")
     base = write_model(place / "model")
     prompts, pairs = write_prompts(place), write_pairs(place)
-    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_ppo_epochs", 1, "--num_samples", 0)
+    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_ppo_epochs", 1)
     ppo = ("--model_name_or_path", base, "--dataset_name", prompts, "--output_dir", place / "ppo", "--save_steps", 1)
     run("train", *ppo, *few, "--max_completion_length", 6, *SHORT)
     rm = ("--model_name_or_path", base, "--dataset_name", pairs, "--output_dir", place / "rm")
@@ -316,8 +316,8 @@ def test_a_whole_reward_model_and_the_one_of_a_run_are_exported_too(place, tmp_p
     assert "expected an adapter for peft" in refused(capsys, final, "peft", tmp_path / "no")
     # a run of PPO has the reward model that it learned from
     prompts = ("--dataset_name", place / "prompts.jsonl", "--output_dir", tmp_path / "ppo", "--algorithm", "reinforce")
-    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--num_samples", 0, "--max_completion_length", 4)
-    reward = ("--reward_adapter", place / "rm" / "final")
+    few = ("--generation_batch_size", 4, "--num_mini_batches", 1, "--max_completion_length", 4)
+    reward = ("--reward_model_path", place / "rm" / "final")
     run("train", "--model_name_or_path", place / "model", *reward, *prompts, *few, *SHORT)
     theirs = AutoModelForSequenceClassification.from_pretrained(
         export(tmp_path / "ppo", "sequence_classification", tmp_path / "of-run")
@@ -501,7 +501,7 @@ def test_options_that_do_not_fit_are_refused(place, tmp_path, capsys):
         (["--to", "peft", "--dtype", "float16"], "dtype: expected auto with peft"),
         (["--to", "gguf"], "to: expected merged, peft or sequence_classification, got 'gguf'; llama.cpp's convert_hf"),
         (["--to", "merged", "--outtype", "f16"], "unknown option --outtype; llama.cpp's convert_hf_to_gguf.py takes"),
-        (["--to", "peft", "--private"], "private: expected it together with push_to_hub"),
+        (["--to", "peft", "--private"], "private: expected it unset without push_to_hub"),
         (["--to", "peft", "--push_to_hub", "name"], "push_to_hub: expected owner/name, got 'name'"),
         (["--to", "peft", "--base_model", "name"], "base_model: expected owner/name or owner/name@revision"),
         (["--to", "peft", "--license", "mit\nx"], "license: expected a name such as apache-2.0"),

@@ -91,7 +91,7 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
         (("tutorial",), "missing required option: --output_dir"),
         (("tutorial", "x", "y"), "unexpected argument 'y': expected an option that starts with --"),
         (("recipe:stories260k", "x"), "model_name_or_path: expected the base of 'recipe:stories260k', got none"),
-        (("trl", "x", "--model_name_or_path", "m"), "expected it with reward-function or recipe:stories260k, got it"),
+        (("trl", "x", "--model_name_or_path", "m"), "expected it unset with 'trl', which makes a small model"),
     ],
 )
 def test_what_it_refuses(words, message, tmp_path, monkeypatch, capsys):

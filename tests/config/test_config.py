@@ -35,23 +35,23 @@ def parse(*argv: str) -> TrainConfig:
 TRAIN = """
 method algorithm num_generations loss_type scale_rewards kl_in advantage_clip max_bad_rows truncation
 system_prompt chat_template_kwargs dry_run dtype lora_r lora_alpha use_rslora push_to_hub lora_dropout
-lora_target_modules actor_adapter reference_adapter reward_adapter critic_init quantization reward_model_path
-eval_dataset_name dataset_limit max_prompt_length max_completion_length temperature top_k top_p min_p
-reward_funcs reward_weights missing_eos_penalty missing_eos_score beta kl_target kl_estimator gamma lam
-cliprange cliprange_high delta cliprange_value vf_coef entropy_coef whiten_advantages generation_batch_size
+lora_target_modules actor_adapter reference_adapter critic_init quantization reward_model_path
+eval_dataset_name max_prompt_length max_completion_length temperature top_k top_p min_p
+reward_funcs reward_weights missing_eos_penalty beta kl_target kl_estimator gamma lam
+cliprange delta cliprange_value vf_coef entropy_coef generation_batch_size
 num_mini_batches num_ppo_epochs per_device_train_batch_size max_steps num_train_epochs learning_rate
-critic_learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta2 adam_epsilon optim max_grad_norm
+critic_learning_rate lr_scheduler_type warmup_steps weight_decay adam_epsilon optim max_grad_norm
 critic_warmup_steps gradient_checkpointing kernels rollout_mismatch_bound max_tokens_per_micro_batch
-kv_cache_memory exact decode_step save_steps save_total_limit eval_steps num_samples seed resume_from_checkpoint
+kv_cache_memory exact decode_step save_steps save_total_limit eval_steps seed resume_from_checkpoint
 device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness async_policy ray_generators
-batches_per_policy off_policy_correction off_policy_clip_max shard_base
+off_policy_correction off_policy_clip_max shard_base
 """
 REWARD = """
 mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column per_device_eval_batch_size
 eval_steps metric_for_best_model save_steps save_total_limit resume_from_checkpoint export max_length
 learning_rate num_train_epochs max_steps per_device_train_batch_size max_bad_rows truncation system_prompt
-chat_template_kwargs dataset_limit gradient_accumulation_steps lora_r lora_alpha use_rslora push_to_hub
-lora_dropout lora_target_modules lr_scheduler_type warmup_steps weight_decay adam_beta2 adam_epsilon optim
+chat_template_kwargs gradient_accumulation_steps lora_r lora_alpha use_rslora push_to_hub
+lora_dropout lora_target_modules lr_scheduler_type warmup_steps weight_decay adam_epsilon optim
 max_grad_norm gradient_checkpointing max_tokens_per_micro_batch dtype device kernels seed report_to shard_base
 """
 
@@ -110,12 +110,12 @@ def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
 
 def test_forms_of_flags() -> None:
     config = parse(
-        "--beta=0.1", "--max-steps", "7", "--dry_run", "--no_whiten_advantages",
+        "--beta=0.1", "--max-steps", "7", "--dry_run", "--no_shard_base",
         "--gradient-checkpointing=true",
         "--reward_funcs", "reward_model", "a/b.py:f", "--reward_weights", "1", "-1e-3", "--max_grad_norm", "0",
         "--lora_target_modules", "q_proj,v_proj", "--learning_rate", "3e-5",
     )  # fmt: skip
-    assert (config.beta, config.max_steps, config.dry_run, config.whiten_advantages) == (0.1, 7, True, False)
+    assert (config.beta, config.max_steps, config.dry_run, config.shard_base) == (0.1, 7, True, False)
     assert config.gradient_checkpointing is True
     assert config.reward_funcs == ["reward_model", "a/b.py:f"]
     assert config.reward_weights == [1.0, -1e-3]
@@ -217,7 +217,10 @@ def test_errors_name_the_option() -> None:
         (["--use_vllm"], r"unknown option --use_vllm; did you mean --vllm_server_base_url\?"),
         (["--use_liger_kernel"], r"unknown option --use_liger_kernel; losses never hold the logits; kernels says whos"),
         (["stray"], r"output_dir: expected a string, got 'o stray'"),
-        (["--whiten_advantages", "maybe"], r"whiten_advantages: expected true or false, got 'maybe'"),
+        (["--shard_base", "maybe"], r"shard_base: expected true or false, got 'maybe'"),
+        (["--cliprange", "0.1", "0.2", "0.3"], r"cliprange: expected one or two numbers > 0, got \[0.1, 0.2, 0.3\]"),
+        (["--missing_eos_penalty", "-1"], r"missing_eos_penalty: expected a number >= 0, or =SCORE such as =-1, got"),
+        (["--missing_eos_penalty==x"], r"missing_eos_penalty: expected a number >= 0, or =SCORE .*, got '=x'"),
         (["--max_steps", "1_0"], r"max_steps: expected an integer, got '1_0'"),
         (["--max_steps", "2.5"], r"max_steps: expected an integer, got '2\.5'"),
         (["--max_steps"], r"max_steps: needs a value"),
@@ -227,7 +230,10 @@ def test_errors_name_the_option() -> None:
         (["--kl_estimator", "k2"], r"kl_estimator: expected one of 'k1', 'k3', 'exact', got 'k2'"),
         (["--device", "tpu"], r"device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--reward_weights", "1", "2"], r"reward_weights: expected 1 numbers, .* got 2"),
-        (["--reward_adapter", "x", "--reward_funcs", "a:b"], r"reward_adapter: expected 'reward_model' among"),
+        (
+            ["--reward_model_path", "x", "--reward_funcs", "a:b"],
+            r"reward_model_path: expected it unset without 'reward_model'",
+        ),
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
         (["--warmup_steps", "101"], r"warmup_steps: expected at most max_steps \(100\), got 101"),
         (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),

@@ -63,7 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo-top_p": {"algorithm": "grpo", "top_p": 0.8, "min_p": 0.01},
     "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["ties"], "num_mini_batches": 1, "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
-    "past": {"batches_per_policy": 2, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
+    "past": {
+        "async_mode": "blocks",
+        "max_staleness": 1,
+        "algorithm": "grpo",
+        "off_policy_correction": "token_truncate",
+    },
 }
 CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
@@ -180,7 +185,7 @@ def both(request, model, tmp_path_factory) -> Path:
             jobs.append({"name": kind + name, "do": "steps", "steps": STEPS, "config": config})
     held_out = {"eval_dataset_name": made(folder, "held-out", model)["dataset_name"], "eval_steps": 2}
     resumed_too = chosen(request, "test_a_run_of_two_processes_goes_on_with_the_same_floats")
-    run = {"save_steps": 2, "num_samples": 2, "lora_dropout": 0.2, **held_out}
+    run = {"save_steps": 2, "lora_dropout": 0.2, **held_out}
     replay = {"algorithm": "grpo", "async_mode": "replay", "save_steps": 2}  # checkpoints hold past policies
     overlap = {**replay, "async_mode": "overlap"}
     for suffix, options in {
@@ -205,7 +210,7 @@ def both(request, model, tmp_path_factory) -> Path:
     options = {"reward_funcs": [write_reward(folder, FAILS.format("assert not late, 'no luck'"), "raises")]}
     jobs.append({"name": "raises", "do": "fail", "config": made(folder, "raises", model, **options)})
     # ranks that have lost one another do nothing more together
-    memory = made(folder, "no-memory", model, shard_base=True, num_samples=0)
+    memory = made(folder, "no-memory", model, shard_base=True)
     jobs.append({"name": "no-memory", "do": "fail", "out_of_memory": 1, "config": memory})
     assert finish(start(folder, jobs), folder) == [0, 0]
     return folder
@@ -334,7 +339,7 @@ def test_a_sharded_architecture_says_the_same(name, both):
 def test_a_process_without_memory_beside_a_server_ends_the_other(model, tmp_path):
     with StandIn(model, name=model.name) as server:
         there = {"vllm_server_base_url": server.url}
-        config = made(tmp_path, "run", model, shard_base=True, num_samples=0, **there)
+        config = made(tmp_path, "run", model, shard_base=True, **there)
         job = {"name": "memory", "do": "fail", "out_of_memory": 1, "learning": False, "config": config}
         assert finish(start(tmp_path, [job]), tmp_path) == [0, 0]
     kinds, messages, seconds = zip(*(left(tmp_path, "memory", rank) for rank in range(2)), strict=True)
@@ -525,7 +530,7 @@ def test_a_process_does_not_wait_for_ever(model, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("file", ["data_parallel.yaml", "fsdp2.yaml"])
 def test_the_shipped_configurations_launch_a_run(file, model, tmp_path):
-    config = TrainConfig(**made(tmp_path, "cli", model, num_samples=1, max_steps=2))
+    config = TrainConfig(**made(tmp_path, "cli", model, max_steps=2))
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     launch += ["--config_file", str(ROOT / "examples" / "accelerate" / file)]

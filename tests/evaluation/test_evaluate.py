@@ -388,11 +388,10 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
         ({"models": ["nowhere"]}, "models: expected the folder of a run, a checkpoint or a model, got .nowhere."),
         ({"models": ["x.jsonl"]}, "expected a file with prompt and completion, got 'x.jsonl', which is not there"),
         ({"against": "three"}, r"against: expected base, references or one of the models \['one', 'two'\], got"),
-        ({"reward_adapter": "x", "reward_model_path": "y", "reward_funcs": []}, "got both"),
         ({"judge": "reward", "reward_funcs": []}, "judge: expected reward_funcs or a reward model"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected 1 numbers"),
         ({"greedy": True}, "num_generations: expected 1 with greedy"),
-        ({"judge_model": "m"}, "judge_model: expected the address of a server as judge"),
+        ({"judge_model": "m"}, "judge_model: expected it unset without the address of a server as judge"),
     ],
 )
 def test_bad_requests(place, tmp_path, given, message):

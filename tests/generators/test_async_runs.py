@@ -90,7 +90,7 @@ def test_bytes_of_a_publication(model, tmp_path):
 
 
 def test_a_policy_for_several_batches(model, tmp_path):
-    _, rows = steps_of(model, tmp_path / "blocks", batches_per_policy=3, max_steps=7)
+    _, rows = steps_of(model, tmp_path / "blocks", async_mode="blocks", max_staleness=2, max_steps=7)
     assert ages(rows) == [0, 1, 2, 0, 1, 2, 0]
     assert "staleness/k3" not in rows[0]  # the present policy drew them
     assert rows[1]["staleness/k3"] > 0
@@ -104,7 +104,9 @@ def test_ratios_are_to_the_policy_that_drew(model, tmp_path):
     for correction in ("behaviour", "decoupled", "none"):
         output = tmp_path / correction
         once = {"num_ppo_epochs": 1, "num_mini_batches": 1, "cliprange": 1e-3}
-        _, rows = steps_of(model, output, batches_per_policy=2, max_steps=2, off_policy_correction=correction, **once)
+        _, rows = steps_of(
+            model, output, async_mode="blocks", max_staleness=1, max_steps=2, off_policy_correction=correction, **once
+        )
         found[correction] = rows[1]["clip_ratio"]
         assert rows[1]["mismatch/update_max"] < 1e-5, "to the policy before the update"
     assert found["behaviour"] > 0.1
@@ -116,7 +118,10 @@ RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
 
 @pytest.fixture(
     scope="module",
-    params=[{"async_mode": "overlap", "max_staleness": 2}, {"batches_per_policy": 3, "method": "j_hydra_ppo"}],
+    params=[
+        {"async_mode": "overlap", "max_staleness": 2},
+        {"async_mode": "blocks", "max_staleness": 2, "method": "j_hydra_ppo"},
+    ],
     ids=["overlap", "batches per policy"],
 )
 def uninterrupted(request, model, tmp_path_factory):
@@ -355,7 +360,6 @@ def test_requests_that_contradict_themselves(model, tmp_path):
         ({"async_mode": "overlap", "ray_generators": 2}, "ray_generators: expected it unset without async ray, got 2"),
         ({"async_mode": "ray", "async_policy": "in_flight"}, "async_policy: expected 'fixed' or 'newest' with async"),
         ({"async_mode": "ray", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'ray'"),
-        ({"async_mode": "overlap", "batches_per_policy": 2}, "batches_per_policy: expected 1 with async"),
         ({"off_policy_correction": "none"}, "off_policy_correction: expected it unset where every step"),
         ({"async_mode": "overlap", "method": "full_ppo"}, "got method 'full_ppo'"),
         (

@@ -72,7 +72,7 @@ def test_the_call_on_conversations_is_trl_s(folder, tmp_path):
     functions = [watching, waiting]
     of_trl(GRPOTrainer, GRPOConfig, folder, tmp_path / "stock", functions).train()
     of_trl(HydraGRPOTrainer, HydraGRPOConfig, folder, tmp_path / "ours", functions).train()
-    made = train_config(folder, tmp_path / "run", algorithm="grpo", reward_funcs=functions, max_steps=1, num_samples=0)
+    made = train_config(folder, tmp_path / "run", algorithm="grpo", reward_funcs=functions, max_steps=1)
     write_rows(tmp_path / "prompts.jsonl", ROWS)
     trainer = RlTrainer(made)
     del calls[4:]  # the dry run

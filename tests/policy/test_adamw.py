@@ -202,8 +202,8 @@ def test_what_cannot_be_served_is_refused(tmp_path, monkeypatch):
         RoleOptimizer(whole(torch.float32), {"sft": 1e-3}, optim="adamw_stochastic")
     with pytest.raises(ConfigError, match=r"optim: expected 'adamw' where nothing .* for parameters in float16"):
         RoleOptimizer(whole(torch.float16), {"sft": 1e-3}, optim="adamw_stochastic")
-    with pytest.raises(ConfigError, match=r"adam_beta2: expected it unset with optim adafactor, .* got 0\.8"):
-        sft_config(tmp_path / "not_read", tmp_path / "out", optim="adafactor", adam_beta2=0.8)
+    with pytest.raises(ConfigError, match=r"adam_epsilon: expected it unset with optim adafactor, .* got 0\.8"):
+        sft_config(tmp_path / "not_read", tmp_path / "out", optim="adafactor", adam_epsilon=0.8)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     require_optim("adamw_stochastic")
     with pytest.raises(ConfigError, match=r"bitsandbytes is not installed .*rlhf-engine\[bnb\].*, got 'adamw_8bit'"):

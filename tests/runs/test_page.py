@@ -26,7 +26,7 @@ from tests.training.test_data import train_config, write_model, write_prompts
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     model = write_model(root / "model")
-    options = {"max_steps": 3, "eval_steps": 1, "num_samples": 2, "eval_dataset_name": str(write_prompts(root))}
+    options = {"max_steps": 3, "eval_steps": 1, "eval_dataset_name": str(write_prompts(root))}
     RlTrainer(train_config(model, root / "first", **options)).run()
     return root / "first"
 

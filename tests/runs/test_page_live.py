@@ -131,7 +131,7 @@ def test_a_page_waits_longer_where_steps_are_long(tmp_path):
 def test_pages_have_everything_they_draw_with(model, tmp_path):
     """Held-out prompts and samples as well: nothing of a page's data is left behind by the way it is written."""
     prompts = str(write_prompts(tmp_path))
-    options = {"max_steps": 2, "eval_steps": 1, "num_samples": 2, "eval_dataset_name": prompts}
+    options = {"max_steps": 2, "eval_steps": 1, "eval_dataset_name": prompts}
     RlTrainer(train_config(model, tmp_path / "run", **options)).run()
     own = (tmp_path / "run" / PAGE_FILE).read_text()
     report = write_page([tmp_path / "run"], tmp_path / "report.html").read_text()

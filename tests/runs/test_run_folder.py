@@ -119,7 +119,7 @@ def test_links_in_a_run_folder_are_replaced_and_nothing_is_written_through_them(
         for name in [*files, *(f"{folder}/kept" for folder in folders)] if how == "there" else []:
             (outside / how / name).parent.mkdir(parents=True, exist_ok=True)
             (outside / how / name).write_text("kept")
-        options = {"max_steps": 1, "save_steps": 1, "num_samples": 1, "resume_from_checkpoint": "restart"}
+        options = {"max_steps": 1, "save_steps": 1, "resume_from_checkpoint": "restart"}
         RlTrainer(train_config(model, run, **options)).run()
         plot_curves(run / "metrics.jsonl", run / "drawn.png")  # the run's own are a copy, in tests
         assert not [path.name for path in run.rglob("*") if path.is_symlink()]
@@ -135,7 +135,7 @@ def test_a_reward_function_that_changes_the_working_folder_moves_nothing(model, 
     (tmp_path / "reward.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     rewards = {"reward_funcs": ["reward.py:score"], "reward_model_path": None}
-    trainer = RlTrainer(train_config(model, Path("run"), max_steps=2, save_steps=1, num_samples=1, **rewards))
+    trainer = RlTrainer(train_config(model, Path("run"), max_steps=2, save_steps=1, **rewards))
     assert trainer.output == tmp_path / "run"  # a thread may write while the function runs
     trainer.run()
     assert Path.cwd() == tmp_path

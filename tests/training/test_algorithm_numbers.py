@@ -210,7 +210,7 @@ def test_values_are_taught_the_returns_of_each_algorithm():
     assert torch.equal(value.output.old_value_M, SCORED.values_M)
     assert value.weight == 0.7
     assert value.output.denom == 4  # a sum per answer, as the policy's
-    algorithm, micro = learned(config("ppo", lam=1.0, whiten_advantages=False, vf_coef=0.7), SCORED)
+    algorithm, micro = learned(config("ppo", lam=1.0, scale_rewards="none", vf_coef=0.7), SCORED)
     policy, value = algorithm.terms(micro)
     to_go = torch.cat([a.score - BETA * a.kl.flip(0).cumsum(0).flip(0) for a in answers])
     torch.testing.assert_close(value.output.return_M, to_go)

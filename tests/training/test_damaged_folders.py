@@ -212,7 +212,7 @@ def test_what_a_changed_file_is_said_to_be(written, tmp_path):
     text = path.read_text()
     path.write_text(text.replace('"lora_alpha": 8.0', '"lora_alpha": 9.0'))
     assert path.read_text() != text
-    for argument in ("actor_adapter", "reference_adapter", "reward_adapter"):
+    for argument in ("actor_adapter", "reference_adapter", "reward_model_path"):
         with pytest.raises(ConfigError, match=r"adapter_config\.json: expected the file as it was written"):
             RlTrainer(train_config(written.base, tmp_path / "run", **{argument: str(folder)}))
     with pytest.raises(CorruptCheckpointError, match=r"; delete .*final/manifest\.json if this was done on purpose"):

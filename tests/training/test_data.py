@@ -78,7 +78,7 @@ def train_config(model: Path, output: Path, **changes: Any) -> TrainConfig:
         "model_name_or_path": str(model), "output_dir": str(output),
         "dataset_name": str(write_prompts(output.parent)), "lora_r": 4, "lora_alpha": 8.0, "max_completion_length": 8,
         "generation_batch_size": 8, "num_mini_batches": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 3,
-        "learning_rate": 1e-2, "max_steps": 4, "save_steps": 0, "num_samples": 0, "device": "cpu",
+        "learning_rate": 1e-2, "max_steps": 4, "save_steps": 0, "device": "cpu",
     }  # fmt: skip
     return TrainConfig(**{**options, **changes})
 
@@ -150,7 +150,7 @@ def test_every_command_gives_conversations_a_system_prompt_and_the_template_its_
         assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == "star one the sea <eos> red cat <eos> and"
     with pytest.raises(ConfigError, match=r"dataset_name: expected conversations for system_prompt and chat_templ"):
         GenerateConfig(**common, prompt=["red"], system_prompt="the sea")
-    few = {**said, "dataset_limit": 3}
+    few = {**said, "dataset_name": f"{said['dataset_name']}[:3]"}
     assert len(SftTrainer(sft_config(folder, tmp_path / "s", **few)).rows) == 3
 
 
@@ -208,7 +208,7 @@ def test_rl_takes_conversations_and_reward_functions_get_their_messages(base, tm
 
 def test_rl_cuts_prompts_and_writes_down_what_it_left_out(base, tmp_path):
     data = write_rows(tmp_path / "p.jsonl", [{"prompt": "red cat"}, {"prompt": 3}, {"prompt": "sun moon " * 40}])
-    common = {"dataset_name": str(data), "max_bad_rows": 1, "max_prompt_length": 10, "num_samples": 0, "max_steps": 1}
+    common = {"dataset_name": str(data), "max_bad_rows": 1, "max_prompt_length": 10, "max_steps": 1}
     trainer = RlTrainer(train_config(base, tmp_path / "run", truncation="keep_end", **common))
     assert [len(ids) for ids in trainer.train_set.ids] == [3, 10]
     assert words(trainer, trainer.train_set.ids[1]) == "<bos> " + "moon sun " * 4 + "moon"

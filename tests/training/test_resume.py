@@ -247,11 +247,11 @@ def test_other_rewards_have_a_best_evaluation_of_their_own(model, tmp_path):
     assert (other.state.best_step, other.state.best_reward) == (None, None)
 
 
-def test_other_samples_are_compared_with_their_own_first_look(model, tmp_path):
-    config = train_config(model, tmp_path / "run", max_steps=2, save_steps=1, num_samples=2)
+def test_other_samples_are_compared_with_their_own_first_look(model, tmp_path, monkeypatch):
+    config = train_config(model, tmp_path / "run", max_steps=2, save_steps=1)
     RlTrainer(config).run()
-    again = {"max_steps": 3, "num_samples": 1, "resume_from_checkpoint": "auto"}
-    RlTrainer(dataclasses.replace(config, **again)).run()
+    monkeypatch.setattr("rlhf_engine.training.evaluation._SAMPLES", 1)
+    RlTrainer(dataclasses.replace(config, max_steps=3, resume_from_checkpoint="auto")).run()
     assert (tmp_path / "run" / "samples.md").read_text(encoding="utf-8").count("**Before**") == 1
 
 
@@ -377,7 +377,7 @@ def steps_logged(output: Path) -> int:
 
 def test_a_signal_ends_the_command_with_a_checkpoint(model, tmp_path, capsys):
     """In this process; the next test sends every signal to one of its own."""
-    body = "import signal\nif len(calls) == 2:\n    signal.raise_signal(signal.SIGINT)\nreturn [1.0] * len(prompts)"
+    body = "import signal\nif len(calls) == 3:\n    signal.raise_signal(signal.SIGINT)\nreturn [1.0] * len(prompts)"
     options = {"max_steps": 60, "save_steps": 0, "reward_funcs": [write_reward(tmp_path, body)]}
     (tmp_path / "run.yaml").write_text(train_config(model, tmp_path / "run", **options).to_yaml())
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 128 + signal.SIGINT
@@ -418,7 +418,7 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on(model, tmp_path, packa
 )
 def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode):
     """The checkpoint of the last whole step is written, and the run that goes on from it makes the same floats."""
-    body = "if len(calls) == 4:\n    raise OSError('no judge')\nreturn [float(len(c)) for c in completions]"
+    body = "if len(calls) == 5:\n    raise OSError('no judge')\nreturn [float(len(c)) for c in completions]"
     reward = write_reward(tmp_path, body)
     options = {**CROSSING, "async_mode": mode, "max_steps": 5, "save_steps": 0, "reward_funcs": [reward]}
     trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
@@ -426,7 +426,7 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
         trainer.run()
     assert notes(raised.value) == ["checkpoint of step 2 written, --resume_from_checkpoint auto goes on"]
     assert [folder.name for folder in list_checkpoints(trainer.output)] == ["checkpoint-2"]
-    options["reward_funcs"] = [write_reward(tmp_path, body.replace("== 4", "== 0"), "mended")]
+    options["reward_funcs"] = [write_reward(tmp_path, body.replace("== 5", "== 0"), "mended")]
     resumed = RlTrainer(train_config(model, tmp_path / "run", **options, resume_from_checkpoint="auto"))
     resumed.run()
     whole = RlTrainer(train_config(model, tmp_path / "whole", **options))
@@ -437,7 +437,7 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
 
 def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_engine.training.rl_policy.REWARD_SECONDS", 0.5)
-    reward = write_reward(tmp_path, "import time\nif len(calls) == 3:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
+    reward = write_reward(tmp_path, "import time\nif len(calls) == 4:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
     options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward]}
     with pytest.raises(RewardError, match=r"took longer than 0\.5 seconds") as raised:
         RlTrainer(train_config(model, tmp_path / "run", **options)).run()

@@ -469,7 +469,7 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
         if architecture == "llama":
             torch.testing.assert_close(their_scores(loaded, examples), ours, rtol=0, atol=1e-5)
     # the same folder serves as a reward adapter too
-    policy = build_policy_model(train_config(folder, tmp_path / "ppo", reward_adapter=str(export))).eval()
+    policy = build_policy_model(train_config(folder, tmp_path / "ppo", reward_model_path=str(export))).eval()
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
     torch.testing.assert_close(policy.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
 
@@ -520,7 +520,7 @@ def test_full_training_writes_a_reward_model_path(base, tmp_path):
 
 def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tmp_path):
     config = train_config(
-        base, tmp_path / "run", reward_adapter=str(trained.output / "final"), algorithm="reinforce",
+        base, tmp_path / "run", reward_model_path=str(trained.output / "final"), algorithm="reinforce",
         num_mini_batches=None, num_ppo_epochs=None, max_steps=2,
     )  # fmt: skip
     trainer = RlTrainer(config)
@@ -583,8 +583,8 @@ def test_rows_that_cannot_be_served_are_found_before_the_model_is_loaded(tmp_pat
 def test_contradictory_options(tmp_path):
     for options, message in [
         ({"eval_dataset_name": 1.0}, "eval_dataset_name: expected a source or a share between 0 and 1, got 1.0"),
-        ({"group_column": "c"}, "group_column: expected it with a share as eval_dataset_name, .* got 'c' without"),
-        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it with eval_dataset_name"),
+        ({"group_column": "c"}, "group_column: expected it unset without a share as eval_dataset_name, .* got 'c'"),
+        ({"metric_for_best_model": "auc"}, "metric_for_best_model: expected it unset without eval_dataset_name"),
         ({"mode": "full", "export": "merged"}, "export: expected it unset for --full"),
         ({"mode": "full", "lora_r": 4}, "lora_r: expected it unset for --full"),
         ({"warmup_steps": 5}, r"warmup_steps: expected at most max_steps \(4\), got 5"),

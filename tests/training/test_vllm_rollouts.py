@@ -42,7 +42,7 @@ def config(model: Path, output: Path, server: StandIn, **changes: Any):
 
 def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
-    options = {"eval_dataset_name": str(heldout), "eval_steps": 2, "num_samples": 2, "critic_warmup_steps": 1}
+    options = {"eval_dataset_name": str(heldout), "eval_steps": 2, "critic_warmup_steps": 1}
     local = RlTrainer(train_config(model, tmp_path / "local", **options))
     remote = RlTrainer(config(model, tmp_path / "remote", server, **options))
     local.run()
@@ -68,7 +68,7 @@ def test_the_run_is_the_local_one_where_draws_coincide(model, server, tmp_path):
 @pytest.mark.long
 def test_ranks_that_never_hold_the_base_draw_from_one_server(model, server, tmp_path):
     heldout = write_rows(tmp_path / "heldout.jsonl", [{"prompt": p} for p in PROMPTS[:3]])
-    options = {"eval_dataset_name": str(heldout), "eval_steps": 1, "num_samples": 2, "max_steps": 2}
+    options = {"eval_dataset_name": str(heldout), "eval_steps": 1, "max_steps": 2}
     options |= {"generation_batch_size": 12, "adam_epsilon": 1e-3}
     alone = RlTrainer(config(model, tmp_path / "alone", server, **options))
     alone.run()
@@ -312,7 +312,7 @@ def test_options_that_contradict_each_other(tmp_path):
 
 
 def test_the_command_says_in_a_line_that_nobody_answers(model, tmp_path, capsys):
-    made = train_config(model, tmp_path / "run", vllm_server_base_url="http://127.0.0.1:9", num_samples=0)
+    made = train_config(model, tmp_path / "run", vllm_server_base_url="http://127.0.0.1:9")
     (tmp_path / "c.yaml").write_text(made.to_yaml())
     assert main(["train", "--config", str(tmp_path / "c.yaml")]) == 1
     error = capsys.readouterr().err
@@ -429,5 +429,5 @@ def test_weights_of_both_corrections_multiply():
 def test_what_does_not_go_together(model, server, tmp_path):
     with pytest.raises(ConfigError, match="vllm_server_base_url: expected it unset with async 'ray'"):
         beside(model, tmp_path, server, async_mode="ray")
-    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with vllm_server_base_url"):
+    with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with async 'ray' or vllm"):
         beside(model, tmp_path, server, async_policy="in_flight")

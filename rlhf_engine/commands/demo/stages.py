@@ -107,10 +107,7 @@ def make_start(
     kernels: Kernels = "auto",
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
-    """Data and a supervised model with a reward head, where RL starts; metrics of its last step.
-
-    Writes sft/ (the model), train.jsonl and heldout.jsonl (prompts) into the folder, and what they were made from.
-    """
+    """Write sft/, train.jsonl and heldout.jsonl, where RL starts; metrics of the last supervised step."""
     pairs = write_data(DemoTask(seed), size, folder)
     write_model(size, folder / "init", seed)
     trainer = SftTrainer(
@@ -201,10 +198,7 @@ def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
 
 
 def _read_start(start: Path, output: Path) -> dict[str, float]:
-    """Metrics of the last supervised step of an earlier demo.
-
-    Raises ConfigError for a folder that lacks a part of the start, or that this demo would empty.
-    """
+    """Metrics of an earlier demo's last supervised step; ConfigError where it lacks a part or would be emptied."""
     lacking = [name for name in (*_START, "sft/metrics.jsonl") if not (start / name).exists()]
     if lacking:
         raise ConfigError(f"start: expected the folder of an earlier demo, got {start}, which lacks {lacking}")

@@ -54,11 +54,7 @@ TAILS = (
 )
 
 GREETINGS = ("hello", "good evening", "dear guest", "welcome back")
-APOLOGIES = (
-    "i am so sorry about the {topic}",
-    "we apologise for the {topic}",
-    "i am sorry the {topic} is {problem}",
-)
+APOLOGIES = ("i am so sorry about the {topic}", "we apologise for the {topic}", "i am sorry the {topic} is {problem}")
 PLAIN_APOLOGIES = ("i am so sorry", "please forgive us")
 FIX_FORMS = ("we will {verb} the {topic} {when}", "someone will {verb} the {topic} {when}")
 WHEN = ("now", "tonight", "at once", "right away", "within the hour")
@@ -72,14 +68,7 @@ FILLER = (
     "please enjoy our new bar below",
     "this house was built by my uncle",
 )
-RUDE = (
-    "that is not my problem",
-    "stop complaining",
-    "deal with it",
-    "you ask too much",
-    "go away",
-    "others never ask",
-)
+RUDE = ("that is not my problem", "stop complaining", "deal with it", "you ask too much", "go away", "others never ask")
 CLOSINGS = (
     "goodbye",
     "thank you for telling us",
@@ -320,10 +309,7 @@ def vocabulary_texts() -> list[str]:
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of every word in `texts`, split at white space; <bos> comes before each text.
-
-    Ids: the special tokens first, then words by frequency and spelling. Decoding joins with single spaces.
-    """
+    """A word-level tokenizer of the words in `texts`, most frequent first; <bos> comes before each text."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL_TOKENS), show_progress=False)

@@ -42,13 +42,7 @@ from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
-from rlhf_engine.integrations.trl.hydra_from_peft import (
-    HEADS,
-    has_learned,
-    hydra_on,
-    is_on_same_tensors,
-    require_alone,
-)
+from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
 from rlhf_engine.policy.optimizer import warn_without_masters
@@ -60,15 +54,11 @@ from trl import GRPOTrainer  # noqa: E402
 from trl.chat_template_utils import parse_response  # noqa: E402
 
 _REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-REWARD_MODEL = "reward_model"
-"""The learned reward among `reward_funcs`."""
-ACTOR, CRITIC = "default", "critic"
-"""PEFT's names of the adapters."""
+REWARD_MODEL = "reward_model"  # the learned reward among `reward_funcs`
+ACTOR, CRITIC = "default", "critic"  # PEFT's names of the adapters
 _EPS = 1e-4  # constant that RLOOTrainer adds to the deviation of advantages
-REFERENCE = "reference"
-"""Slot of the adapter that a run started from, which is nobody's but the HydraModel's."""
-REWARD_ROLE = "reward"
-"""Role that `reward_model` stands for."""
+REFERENCE = "reference"  # slot of the adapter that a run started from, which is nobody's but the HydraModel's
+REWARD_ROLE = "reward"  # role that `reward_model` stands for
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -475,10 +465,7 @@ class HydraTrainer(GRPOTrainer):
         }
 
     def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
-        """Mask of the answers that have a score and can be learned from, [N] bool, where k are in a group.
-
-        An answer whose greedy twin has no score has no baseline, nor has one that is alone where a group is needed.
-        """
+        """Mask of the answers that can be learned from, [N] bool: with a score, a baseline, or k in the group."""
         if self._facts.with_greedy:
             ((_, scored_N),) = self._hidden_totals
             keep_N = keep_N & scored_N
@@ -492,10 +479,7 @@ class HydraTrainer(GRPOTrainer):
     def _prepare(
         self, mode: str, experience: Experience, keep_N: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Values that the algorithm learns from, by field and token, [M], and the tokens' mask, bool [M].
-
-        A process without an answer to learn from takes part in the sums over all processes.
-        """
+        """Values [M] that the algorithm learns from, by field, and their mask, bool [M], by all processes together."""
         batch, kept = experience.batch, keep_N.nonzero()[:, 0].tolist()
         prepared, metrics = self.algorithm.prepare(experience.select(kept)) if kept else (None, {})
         self._note_all(mode, metrics)
@@ -519,10 +503,7 @@ class HydraTrainer(GRPOTrainer):
         return columns, mask_M
 
     def _normalised(self, advantages_M: torch.Tensor, ends_N: torch.Tensor) -> torch.Tensor:
-        """Advantages with mean 0 and variance 1 over all processes, where the options say so: by token or by answer.
-
-        ends_N: places of the answers' last tokens.
-        """
+        """Advantages with mean 0 and variance 1 over all processes if options say so, by token or answer (ends_N)."""
         if self.algorithm.options.whitens_advantages:
             mean, variance = self._moments(advantages_M)
             return ((advantages_M.double() - mean) / (variance + 1e-8) ** 0.5).to(advantages_M.dtype)

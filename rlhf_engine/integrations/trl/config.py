@@ -89,16 +89,13 @@ _REFUSED = {
 REFUSED = {name: why for why, names in _REFUSED.items() for name in names.split()}
 """Options that have to stay at their defaults, and why."""
 
-_AS_OURS = (
-    "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef whiten_advantages"
-)
-OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange_high"}
+_AS_OURS = "beta critic_learning_rate cliprange_value delta gamma kl_estimator lam scale_rewards vf_coef"
+OF_ALGORITHMS = {name: name for name in _AS_OURS.split()} | {"epsilon": "cliprange", "epsilon_high": "cliprange"}
 """Options that not every algorithm reads, and their names in `rlhf_engine.config.algorithm`."""
 
 ALSO_DEFAULT = {"include_num_input_tokens_seen": (False,), "scale_rewards": (False, "none")}
 """Other ways to write a default."""
-Checks = dict[str, tuple[bool, str]]
-"""Option → (whether it can be served, what is expected)."""
+Checks = dict[str, tuple[bool, str]]  # option → (whether it can be served, what is expected)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -121,7 +118,9 @@ class HydraConfig(GRPOConfig):
 
     algorithm: str = _option("ppo", f"One of {', '.join(ALGORITHMS)}.")
     loss_type: str | None = _option(None, "Kind of loss; none: the algorithm's first.")
-    scale_rewards: str | None = _option(None, "For algorithms with groups: group or none; none of both: group.")
+    scale_rewards: str | None = _option(
+        None, "group or none; of PPO group gives advantages mean 0 and variance 1. None: group where it is read."
+    )
     num_generations: int | None = _option(None, "Answers per prompt; none: the algorithm's.")
     beta: float = _option(0.05, "Coefficient of the KL to the reference.")
     num_iterations: int = _option(1, "Epochs over each rollout.")
@@ -132,7 +131,6 @@ class HydraConfig(GRPOConfig):
     cliprange_value: float | None = _option(
         0.2, "Values are clipped to the old value plus or minus this; none: no clipping."
     )
-    whiten_advantages: bool = _option(True, "Advantages with mean 0 and variance 1.")
     critic_learning_rate: float | None = _option(None, "Of critic and value head; none: as actor.")
     missing_eos_penalty: float | None = _option(None, "Subtracted where an answer never ends.")
     reward_clip_range: tuple[float, float] | None = _option(
@@ -196,8 +194,10 @@ class HydraConfig(GRPOConfig):
             ConfigError: an option out of its range.
         """
         fields = {option.name for option in dataclasses.fields(AlgorithmOptions)}
-        names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields}
-        read = {ours: getattr(self, name) for ours, name in names.items() if ours in self.facts.reads}
+        names = {ours: name for name, ours in OF_ALGORITHMS.items() if ours in fields and ours in self.facts.reads}
+        read = {ours: getattr(self, name) for ours, name in names.items()}
+        if "cliprange" in read:
+            read["cliprange"] = [self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high]
         if self.facts.loss_types:
             read["loss_type"] = self.loss_type
         return AlgorithmOptions(algorithm=self.algorithm, entropy_coef=self.entropy_coef, **read)
@@ -211,6 +211,7 @@ class HydraConfig(GRPOConfig):
         length, bounds, rate = self.max_completion_length, self.reward_clip_range, self.critic_learning_rate
         kinds = self.facts.loss_types or (self.algorithm,)
         upper = 1 + (self.epsilon_high or self.epsilon)
+        is_range = bounds is None or (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1])
         return {
             "loss_type": (self.loss_type in kinds, " or ".join(map(repr, kinds))),
             "scale_rewards": (self.scale_rewards in ("group", "none"), "'group' or 'none'"),
@@ -230,7 +231,7 @@ class HydraConfig(GRPOConfig):
             "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
             "cliprange_value": (self.cliprange_value is None or self.cliprange_value > 0, "None or a number > 0"),
             "critic_learning_rate": (rate is None or rate >= 0, "None or a number >= 0"),
-            "reward_clip_range": (bounds is None or _is_range(bounds), "None or two numbers, the lower one first"),
+            "reward_clip_range": (is_range, "None or two numbers, the lower one first"),
             "missing_eos_penalty": (
                 self.missing_eos_penalty is None or self.missing_eos_penalty >= 0,
                 "None or a number >= 0, which is subtracted",
@@ -358,7 +359,3 @@ class HydraOnlineDPOConfig(HydraConfig):
             "num_generations": (self.num_generations == 1, "1: answers_per_prompt says how many are drawn"),
             "answers_per_prompt": (self.answers_per_prompt >= 2, "at least 2"),
         }
-
-
-def _is_range(bounds: object) -> bool:
-    return isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1]

@@ -28,8 +28,7 @@ from rlhf_engine.hydra import HydraModel, SlotConfig, peft_io
 from rlhf_engine.hydra.loading import keep_differentiable
 from rlhf_engine.hydra.roles import RoleSpec
 
-HEADS = "hydra_heads"
-"""Name under which the heads are the PeftModel's."""
+HEADS = "hydra_heads"  # name under which the heads are the PeftModel's
 
 
 def hydra_on(

@@ -28,8 +28,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations import Exchange, as_autocast
 
-OLDEST, TOO_NEW = "1.15", "1.18"
-"""Versions of TRL that this package knows: from the first to before the second."""
+OLDEST, TOO_NEW = "1.15", "1.18"  # versions of TRL that this package knows: from the first to before the second
 _FUNCTION, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
 _PARAMETERS = (
     *("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale"),

@@ -5,7 +5,7 @@
 
 w is 1, or with pos_weight "balanced" (number of false) / (number of true). Source: PERL (arXiv 2403.10704), whose
 reward models are LoRA on a frozen base; a PeftModel's layers run on our kernels. The folder that is saved is one
-for `AutoPeftModelForSequenceClassification`, and for `reward_adapter` of the trainers and of `rlhf-engine train`: the
+for `AutoPeftModelForSequenceClassification`, and for the trainers and `rlhf-engine train`: the
 policy then runs on the same base. r is read at the token that ends the answer, where rollouts stop; RewardTrainer reads
 it behind the white space that many chat templates write there.
 """
@@ -136,8 +136,6 @@ class PerlRewardTrainer(RewardTrainer):
         warn_without_masters(optimizer)
         return optimizer
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
-
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         columns = set(next(iter(dataset)))
         processes = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
@@ -181,8 +179,6 @@ class PerlRewardTrainer(RewardTrainer):
             "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
             "label": torch.tensor([bool(row["label"]) for row in rows]),
         }
-
-    # ---- the loss --------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -31,10 +31,7 @@ from rlhf_engine.hydra.supports import Supports
 
 
 def to_columns(batch: PackedBatch, padded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Spread the supports of a batch over rows; no columns where tokens were drawn among all words.
-
-    padded: spreads numbers [M] over right-padded rows [N, C], as the columns beside have them.
-    """
+    """Spread the supports of a batch over rows by `padded`; no columns where tokens were drawn among all words."""
     supports = batch.supports
     if supports is None:
         return {}
@@ -46,10 +43,7 @@ def to_columns(batch: PackedBatch, padded: Callable[[torch.Tensor], torch.Tensor
 
 
 def from_columns(columns: Mapping[str, Any], answer_NC: torch.Tensor, vocabulary: int) -> Supports | None:
-    """Take the supports of some answers out of columns; None where there are none.
-
-    answer_NC: bool, True for an answer's tokens. vocabulary: number of words.
-    """
+    """Take the supports of answers (bool, answer_NC) out of columns; None where there are none."""
     if "support_lens" not in columns:
         return None
     lens_NC, words_NK = columns["support_lens"] * answer_NC, columns["support_words"]

@@ -30,12 +30,9 @@ Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], No
 """Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WARM_UP = 3
-"""Eager steps before a capture."""
-WORTH = 32
-"""Tokens that are left to sample at least, for a capture to pay."""
-_IDLE_SHARE = 4
-"""A graph also serves fewer rows, down to one in so many of its places."""
+WARM_UP = 3  # eager steps before a capture
+WORTH = 32  # tokens that are left to sample at least, for a capture to pay
+_IDLE_SHARE = 4  # A graph also serves fewer rows, down to one in so many of its places
 
 
 class CaptureError(EngineError):
@@ -48,20 +45,9 @@ class GraphStep(TransformersStep):
     name = "graph"
 
     def __init__(
-        self,
-        backbone: Backbone,
-        cache: KVCache,
-        columns: int,
-        idle_block: int,
-        capture: Capture,
-        *,
-        required: bool,
+        self, backbone: Backbone, cache: KVCache, columns: int, idle_block: int, capture: Capture, *, required: bool
     ) -> None:
-        """columns: blocks of the longest table. idle_block: a block of the cache that no row has.
-
-        required: a step that cannot be captured raises CaptureError; otherwise it is said in a warning and in `name`,
-        and the model's own forward goes on.
-        """
+        """Capture a step for tables of `columns` blocks; else the forward runs, or CaptureError if required."""
         super().__init__(backbone, cache)
         self._columns, self._idle_block = columns, idle_block
         self._capture: Capture | None = capture
@@ -78,7 +64,8 @@ class GraphStep(TransformersStep):
             return None
         slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
         kind = (slot, group.slot, group.temperature)
-        sizes = [size for size in _sizes_for(rows) if (size, *kind) in self._graphs]
+        sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)] or [bucket(rows)]
+        sizes = [size for size in sizes if (size, *kind) in self._graphs]
         if sizes:
             return self._graphs[(sizes[0], *kind)]
         if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < WORTH:
@@ -138,12 +125,6 @@ class _Graph:
 def bucket(rows: int) -> int:
     """Places of the smallest graph that has room for so many rows."""
     return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
-
-
-def _sizes_for(rows: int) -> list[int]:
-    """Places that a graph for so many rows may have, fewest first."""
-    sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)]
-    return sizes or [bucket(rows)]
 
 
 def _captures(live: LiveRows) -> bool:
@@ -208,10 +189,7 @@ def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], NextTokens], pool:
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture, and see that the allocator leaves it, too.
-
-    Where the end fails, torch 2.11 stays in the capture: no memory is given back then, and `empty_cache` dies.
-    """
+    """End a capture, and see that the allocator leaves it too: torch 2.11 stays in one that fails."""
     try:
         graph.capture_end()
     except RuntimeError:

@@ -45,16 +45,13 @@ _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest error of a hidden state in the trial, relative to what the layers add to the embedding; figures in
 docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs time only."""
-_LATEST = 2**16
-"""Positions up to which the trial looks at a late one."""
+_LATEST = 2**16  # positions up to which the trial looks at a late one
 _TRIAL_PROMPT, _TRIAL_STEPS = (5, 3, 9, 4, 1), 3
 _LONG_PROMPT = 320
 """Tokens of a prompt beyond which transformers' forward is faster, measured on 41 M parameters; the figures are in
 docs/decisions."""
-_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}
-"""Tokens of shorter prompts together, the same."""
-_ROWS = 512
-"""Most prompt tokens of one call of the kernel."""
+_MANY_TOKENS = {torch.float32: PREFILL_TOKENS, torch.bfloat16: 768}  # tokens of shorter prompts together, the same
+_ROWS = 512  # most prompt tokens of one call of the kernel
 
 
 class NativeStep(RolloutStep):
@@ -136,16 +133,12 @@ def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return calls
 
 
-# ---- which backbones -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
     """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
-    exact: bool
-    """Whether it was tried in exact mode, where the two ways have to agree to the bit."""
+    exact: bool  # whether it was tried in exact mode, where the two ways have to agree to the bit
     decoder: Decoder | None
     reason: str | None
 
@@ -258,7 +251,7 @@ def _decoder(backbone: Backbone) -> Decoder:
         embedding=base_model.embed_tokens.weight,
         layers=[_layer(layer, window) for layer, window in zip(base_model.layers, _windows(backbone), strict=True)],
         final_norm=base_model.norm.weight,
-        eps=_eps(base_model.norm),
+        eps=float(getattr(base_model.norm, "variance_epsilon", getattr(base_model.norm, "eps", 0.0))),
         n_heads=first.self_attn.q_proj.out_features // head_dim,
         n_kv_heads=first.self_attn.k_proj.out_features // head_dim,
         head_dim=head_dim,
@@ -278,10 +271,6 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
         window=window,
         **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
     )
-
-
-def _eps(norm: nn.Module) -> float:
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 
 def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:
@@ -308,9 +297,6 @@ def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Ten
     with torch.no_grad():
         cos, sin = base_model.rotary_emb(like, torch.arange(positions, device=backbone.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()
-
-
-# ---- the trial -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -20,8 +20,7 @@ from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
 
-PREFILL_TOKENS = 8192
-"""Most prompt tokens that are admitted in one call; a longer prompt is a call of its own."""
+PREFILL_TOKENS = 8192  # most prompt tokens that are admitted in one call; a longer prompt is a call of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,7 @@ class RolloutStep(ABC):
     """Runs rows through a backbone."""
 
     name: str
-    wait_share: int
-    """One in so many places has to be free before waiting prompts interrupt the decoding of the others."""
+    wait_share: int  # one in so many places has to be free before waiting prompts interrupt the decoding of the others
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -46,10 +44,7 @@ class RolloutStep(ABC):
 
     @abstractmethod
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
-        """Put every row's last token into the cache at its length; its hidden states [N, H].
-
-        longest: no row has more tokens in the cache before.
-        """
+        """Put every row's last token into the cache at its length; its hidden states [N, H]."""
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         """n tokens more for every live row, one after another, without waiting for the device in between."""

@@ -47,18 +47,10 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.peft_export import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.io import put_in_place
-from rlhf_engine.rollout.request import (
-    FinishReason,
-    Rollout,
-    RolloutStats,
-    SamplingConfig,
-    check_prompts,
-    row_seed,
-)
+from rlhf_engine.rollout.request import FinishReason, Rollout, RolloutStats, SamplingConfig, check_prompts, row_seed
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
-CONNECTIONS = 256
-"""Most requests under way at once; as many as a server decodes together unless it is told otherwise."""
+CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
 _LOOK_SECONDS = 0.2  # seconds between two looks at whether the run has stopped
 _PARTING_SECONDS = 10.0  # longest wait for a server at a run's end, where it may be what has ended the run
@@ -72,11 +64,7 @@ _MOVED = 0.02
 
 
 def find_base(client: VllmClient, model_name_or_path: str, most_tokens: int) -> ServedModel:
-    """The base that the server holds, looked up by the last part of its name or path.
-
-    most_tokens: of the longest prompt with its answer. Raises RolloutServerError where no server answers, ConfigError
-    where it serves another base or less context.
-    """
+    """The base that the server holds, by the last part of its name or path; ConfigError for another one."""
     client.health()
     bases = [model for model in client.models() if model.parent is None]
     ours = Path(plain_name(model_name_or_path)).name
@@ -143,10 +131,7 @@ class Canary:
         seed: int = 0,
         role: str = "actor",
     ) -> None:
-        """prompts: token lists that leave room for `max_tokens` more. bound: of the mean; None: by dtype.
-
-        role: the role that answers are compared with: `actor`, or `past` where past policies draw.
-        """
+        """Take prompts with room for `max_tokens` more, the mean's bound (None: by dtype) and the role compared."""
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one canary prompt, got none")
         self.role = role
@@ -164,10 +149,7 @@ class Canary:
         name: str,
         complete: Callable[[str, Sequence[Sequence[int]], Sequence[dict[str, Any]], int], list[Completion]],
     ) -> list[Completion]:
-        """Have the adapter served under a name answer the canary prompts. No pass of the model is made.
-
-        complete: (name, prompts, bodies, vocabulary) → answers. Raises RolloutServerError if none comes.
-        """
+        """Have the adapter served under a name answer the canary prompts, without a pass of the model."""
         vocabulary = self.model.role_backbone(self.role).vocabulary
         bodies = [sampling_body(self.sampling, seed=row_seed(self.seed, i)) for i in range(len(self.prompts))]
         # one at a time: what is drawn beside an answer may move its last digits, by which a stale adapter is found
@@ -175,10 +157,7 @@ class Canary:
         return [answer for prompt, body in pairs for answer in complete(name, [prompt], [body], vocabulary)]
 
     def check(self, name: str, answers: list[Completion]) -> dict[str, float]:
-        """Compare answers of an adapter with the policy in the role's slot now; mean and largest |difference|.
-
-        Raises MismatchError where the server has drawn by something else.
-        """
+        """Compare answers of an adapter with the policy in the role's slot now; mean and largest |difference|."""
         tokens = [answer.tokens for answer in answers]
         drawn = _Drawn(
             tokens=tokens,
@@ -243,16 +222,7 @@ class VllmRollouts:
         role: str = "actor",
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make a backend of one run.
-
-        `run` names its adapters, which are written into `folder`. `server_folder` is the same folder as the server sees
-        it; None stands for the same path. `role` is the policy that is served. Where that is not the actor, the canary
-        is not compared by `sync` but by `check`. `stopped` is asked while answers are waited for; where it is true, the
-        requests under way are ended.
-
-        Raises:
-            ConfigError: an actor that vLLM cannot serve.
-        """
+        """Make a backend of a run, whose adapters lie in `folder` (for the server `server_folder`) until `stopped`."""
         require_servable(model, role)
         self.role, self.stopped = role, stopped
         self.model, self.client, self.base, self.canary = model, client, base, canary
@@ -260,8 +230,7 @@ class VllmRollouts:
         self.folder = folder.resolve()
         self.server_folder = str(self.folder) if server_folder is None else server_folder.rstrip("/")
         self.policy_version: int | None = None
-        self.name = ""
-        """Adapter that is drawn from."""
+        self.name = ""  # adapter that is drawn from
         self._unchecked: dict[int, tuple[str, list[Completion]]] = {}
         """Name and answers to the canary prompts, by version, of what is compared later."""
         self._stuck: set[str] = set()
@@ -270,11 +239,7 @@ class VllmRollouts:
     # ---- the adapter goes there ------------------------------------------------------------------------------------
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Serve the role's present weights as this version.
-
-        Raises RolloutServerError where the server fails, MismatchError where it then serves something else, ConfigError
-        where the folder cannot be written to. Until all is well, the version before stays loaded and on disk.
-        """
+        """Serve the role's present weights as this version; until all is well, the one before stays loaded."""
         if policy_version == self.policy_version:
             return self._metrics
         with self._alone():
@@ -293,11 +258,7 @@ class VllmRollouts:
         return self._metrics
 
     def check(self, policy_version: int) -> dict[str, float]:
-        """Compare what the server has answered by a version, once, with that policy in the canary's role.
-
-        Kept apart from `sync`, which may run beside a learner whose base is in shares. Raises MismatchError where the
-        server has drawn by something else; nothing has been learned from it then.
-        """
+        """Compare what the server answered by a version with that policy in the canary's role, or MismatchError."""
         asked = self._unchecked.pop(policy_version, None)
         return {} if asked is None else self.canary.check(*asked)
 
@@ -306,10 +267,7 @@ class VllmRollouts:
         self.policy_version, self.name = None, ""
 
     def wait_for_server(self) -> None:
-        """Wait until the server is up, as long as an answer may take.
-
-        Raises RolloutServerError where it does not come, or where the run stops meanwhile.
-        """
+        """Wait until the server is up, as long as an answer may take; RolloutServerError where it does not come."""
         until = time.monotonic() + self.client.timeout
         while True:
             try:
@@ -366,10 +324,7 @@ class VllmRollouts:
                 shutil.rmtree(folder)
 
     def close(self) -> None:
-        """Unload and remove this run's adapters. A server that does not answer any more is left as it is.
-
-        A version that the server would not unload is warned of, so that somebody can.
-        """
+        """Unload and remove this run's adapters, with a warning for one that stays; a silent server is left alone."""
         client = VllmClient(self.client.url, timeout=min(self.client.timeout, _PARTING_SECONDS))
         with self._alone() if self.folder.is_dir() else contextlib.nullcontext():
             try:
@@ -394,11 +349,7 @@ class VllmRollouts:
         sample_ids: Sequence[int] | None = None,
         greedy: Sequence[bool] | None = None,
     ) -> Rollout:
-        """One answer per prompt from the version of the last `sync`, or from the base for a role without an adapter.
-
-        Raises ValueError as `rollout.generate` does and for what the server cannot draw, RolloutServerError where it
-        fails; then no answer of the batch is kept.
-        """
+        """One answer per prompt from the version of the last `sync`, or from the base for a role without an adapter."""
         n = len(prompts)
         backbone = self.model.role_backbone(role)
         check_prompts(prompts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
@@ -438,11 +389,7 @@ class VllmRollouts:
         )
 
     def _complete(
-        self,
-        name: str,
-        prompts: Sequence[Sequence[int]],
-        bodies: Sequence[dict[str, Any]],
-        vocabulary: int,
+        self, name: str, prompts: Sequence[Sequence[int]], bodies: Sequence[dict[str, Any]], vocabulary: int
     ) -> list[Completion]:
         """All answers; the first failure, or an interrupt, ends the requests beside it and is not kept waiting."""
         group = RequestGroup()

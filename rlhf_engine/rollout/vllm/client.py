@@ -84,17 +84,12 @@ def sampling_body(sampling: SamplingConfig, *, seed: int, greedy: bool = False) 
 
 
 class VllmClient:
-    """Requests to one server. Methods raise RolloutServerError where it fails, and may run in several threads.
-
-    All but `unload_adapter` try again, twice, where a connection is lost or refused and after 502, 503 and 504.
-    """
+    """Requests to one server, of several threads, tried thrice but for `unload_adapter`; RolloutServerError else."""
 
     def __init__(self, base_url: str, *, timeout: float) -> None:
         """base_url: http(s)://host:port, with or without /v1. timeout: seconds within which all of an answer comes."""
         self.url, self.timeout = base_url, timeout
         self._http = Transport(base_url, VLLM, timeout=timeout)
-
-    # ---- endpoints -------------------------------------------------------------------------------------------------
 
     def health(self) -> None:
         """Raise RolloutServerError unless a server is up at the address."""
@@ -142,10 +137,7 @@ class VllmClient:
         vocabulary: int,
         group: RequestGroup | None = None,
     ) -> Completion:
-        """One answer of a served model to a prompt of token ids; body: as `sampling_body` makes it.
-
-        vocabulary: number of token ids that the model has. group: what it is ended with.
-        """
+        """One answer of a served model to a prompt of token ids; body as of `sampling_body`, ended with `group`."""
         wanted = {"n": 1, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
         request = {"model": model, "prompt": list(prompt), **wanted, **body}
         payload = self._json("POST", "/v1/completions", request, group)
@@ -167,9 +159,6 @@ class VllmClient:
         if not isinstance(answer, dict):
             raise self._http.error(f"expected a JSON object from {path}, got {_short(answer)}")
         return answer
-
-
-# ---- what answers say ------------------------------------------------------------------------------------------------
 
 
 class _Unusable(ValueError):

@@ -15,16 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config.run import RowOptions
-from rlhf_engine.data import (
-    Kind,
-    Row,
-    RowError,
-    Tally,
-    Tokenized,
-    UnpairedPreference,
-    load_rows,
-    tokenize_rows,
-)
+from rlhf_engine.data import Kind, RowError, Tally, Tokenized, UnpairedPreference, load_rows, tokenize_rows
 from rlhf_engine.data.types import shown
 from rlhf_engine.errors import ConfigError
 
@@ -42,14 +33,10 @@ class RewardExample:
     """One tokenized row."""
 
     prompt: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
-    """chosen and rejected, or one answer; each ends with the end-of-sequence token."""
-    label: bool | None
-    """None for a pair."""
-    group: str
-    """Rows of one group stay on one side of a split."""
-    margin: float = 0.0
-    """Difference of rewards that a pair is to exceed."""
+    answers: tuple[tuple[int, ...], ...]  # chosen and rejected, or one answer; each ends with the end-of-sequence token
+    label: bool | None  # none for a pair
+    group: str  # rows of one group stay on one side of a split
+    margin: float = 0.0  # difference of rewards that a pair is to exceed
 
     @property
     def tokens(self) -> int:
@@ -68,16 +55,10 @@ def load_examples(
     end_ids: Sequence[int],
     vocabulary: int,
     group_column: str | None = None,
-    limit: int | None = None,
 ) -> list[RewardExample]:
-    """Tokenized rows of a source, all of one kind: of the objective, or with `auto` of the kind that its columns show.
-
-    What is bad, dropped or cut is counted in `tally`. Raises ConfigError as `data.load_rows` and
-    `data.tokenize_rows`, and with `auto` for rows that could be of either kind. end_ids: tokens that end an answer.
-    vocabulary: number of the model's token ids.
-    """
-    rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column, limit=limit)
-    if objective == "auto" and all(_has_both(row) for row in rows):
+    """Tokenized rows of a source, of the objective's kind or with `auto` of its columns'; the tally counts others."""
+    rows = load_rows(source, tally, options, kinds=_KINDS[objective], group_column=group_column)
+    if objective == "auto" and all(row.columns.get(name) is not None for row in rows for name in _POINTWISE):
         raise ConfigError(
             f"objective: expected 'pairwise' or 'pointwise' for {tally.argument}, whose rows have the columns of both, "
             "got 'auto'"
@@ -104,10 +85,7 @@ def load_examples(
 
 
 def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenized, float]]:
-    """Rows, each with the number in its column `margin`, 0 for single answers and where no row has the column.
-
-    What is bad is counted in `tally`. Raises ConfigError for too many bad rows.
-    """
+    """Rows, each with the number in its column `margin`, 0 without one; ConfigError for too many bad rows."""
     has_column = any(row.row.columns.get("margin") is not None for row in rows)
     usable = []
     for row in rows:
@@ -121,19 +99,12 @@ def with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[tuple[Tokenize
 
 
 def drop_same(argument: str, examples: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Leave out pairs of the same answer twice, which teach no preference; what stays, and notes on what does not.
-
-    argument: option that names the source. examples: rows with `answers`. Raises ConfigError where nothing stays.
-    """
+    """Leave out pairs of the same answer twice; what stays, and notes on the rest. ConfigError if nothing stays."""
     different = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
     if not different:
         raise ConfigError(f"{argument}: expected pairs of different answers, got the same answer twice in all")
     n = len(examples) - len(different)
     return different, [f"{argument}: {n} pairs left out, whose two answers are the same"] if n else []
-
-
-def _has_both(row: Row) -> bool:
-    return all(row.columns.get(name) is not None for name in _POINTWISE)
 
 
 def count_labels(examples: Sequence[RewardExample]) -> tuple[int, int]:

@@ -43,10 +43,7 @@ def balanced_accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float | N
 
 
 def roc_auc(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
-    """Probability that a random row of label 1 scores above one of label 0, ties counting half; None if one is missing.
-
-    U = #{s_i > s_j} + ½ #{s_i = s_j} is counted by groups of equal scores, in O(N log N); float64 holds it exactly.
-    """
+    """Probability that a row of label 1 scores above one of label 0, ties ½, in O(N log N); None if one is missing."""
     score_N, label_N = _checked(score_N, label_N)
     if label_N.all() or not label_N.any():
         return None
@@ -153,10 +150,7 @@ def pairwise_metrics(
 
 
 def intervals(score_N: torch.Tensor, label_N: torch.Tensor | None, groups: Sequence[str]) -> dict[str, float | None]:
-    """95 % intervals of accuracy and AUC by a bootstrap over groups, whose rows stay together: `accuracy_low`, ….
-
-    Scores are rewards of single answers, or r_w − r_l of pairs, which have no labels and no AUC.
-    """
+    """95 % intervals of accuracy and AUC by a bootstrap over groups; pairs (r_w − r_l) have no labels."""
     places = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     group_N = torch.tensor([places[group] for group in groups])
     score_N = _finite("score_N", score_N)

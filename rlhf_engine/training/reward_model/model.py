@@ -35,11 +35,7 @@ CLASSIFIER_FOLDER = "sequence_classification"
 
 
 def reward_roles(mode: str) -> dict[str, RoleSpec]:
-    """The reward role on a slot beside the plain base (`lora`), or on the base itself (`full`).
-
-    The plain base has an LM head that nothing here uses. It stays because the base's hash counts it: the slot is one of
-    the base that the policy will run on.
-    """
+    """The reward role on a slot beside the base, whose hash counts its LM head (`lora`), or on it (`full`)."""
     if mode == "full":
         return {"reward": RoleSpec(head="reward", trainable=True)}
     return {"reference": RoleSpec(slot=OFF), "reward": RoleSpec(slot=REWARD_SLOT, head="reward", trainable=True)}
@@ -79,10 +75,7 @@ def build_reward_model(config: RewardConfig) -> HydraModel:
 def packed_batch(
     examples: Sequence[RewardExample], device: torch.device, *, places: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Answers of some rows as one batch: all first answers, then all second ones (of pairs).
-
-    places: of the rows in their optimizer step, so that no micro-batch changes the dropout masks; default 0…n−1.
-    """
+    """Answers of rows as one batch, first ones, then second ones; `places` in the step key dropout masks."""
     n_answers = len(examples[0].answers)
     ids = range(len(examples)) if places is None else places
     return PackedBatch.from_lists(
@@ -103,10 +96,7 @@ def reward_loss(
     pos_weight: float = 1.0,
     center: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The module's loss of some rows of one kind and, without gradients, loss, accuracy and margin.
-
-    denom: rows of the whole optimizer step, so that losses and statistics of its micro-batches add up to the mean.
-    """
+    """The module's loss of some rows, divided by `denom`, and without gradients loss, accuracy and margin."""
     batch = packed_batch(examples, model.device, places=places)
     output: PairwiseRewardLoss | PointwiseRewardLoss
     if examples[0].label is None:
@@ -134,11 +124,7 @@ def pairwise_loss(
 def write_reward_model(
     model: HydraModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: RewardConfig
 ) -> None:
-    """Write a new folder that `rlhf-engine train` takes.
-
-    lora: PEFT adapter and heads.safetensors (`--reward_adapter`), and what `export` asks for in a sub-folder. full: a
-    sequence classifier (`--reward_model_path`).
-    """
+    """Write a new folder for `rlhf-engine train`: adapter, heads and `export`, or a sequence classifier."""
     folder.mkdir(parents=True)
     backbone, head = model.backbone(), model.heads["reward"]
     assert isinstance(head, ScalarHead)

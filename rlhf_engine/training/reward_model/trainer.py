@@ -38,13 +38,7 @@ from rlhf_engine.runs.checkpoint import (
     require_same_rows_per_step,
     resolve_resume,
 )
-from rlhf_engine.runs.folder import (
-    FINAL_FOLDER,
-    RECORD_FILE,
-    check_output,
-    require_unlocked,
-    write_final,
-)
+from rlhf_engine.runs.folder import FINAL_FOLDER, RECORD_FILE, check_output, require_unlocked, write_final
 from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
@@ -57,24 +51,19 @@ from rlhf_engine.training.run import SupervisedRun
 class RewardState:
     """Counters of a run."""
 
-    step: int
-    """Optimizer steps done."""
-    seed: int
-    """Seed that every random number of the run is a function of."""
+    step: int  # optimizer steps done
+    seed: int  # seed that every random number of the run is a function of
     best_step: int | None = None
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
-    best_metric: float | None = None
-    """Value of `metric_for_best_model` at `best_step`."""
+    best_metric: float | None = None  # value of `metric_for_best_model` at `best_step`
     metric_for_best_model: str | None = None
     """Name of the metric that `best_step` is the best by; None in checkpoints written before it was recorded."""
     rows: str | None = None
     """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
-    rows_per_step: int | None = None
-    """Rows of a step, by which the place in the data is found again; None likewise."""
+    rows_per_step: int | None = None  # rows of a step, by which the place in the data is found again; None likewise
 
 
-_GROUPS_TO_REPORT = 200
-"""Held-out groups of a share from which on half of them choose the best step and half report it."""
+_GROUPS_TO_REPORT = 200  # held-out groups of a share from which on half of them choose the best step and half report it
 
 
 class RewardTrainer(SupervisedRun[RewardState]):
@@ -102,10 +91,8 @@ class RewardTrainer(SupervisedRun[RewardState]):
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
         self.tokenizer = load_tokenizer(config.model_name_or_path)
-        self.reports: dict[str, Tally] = {}
-        """Report on the rows of each source, by the option that names it."""
-        self.same: list[str] = []
-        """Notes on pairs of the same answer twice, which were left out."""
+        self.reports: dict[str, Tally] = {}  # report on the rows of each source, by the option that names it
+        self.same: list[str] = []  # notes on pairs of the same answer twice, which were left out
         self.rows, self.eval_set, self.test_set = self._load_rows()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
@@ -127,8 +114,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         if resume is not None:
             self._check_same_run(resume, start)
         begin_kernels(resume)
-        self.notes = self._notes()
-        """Notes for the user before the run starts, one sentence each."""
+        self.notes = self._notes()  # notes for the user before the run starts, one sentence each
         model = build_reward_model(config)
         model.trained_heads.add("reward")  # by this run
         self.total_steps = self.count_steps()
@@ -146,10 +132,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             check(self._checkpoint(best))  # now, not when it is to become the result
         start = self.start
         return replace(
-            held,
-            metric_for_best_model=start.metric_for_best_model,
-            rows=start.rows,
-            rows_per_step=start.rows_per_step,
+            held, metric_for_best_model=start.metric_for_best_model, rows=start.rows, rows_per_step=start.rows_per_step
         )
 
     @property
@@ -162,8 +145,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
     def base_parameters(self) -> int:
         """Parameters of the base, of which `trained_parameters` are a share."""
         return sum(p.numel() for _, p in self.model.backbone().base_parameters())
-
-    # ---- the loop --------------------------------------------------------------------------------------------------
 
     def look(self) -> dict[str, float | None]:
         """An evaluation before the first step, after every `eval_steps` steps, and after the last one."""
@@ -180,10 +161,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return super().saves_now() or self.state.best_step == self.state.step
 
     def end(self) -> dict[str, Any]:
-        """Write the best step's model into final/, and the result into the record; the result.
-
-        Afterwards `model` is the one that was written, unless it is in shares, and `state` that of the last step.
-        """
+        """Write the best step's model into final/, and the result into the record; `model` is then that one."""
         self.plot()
         self._load_best()
         write_final(self.output, lambda folder: write_reward_model(self.model, self.tokenizer, folder, self.config))
@@ -210,10 +188,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return packed_batch(rows, self.model.device)
 
     def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
-        """Rewards of all answers, fp32 [rows, answers per row], on the CPU; without dropout.
-
-        Each rank computes those of its share of the batches. Raises NonFiniteError for one that is not finite.
-        """
+        """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
         self.model.eval()
         size, world = self.config.per_device_eval_batch_size, self.world
         starts = range(0, len(examples), size)
@@ -239,10 +214,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return rewards
 
     def evaluate(self) -> dict[str, float | None]:
-        """Metrics of the held-out rows with 95 % intervals, see `reward_metrics`; None where a metric is undefined.
-
-        `eval/…` is of the rows that choose the best step, `test/…` of those that only report.
-        """
+        """Held-out metrics with 95 % intervals: `eval/…` of rows that choose the best step, `test/…` of others."""
         assert self.eval_set
         sets = {"eval": self.eval_set, "test": self.test_set}
         rewards = self.rewards([*self.eval_set, *self.test_set]).split([len(rows) for rows in sets.values()])
@@ -279,8 +251,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         best = self.state.best_step
         final = best if best is not None else self.state.step
         return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _check_same_run(self, checkpoint: Path, start: RewardState) -> None:
         """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
@@ -322,7 +292,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
             end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
             vocabulary=read_vocabulary(config.model_name_or_path),
             group_column=config.group_column,
-            limit=config.dataset_limit if argument == "dataset_name" else None,
         )
         self.reports[argument] = tally
         different, same = drop_same(argument, examples)
