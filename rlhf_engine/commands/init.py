@@ -102,7 +102,7 @@ def _values(config: InitConfig) -> dict[str, str]:
         # The small model's folder has examples that its reward holds salad against; others have the KL alone.
         "beta": "0.05" if is_reward_model or not small else "0.15" if base is None else "0.30",
         "learning_rate": "2.0e-3" if base is None else "1.0e-3" if small else "1.0e-4",
-        "reward": "reward_funcs: [reward_model]\nreward_adapter: runs/reward/final"
+        "reward": "reward_funcs: [reward_model]\nreward_model_path: runs/reward/final"
         if is_reward_model
         else "reward_funcs: [reward.py:reward]",
     }

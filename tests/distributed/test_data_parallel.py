@@ -379,7 +379,7 @@ def test_what_several_processes_are_not_served(model, tmp_path):
 def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_path):
     with pytest.raises(ConfigError, match="shard_base: expected several processes to share the base, got one"):
         require_served(train_config(model, tmp_path / "run", shard_base=True), ALONE)
-    with pytest.raises(ConfigError, match="quantization: expected none with shard_base"):
+    with pytest.raises(ConfigError, match="quantization: expected it unset with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, quantization="4bit")
     with pytest.raises(ConfigError, match="async: expected 'off', 'replay' or 'ray' with shard_base"):
         train_config(model, tmp_path / "run", shard_base=True, algorithm="grpo", async_mode="overlap")

@@ -81,7 +81,7 @@ def test_the_call_on_conversations_is_trl_s(folder, tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward_funcs"] == [
         f"{__name__}:{f.__qualname__}" for f in functions
     ]
-    stock, *others = (calls[i] for i in range(6))
+    stock, *others = [call for call in calls if len(call["prompts"]) == 8][:6]  # fewer: samples for the page
     for call in others:
         assert call.keys() == stock.keys()
         in_order = sorted(range(8), key=lambda i, call=call: call["level"][i])

@@ -216,6 +216,7 @@ def test_prompts_are_held_out_by_share(model, tmp_path):
     assert sorted(whole.prompts) == sorted(parts[0] + parts[1])
     assert not set(parts[0]) & set(parts[1])
     assert [len(ids) for ids in trainer.eval_set.ids] == [len(whole.ids[whole.prompts.index(p)]) for p in parts[1]]
+    (tmp_path / "run").mkdir()
     trainer.step()
     assert "eval/reward" in trainer.look()
     resume = {**options, "resume_from_checkpoint": str(trainer.save()), "eval_dataset_name": 0.8}

@@ -366,7 +366,7 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
     """It breaks off connections, forgets its adapters, and is up again: the item is drawn once more."""
     calm = RlTrainer(beside(model, tmp_path / "calm", server))
     calm.run()
-    server.answers_left = 7
+    server.answers_left = 11
 
     def restart() -> None:
         while server.answers_left > 0:
