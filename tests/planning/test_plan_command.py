@@ -77,7 +77,7 @@ def test_sizes():
     for text, size in {"80GB": 80 * 10**9, "24 GiB": 24 * 2**30, "1.5gb": 15 * 10**8, "500MiB": 500 * 2**20}.items():
         assert parse_size("gpu", text) == size
     for text in ("80", "GB", "-1GB", "80 bananas", "80GBs", "", "1e3GB"):
-        with pytest.raises(ConfigError, match="gpu: expected (a size such as 80GB or|something that)"):
+        with pytest.raises(ConfigError, match=r"gpu: expected (a size such as 80GB or|something that)"):
             PlanConfig(model="llama-7b", gpu=text)
 
 
