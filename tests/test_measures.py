@@ -50,7 +50,7 @@ CEILINGS = {
     "step: types of records": 39,
     "tests: items in the interpreter": 490,
     "tests: items per push": 3200,
-    "tests: lines": 48049,
+    "tests: lines": 48050,
 }
 
 

@@ -65,7 +65,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
-_FIRST = re.compile(r"(.+)\[:(\d+)\]")  # a source, and how many of its rows are read
+_FIRST = re.compile(r"(.+)\[:([1-9]\d*)\]")  # a source, and how many of its rows are read
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 """Beginning of the name of a file that holds one part of a data set."""
 _BOM = b"\xef\xbb\xbf"

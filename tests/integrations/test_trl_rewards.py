@@ -82,6 +82,7 @@ def test_the_call_on_conversations_is_trl_s(folder, tmp_path):
         f"{__name__}:{f.__qualname__}" for f in functions
     ]
     stock, *others = [call for call in calls if len(call["prompts"]) == 8][:6]  # fewer: samples for the page
+    assert len(others) == 5
     for call in others:
         assert call.keys() == stock.keys()
         in_order = sorted(range(8), key=lambda i, call=call: call["level"][i])
