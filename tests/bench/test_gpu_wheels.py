@@ -51,6 +51,7 @@ def test_the_list_has_every_peer_with_its_version(script, capsys) -> None:
     assert not set(listed) & {"torch", "triton", "flash-attn"}
 
 
+@pytest.mark.long
 def test_wheels_are_cut_joined_and_installed_beside_the_machine_s_own(script, tmp_path, capsys) -> None:
     more = {
         "outer/inside/deep_module.py": "DEEP = 1\n",

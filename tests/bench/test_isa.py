@@ -59,6 +59,7 @@ def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, cap
 
 
 @needs_native
+@pytest.mark.long
 def test_the_exit_code_is_that_of_the_process(monkeypatch, no_variables):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctr"]) == 2
@@ -121,6 +122,7 @@ def test_the_benchmark_s_own_records_make_a_table(monkeypatch):
 
 
 @needs_native
+@pytest.mark.long
 def test_shapes_of_cases_are_those_that_calls_are_decided_by():
     """Otherwise a table would be looked up at another place than where it was written."""
     for op in making.OPS:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_engine.hydra import kv_cache
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.long  # of comparisons, not of what users run
 
 
 def cpu_case(op: str, name: str, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> case.Case:

@@ -59,6 +59,7 @@ def test_shared_prompts_take_less_of_the_cache(results):
     assert size == 2 * 5 * 4 * 8 * 4 * 32  # keys and values, layers, heads, features, bytes, positions
 
 
+@pytest.mark.long
 def test_the_command(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "cases", lambda size, *rest: cases("tiny", *rest))
     lines = tmp_path / "lines.jsonl"

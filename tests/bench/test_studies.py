@@ -207,6 +207,7 @@ def arms_here(busy) -> list[str]:
     return [arm for arm in arms if hasattr(torch.nn.functional, "linear_cross_entropy") or "linear_cross" not in arm]
 
 
+@pytest.mark.long
 def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # names are not broken, however wide the numbers are
     busy = load_script("studies/busy")
@@ -244,6 +245,7 @@ def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
     assert {(r["isa"], r["isa_of_peers"], r["dtype"]) for r in found.values()} == {("portable", "portable", "bfloat16")}
 
 
+@pytest.mark.long
 def test_neighbours_are_busy_while_they_are_asked_for():
     busy = load_script("studies/busy")
     with busy.neighbours(2) as processes:

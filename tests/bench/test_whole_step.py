@@ -16,7 +16,8 @@ def run(shape, algorithm, out):
     load_script("studies/whole_step").main(words)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_a_step_says_where_its_seconds_go(tmp_path, capsys, algorithm):
     tiny_llama().config.save_pretrained(tmp_path / "tiny")
     run(tmp_path / "tiny", algorithm, tmp_path)

@@ -74,12 +74,15 @@ CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
     "ppo-some-lanes-together": {"per_device_train_batch_size": 1, "generation_batch_size": 10},
 }
-SHORTLY = ("ppo", "ppo-few", "ppo-some-lanes-together", "remax", "grpo-few", "online_dpo", "past")
-"""Cases of every push: ranks without rows or rewards, uneven lanes, greedy answers, groups, pairs and past policies."""
-SHARDED_SHORTLY = ("ppo", "remax", "past")
+SHORTLY = ("ppo", "ppo-few", "grpo-few", "online_dpo", "past")
+"""Cases of every push: several epochs, ranks without rows or rewards, groups, pairs and past policies."""
+SHARDED_SHORTLY = ("ppo", "past")
 """Cases that are compared with a base in shares per push."""
-FAILS = "import os; late = len(calls) > 2 and os.environ.get('RANK') == '1'\n{}\nreturn [1.0] * len(prompts)"
-"""A reward function that breaks in one process, in its second step."""
+FAILS = """
+import os
+assert len(calls) < 3 or os.environ.get('RANK') != '1', 'no luck'
+return [1.0] * len(prompts)
+"""
 STEPS = 2
 WAIT = 240.0
 """Seconds that a process waits for the other."""
@@ -192,8 +195,10 @@ def both(request, model, tmp_path_factory) -> Path:
         "": run, "-replay": replay, "-overlap": overlap, "-sharded": {**run, "shard_base": True},
     }.items():  # fmt: skip
         whole, resumed = (made(folder, name + suffix, model, **options) for name in ("whole", "resumed"))
-        jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
-        if (suffix or "whole") in resumed_too:
+        is_resumed = (suffix or "whole") in resumed_too
+        if is_resumed or suffix != "-sharded":  # others are compared with whole runs
+            jobs.append({"name": f"whole{suffix}", "do": "run", "config": whole})
+        if is_resumed:
             jobs.append({"name": f"resumed{suffix}", "do": "run", "stop": 3, "config": resumed})
     held = {"method": "dynamic_lora_ppo", "shard_base": True}
     jobs.append({"name": "hold", "do": "hold", "config": made(folder, "hold", model, **held)})
@@ -207,8 +212,8 @@ def both(request, model, tmp_path_factory) -> Path:
         {"name": "other-options", "do": "fail", "config": other, "rank_1": {"learning_rate": 0.5}},
         {"name": "other-data", "do": "fail", "config": other, "rank_1": {"dataset_name": str(changed)}},
     ]
-    options = {"reward_funcs": [write_reward(folder, FAILS.format("assert not late, 'no luck'"), "raises")]}
-    jobs.append({"name": "raises", "do": "fail", "config": made(folder, "raises", model, **options)})
+    raises = made(folder, "raises", model, reward_funcs=[write_reward(folder, FAILS, "raises")])
+    jobs.append({"name": "raises", "do": "fail", "config": raises})
     # ranks that have lost one another do nothing more together
     memory = made(folder, "no-memory", model, shard_base=True)
     jobs.append({"name": "no-memory", "do": "fail", "out_of_memory": 1, "config": memory})
@@ -330,12 +335,13 @@ def test_each_process_holds_its_share_of_a_sharded_base(both, model):
         assert found["kl"] > 0  # after a step
 
 
-@pytest.mark.parametrize("name", short(ARCHITECTURES, ("gpt2", "mixtral")))
+@pytest.mark.parametrize("name", short(ARCHITECTURES, ("mixtral",)))
 def test_a_sharded_architecture_says_the_same(name, both):
     for rank in range(2):
         assert left(both, "architectures", rank)[name] == [True, True]  # without and with gradient checkpointing
 
 
+@pytest.mark.long
 def test_a_process_without_memory_beside_a_server_ends_the_other(model, tmp_path):
     with StandIn(model, name=model.name) as server:
         there = {"vllm_server_base_url": server.url}
@@ -346,14 +352,6 @@ def test_a_process_without_memory_beside_a_server_ends_the_other(model, tmp_path
     assert kinds[1] == "MemoryLimitError"  # a server's adapter may be taken from rank 0 first, while it draws
     assert "lower kv_cache_memory" in messages[1]
     assert max(seconds) < WAIT / 2
-
-
-@pytest.mark.long
-def test_a_process_that_dies_ends_the_other(model, tmp_path):
-    reward = write_reward(tmp_path, FAILS.format("if late: os._exit(3)"), "dies")
-    job = {"name": "dies", "do": "fail", "config": made(tmp_path, "dies", model, reward_funcs=[reward])}
-    assert finish(start(tmp_path, [job]), tmp_path) == [0, 3]
-    assert_ended(tmp_path, "dies", ["RankError"], ["rank 0 of 2 has lost another one"])
 
 
 class TwoRanks(World):
@@ -393,21 +391,13 @@ def test_a_base_is_sharded_among_several_processes_and_whole_numbers(model, tmp_
         train_config(model, tmp_path, shard_base="always")
 
 
-def test_processes_of_other_versions_are_refused(model, tmp_path):
-    class Older(World):
-        """Says that the other rank has another torch."""
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value, {**value, "torch": "1.0"}]
-
+def test_processes_have_the_same_versions_and_a_server_each(model, tmp_path, monkeypatch):
+    older = World(size=2)
+    monkeypatch.setattr(World, "gather", lambda self, value: [value, {**value, "torch": "1.0"}])
     found = torch.__version__.partition("+")[0]
     with pytest.raises(ConfigError, match=f"torch: expected the same on every rank, got '{found}' on rank 0 and '1.0'"):
-        require_served(train_config(model, tmp_path / "run"), Older(size=2))
-
-
-def test_each_process_has_a_server(model, tmp_path):
-    servers = "http://a:1, http://b:1"
-    config = train_config(model, tmp_path / "run", vllm_server_base_url=servers)
+        require_served(train_config(model, tmp_path / "run"), older)
+    config = train_config(model, tmp_path / "run", vllm_server_base_url="http://a:1, http://b:1")
     require_served(config, TwoRanks(size=2))
     with pytest.raises(ConfigError, match="vllm_server_base_url: expected at most 1 addresses, one for each process"):
         require_served(config, ALONE)
@@ -490,9 +480,8 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
         trainer.step()
     alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1
-    assert planned.plan == StepPlan(
-        calls=alone.calls, joint=True
-    )  # in a backbone forward for all terms, while that was possible
+    # in a backbone forward for all terms, while that was possible
+    assert planned.plan == StepPlan(calls=alone.calls, joint=True)
     assert planned.calls == terms * (alone.calls + 2)
     assert gradients[0].keys() == gradients[1].keys()
     for p, gradient in gradients[0].items():

@@ -68,11 +68,8 @@ ROUGH = 3e-2
 RESUMED = ("rl-full", "sft-lora", "sft-full", "sft-full-bfloat16", "reward-pairs", "reward-thumbs-full")
 
 
-SHORTLY = (
-    *("sft-lora", "sft-lora-sharded", "sft-full-one-row", "sft-full-bfloat16"),
-    *("reward-pairs", "reward-thumbs-full", "rl-full"),
-)
-"""Cases of every push: each kind of trainer by adapters or whole, each option, a rank without rows."""
+SHORTLY = ("sft-lora", "sft-full-one-row", "reward-thumbs-full", "rl-full")
+"""Cases of every push: each kind of trainer, by adapters and whole, and a rank without rows."""
 
 
 def options(folder: Path, name: str, case: str, model: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
@@ -116,9 +113,6 @@ def both(request, model, tmp_path_factory) -> Path:
     for case in sorted(resumed):
         add(f"resumed-{case}", case, "run", stop=3)
     add("from-one", "sft-full", "run", {"resume_from_checkpoint": str(folder / "one" / "run" / "checkpoint-2")})
-    rows = folder / "other.jsonl"
-    rows.write_text((folder / "one" / "pairs.jsonl").read_text().replace("red", "blue", 1))
-    add("other-rows", "sft-lora", "fail", rank_1={"dataset_name": str(rows)})
     add("no-memory", "sft-lora", "fail", out_of_memory=1)
     add("dies", "reward-thumbs-full", "fail", dies=1)
     assert finish(start(folder, jobs), folder) == [0, 3]
@@ -159,7 +153,7 @@ def test_two_processes_leave_what_one_leaves(case, both, model, tmp_path):
     assert record["config"]["shard_base"] == ("full" in case or "sharded" in case)
 
 
-@pytest.mark.parametrize("case", short(RESUMED, ("sft-full", "sft-lora", "reward-pairs")))
+@pytest.mark.parametrize("case", short(RESUMED, ("sft-full", "sft-lora")))
 def test_a_run_of_two_processes_goes_on_with_the_same_floats(case, both):
     whole, resumed = both / case / "run", both / f"resumed-{case}" / "run"
     found, expected = tensors(resumed), tensors(whole)
@@ -192,9 +186,7 @@ def test_each_process_holds_its_share_of_weights_and_state(both):
 
 
 def test_what_ends_one_process_ends_the_other(both):
-    rows = "dataset_name: expected the same rows on every rank, got "
     memory = "the step: another rank could not go on, rank 1: OutOfMemoryError: out of memory, says the test"
-    assert_ended(both, "other-rows", ["ConfigError"] * 2, [rows] * 2)
     assert_ended(both, "no-memory", ["RankError", "OutOfMemoryError"], [memory, ""])
     assert_ended(both, "dies", ["RankError"], ["rank 0 of 2 has lost another one"])
 

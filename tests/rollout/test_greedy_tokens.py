@@ -13,6 +13,8 @@ from tests.conftest import VOCAB
 from tests.hydra.architectures import CONFIGS, plain_model
 
 NATIVE = {"llama", "qwen2", "qwen3", "mistral"}
+SHORTLY = {*NATIVE, "gemma2", "gpt2", "opt", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"}
+"""One of each mechanism, as in test_architectures, on every push."""
 PROMPTS = [[5, 9, 11, 3, 20, 6, 7], [8, 12], [4, 4, 4], list(range(3, 36))]
 LENGTH = 16
 
@@ -37,7 +39,8 @@ def greedy_tokens(model: HydraModel, step: str) -> tuple[list[list[int]], str]:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        *((name, "auto") for name in CONFIGS),  # which is the model's own step for those that no kernel serves
+        # "auto" is the model's own step for those that no kernel serves
+        *(pytest.param(name, "auto", marks=[pytest.mark.long] * (name not in SHORTLY)) for name in CONFIGS),
         ("llama", "transformers"),
         *(pytest.param(name, "transformers", marks=pytest.mark.long) for name in sorted(NATIVE - {"llama"})),
     ],
@@ -52,7 +55,7 @@ def test_fp32_tokens_are_those_of_generate(name, step):
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("llama", "gpt2", "gemma2", "mixtral") else pytest.param(n, marks=pytest.mark.long) for n in CONFIGS],
+    [n if n in ("llama", "gpt2", "gemma2") else pytest.param(n, marks=pytest.mark.long) for n in CONFIGS],
 )
 def test_bf16_tokens_are_those_of_generate_up_to_a_near_tie(name):
     plain = plain_model(name).to(torch.bfloat16)

@@ -475,7 +475,7 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", "qwen3_moe", *(pytest.param(x, marks=pytest.mark.long) for x in ("gpt_neox", "opt"))]
+    "name", ["gpt2", *(pytest.param(x, marks=pytest.mark.long) for x in ("gemma2", "qwen3_moe", "gpt_neox", "opt"))]
 )
 def test_other_architectures_merge_too(tmp_path, name):
     folder = gpt2_folder(tmp_path / "m") if name == "gpt2" else write(name, tmp_path / "m")
