@@ -8,7 +8,7 @@ import torch
 
 from rlhf_engine.algorithms import best_of_n, grpo, online_dpo, reinforce, remax, rloo
 from rlhf_engine.algorithms.base import MicroBatch, next_beta
-from rlhf_engine.algorithms.policy_gradient import discounts, kl_penalty, policy_gradient_loss
+from rlhf_engine.algorithms.policy_gradient import kl_penalty
 from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, to_go
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from tests.algorithms.fused import at_logprobs
@@ -34,34 +34,14 @@ def test_sums_over_answers_and_groups():
         group_sums(x, GROUPS[:4])
 
 
-def test_where_the_kl_goes():
-    batch = random_batch(((2, 3), (1, 2)))
-    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert kl_penalty(kl, batch, beta=0.5, kl_in="to_go").tolist() == [3.0, 2.5, 1.5, 4.5, 2.5]
-    assert kl_penalty(kl, batch, beta=0.5, kl_in="local").tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
-    assert kl_penalty(kl, batch, beta=0.5, kl_in="loss").tolist() == [0.0] * 5
+def test_requests_that_cannot_be_served():
+    batch, two, five = random_batch(((2, 3), (1, 2))), torch.tensor([10.0, 20.0]), torch.ones(5)
     with pytest.raises(ValueError, match="kl_in: expected 'to_go', 'local' or 'loss', got 'reward'"):
-        kl_penalty(kl, batch, beta=0.5, kl_in="reward")
-
-
-def test_policy_gradient_loss():
-    batch = random_batch(((2, 3), (1, 2)))
-    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
-    gains = torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0])
-    assert policy_gradient_loss(logprobs, gains, batch, n_answers=2) == (6 + 18) / 2
-    assert policy_gradient_loss(logprobs, gains, batch, n_answers=2, divide_by_own_length=True) == (2 + 9) / 2
-    assert discounts(batch, gamma=0.5, like=gains).tolist() == [0.25, 0.5, 1.0, 0.5, 1.0]
-
-
-def test_remax_advantages():
-    batch = random_batch(((2, 3), (1, 2)))
-    scores, greedy = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.5])
-    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert remax.advantages(scores, greedy, kl, batch, beta=0.5).tolist() == [-1.0, -0.5, 0.5, -5.0, -3.0]
-    assert remax.advantages(scores, greedy, kl, batch, beta=0.0, clip=0.75).tolist() == [0.75] * 3 + [-0.5] * 2
-    assert remax.advantages(scores, greedy, kl, batch, beta=0.0, gamma=0.5).tolist() == [0.5, 1.0, 2.0, -0.25, -0.5]
+        kl_penalty(five, batch, beta=0.5, kl_in="reward")
     with pytest.raises(ValueError, match=r"greedy_scores_N: expected one score per drawn answer, \[2\], got \[1\]"):
-        remax.advantages(scores, greedy[:1], kl, batch, beta=0.5)
+        remax.advantages(two, two[:1], five, batch, beta=0.5)
+    with pytest.raises(ValueError, match=r"beta: expected a number in \[0, 1\], .*, got 1.5"):
+        reinforce.returns(two, five, batch, beta=1.5)
 
 
 def test_rloo_advantages():
@@ -91,10 +71,6 @@ def test_proximal_rloo_clips_the_ratio_of_the_whole_answer():
 def test_grpo_advantages():
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 6.0])
     assert grpo.advantages(scores, GROUPS, scale_rewards="none").tolist() == [-1.0, 1.0, -2.0, -1.0, 3.0]
-    found = grpo.advantages(scores, GROUPS, scale_rewards="group")
-    deviation = [math.sqrt(2.0)] * 2 + [math.sqrt(7.0)] * 3
-    expected = [a / (s + 1e-4) for a, s in zip([-1.0, 1.0, -2.0, -1.0, 3.0], deviation, strict=True)]
-    torch.testing.assert_close(found, torch.tensor(expected))
     assert grpo.advantages(torch.ones(5), GROUPS, scale_rewards="group").tolist() == [0.0] * 5
     with pytest.raises(ValueError, match="scale_rewards: expected 'group' or 'none', got 'batch'"):
         grpo.advantages(scores, GROUPS, scale_rewards="batch")
@@ -140,28 +116,10 @@ def test_grpo_clips_tokens_and_adds_the_kl(loss_type, weights):
     assert measured["mismatch"] == pytest.approx(0.5)
 
 
-def test_perls_returns():
-    batch = random_batch(((2, 3), (1, 2)))
-    kl = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    found = reinforce.returns(torch.tensor([10.0, 20.0]), kl, batch, beta=0.25)
-    assert found.tolist() == [7.5 - 1.5, 7.5 - 1.25, 7.5 - 0.75, 15 - 2.25, 15 - 1.25]
-    with pytest.raises(ValueError, match=r"beta: expected a number in \[0, 1\], .*, got 1.5"):
-        reinforce.returns(torch.tensor([10.0, 20.0]), kl, batch, beta=1.5)
-
-
 def test_best_and_worst_leave_ties_out():
     groups = torch.tensor([4, 4, 4, 2, 2, 7, 7, 7])
     scores = torch.tensor([1.0, 3.0, 3.0, 2.0, 2.0, 5.0, 4.0, 6.0])
     assert online_dpo.best_and_worst(scores, groups) == [(1, 0), (7, 6)]
-
-
-@pytest.mark.parametrize(("loss_type", "expected"), [("sigmoid", math.log(2)), ("ipo", 25.0)])
-def test_dpo_starts_at_a_known_loss(loss_type, expected):
-    batch = random_batch(((2, 3), (2, 1), (1, 2), (1, 4)))
-    logprobs = torch.randn(10, generator=torch.Generator().manual_seed(0))
-    found = online_dpo.dpo_loss(logprobs, logprobs, batch, n_pairs=2, beta=0.1, loss_type=loss_type)
-    assert float(found.loss) == pytest.approx(expected, abs=1e-6)
-    assert found.chosen_P.tolist() == found.rejected_P.tolist() == [0.0, 0.0]
 
 
 def test_dpo_by_hand():

@@ -96,26 +96,6 @@ def schedule(**changes) -> Schedule:
     return Schedule(**{"num_epochs": 1, "num_mini_batches": 1, "micro_batch_size": 99, **changes})
 
 
-@pytest.mark.parametrize("micro", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"max_tokens": 12}])
-def test_micro_batches_add_up_to_the_minibatch_gradient(micro):
-    model, batch = build(), random_batch()
-    assert max(batch.lengths) <= 12 < batch.n_tokens
-    found = []
-    for sizes in ({}, micro):
-
-        def step():
-            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-            model.zero_grad(set_to_none=True)
-            return {}
-
-        update(model, ppo(), experience(model, batch), schedule(**sizes), step, seed=0)
-    whole, parts = found
-    assert whole.keys() == parts.keys()
-    for name, gradient in whole.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-5 * scale + 1e-9, msg=name)
-
-
 def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-3, "critic": 5e-3})

@@ -124,24 +124,17 @@ def test_a_merged_run_is_the_actor(place, tmp_path):
     assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(early)), theirs)
 
 
-def check_merge(name: str, folder: Path) -> None:
-    base = gpt2_folder(folder / "base") if name == "gpt2" else write(name, folder / "base")
-    adapter = write_actor(base, folder / "adapter")
-    theirs = AutoModelForCausalLM.from_pretrained(export(adapter, "merged", folder / "out"))
+MORE = ("gemma2", "gpt_neox", "deepseek_v3", "mixtral")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def test_other_architectures_merge(name, tmp_path):
+    base = gpt2_folder(tmp_path / "base") if name == "gpt2" else write(name, tmp_path / "base")
+    adapter = write_actor(base, tmp_path / "adapter")
+    theirs = AutoModelForCausalLM.from_pretrained(export(adapter, "merged", tmp_path / "out"))
     theirs.set_attn_implementation("eager" if name == "gemma2" else "sdpa")  # sdpa leaves Gemma's softcap out
     ours = our_logits(adapter, base)
-    assert (logits(theirs) - ours).abs().max() < BOUND * max(1.0, ours.abs().max().item()), name
-
-
-def test_other_architectures_merge(tmp_path):
-    for name in ("gpt2", "qwen3_moe"):
-        check_merge(name, tmp_path / name)
-
-
-@pytest.mark.long
-def test_more_architectures_merge(tmp_path):
-    for name in ("gemma2", "gpt_neox", "deepseek_v3", "mixtral"):
-        check_merge(name, tmp_path / name)
+    assert (logits(theirs) - ours).abs().max() < BOUND * max(1.0, ours.abs().max().item())
 
 
 def test_a_base_in_bf16_is_rounded_once(tmp_path):

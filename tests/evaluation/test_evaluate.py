@@ -24,7 +24,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
-from tests.data.texts import FAMILIES, family, loss_of_text
+from tests.data.texts import family, loss_of_text
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -116,11 +116,10 @@ def test_all_models_are_in_one_table_with_intervals(evaluated, place, capsys):
         assert word in shown
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_perplexity_is_that_of_the_text(name, tmp_path):
-    """Of references in strings, whatever the tokenizer does at a border, beside a plain loop over whole texts."""
+def test_perplexity_is_that_of_the_text(tmp_path):
+    """Of references in strings, beside a plain loop over whole texts; other tokenizers in tests/data."""
     write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
-    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer, plain = family("bpe"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [
         {"prompt": "Once upon a time", "completion": "? She said."},
@@ -382,9 +381,8 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
     assert "expected a reward model with one output (num_labels=1), got" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_bad_requests(place, tmp_path):
+    for given, message in (
         ({"models": ["nowhere"]}, "models: expected the folder of a run, a checkpoint or a model, got .nowhere."),
         ({"models": ["x.jsonl"]}, "expected a file with prompt and completion, got 'x.jsonl', which is not there"),
         ({"against": "three"}, r"against: expected base, references or one of the models \['one', 'two'\], got"),
@@ -392,16 +390,10 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected 1 numbers"),
         ({"greedy": True}, "num_generations: expected 1 with greedy"),
         ({"judge_model": "m"}, "judge_model: expected it unset without the address of a server as judge"),
-    ],
-)
-def test_bad_requests(place, tmp_path, given, message):
-    with pytest.raises(ConfigError, match=message):
-        find_candidates(EvaluateConfig(**options(place, tmp_path / "e", **given)))
-
-
-def test_names_have_to_differ(place, tmp_path):
-    with pytest.raises(ConfigError, match="expected different names, got 'one' and 'one'"):
-        find_candidates(EvaluateConfig(**options(place, tmp_path / "e", models=[str(place / "one")] * 2)))
+        ({"models": [str(place / "one")] * 2}, "expected different names, got 'one' and 'one'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find_candidates(EvaluateConfig(**options(place, tmp_path / "e", **given)))
 
 
 def test_references_that_are_missing_are_counted(place, tmp_path):

@@ -115,7 +115,9 @@ def test_an_update_moves_actor_and_critic_alone_and_a_saved_model_gives_equal_sc
     for name, digest in frozen.items():
         assert model.backbone(name).base_hash(refresh=True) == digest
     save_pretrained(model, tmp_path)
-    found = load_pretrained(tmp_path).eval().score(batch)
+    loaded = load_pretrained(tmp_path).eval()
+    assert loaded.roles == model.roles
+    found = loaded.score(batch)
     for name, tensor in vars(after).items():
         if tensor is not None:
             assert torch.equal(tensor, getattr(found, name)), name

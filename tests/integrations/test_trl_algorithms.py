@@ -140,9 +140,8 @@ def test_grpo_leaves_a_group_out_that_has_one_score(folder, tmp_path):
     assert torch.equal(mask_M, keep_N[answers.batch.sequence_of_M])
 
 
-@pytest.mark.parametrize("loss_type", ["proximal", "vanilla"])
-def test_rloo_compares_the_answers_to_a_prompt(folder, tmp_path, loss_type):
-    trainer = make("rloo", folder, tmp_path, beta=0.0, loss_type=loss_type)
+def test_rloo_compares_the_answers_to_a_prompt(folder, tmp_path):
+    trainer = make("rloo", folder, tmp_path, beta=0.0, max_steps=2)
     seen = watched(trainer)
     trainer.train()
     for answers, _, columns, _ in seen:
@@ -257,7 +256,7 @@ def test_under_autocast_a_policy_that_has_not_learned_has_no_margin(folder, tmp_
 
 
 def test_it_prefers_what_scores_more_and_resumes_with_the_same_floats(folder, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "answers_per_prompt": 4}
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "answers_per_prompt": 4}
     whole = make(
         "online_dpo", folder, tmp_path / "whole", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options
     )

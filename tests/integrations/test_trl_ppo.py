@@ -163,7 +163,7 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
 
 def test_a_resumed_run_goes_on_in_its_epoch_and_its_line_of_the_log(folder, tmp_path):
     """An epoch is three rollouts, a line of the log one; the stop lies in the second epoch's first rollout."""
-    options = {"max_steps": 9, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "num_iterations": 1}
+    options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "num_iterations": 1}
     whole = make(folder, tmp_path / "whole", ["reward_model", words], **options)
     asked = prompts_of(whole)
     whole.train()
@@ -312,7 +312,7 @@ def test_options_that_cannot_be_served(tmp_path):
 def test_dropout_drops_in_training_unless_it_is_turned_off(folder, tmp_path):
     def weights(dropout, **changes):
         dropping = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        trainer = make(folder, tmp_path, peft_config=dropping, max_steps=2, **changes)
+        trainer = make(folder, tmp_path, peft_config=dropping, max_steps=1, **changes)
         trainer.train()
         return trained(trainer)
 

@@ -101,20 +101,10 @@ def build_bf16() -> HydraModel:
     return model.eval()
 
 
-def test_a_sample_does_not_depend_on_its_batch_or_place():
-    model = build()
-    whole = generate(model, PROMPTS, sampling(), sample_ids=[10, 11, 12, 13])
-    part = generate(model, [PROMPTS[2], PROMPTS[0]], sampling(), sample_ids=[12, 10])
-    assert part.batch.completion_tokens(0) == whole.batch.completion_tokens(2)
-    assert part.batch.completion_tokens(1) == whole.batch.completion_tokens(0)
-    other = generate(model, PROMPTS, sampling(), sample_ids=[20, 21, 22, 23])
-    assert any(other.batch.completion_tokens(i) != whole.batch.completion_tokens(i) for i in range(4))
-
-
 def test_rows_stop_on_their_own_end_token():
     model = build()
     lengths = set()
-    for eos in range(3, 40):
+    for eos in range(3, 40, 3):
         rollout = generate(model, PROMPTS, sampling(eos_token_ids=(eos,)))
         for i, done in enumerate(rollout.finished):
             tokens = rollout.batch.completion_tokens(i)
@@ -123,15 +113,6 @@ def test_rows_stop_on_their_own_end_token():
             assert done or len(tokens) == 12
         lengths.add(rollout.batch.completion_lens)
     assert len(lengths) > 3  # rows of one batch did stop at different places
-
-
-def test_greedy_and_sampled_rows_share_a_batch():
-    model = build()
-    mixed = generate(model, PROMPTS, sampling(), greedy=[True, False, True, False])
-    greedy = generate(model, PROMPTS, sampling(), greedy=[True] * 4)
-    sampled = generate(model, PROMPTS, sampling())
-    for i, source in enumerate([greedy, sampled, greedy, sampled]):
-        assert mixed.batch.completion_tokens(i) == source.batch.completion_tokens(i)
 
 
 def test_bad_requests():
@@ -182,16 +163,6 @@ def plainly(tokens, stops) -> int | None:
 def found(tokens, stops) -> int | None:
     texts = StopTexts(stops, fallback)
     return next((n for n in range(1, len(tokens) + 1) if texts.completed_by(tokens[:n])), None)
-
-
-def test_characters_of_several_bytes_before_a_stop_text():
-    for text, stop in [
-        ("\u6211\u6211\n", "\n"),
-        ("hi \u6211\u6211\u6211\n", "\n"),
-        ("\u4f60\u597d\u4f60\u597d\u3002", "\u3002"),
-    ]:
-        tokens = list(text.encode())
-        assert found(tokens, [stop]) == plainly(tokens, [stop]) == len(tokens)
 
 
 def test_found_where_decoding_everything_finds_it():

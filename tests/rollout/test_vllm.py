@@ -103,6 +103,8 @@ def test_every_sampling_option_means_the_same(model, server, tmp_path):
 
 def test_the_base_and_greedy_rows(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
+    with pytest.raises(ValueError, match="sync: expected one before the actor's answers, got none"):
+        rollouts.generate(PROMPTS, sampling())
     rollouts.sync(0)
     for role in ("reference", "actor"):
         ours = generate(model, PROMPTS, sampling(), role=role, greedy=[True, False, True, False])
@@ -125,20 +127,14 @@ def test_the_base_and_greedy_rows(model, server, tmp_path):
 def test_nothing_is_left_to_the_server_s_defaults(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
-    rollouts.generate(PROMPTS, sampling())
+    server.delays = [0.3, 0.2, 0.1, 0.0]  # answers that come in another order keep their places
+    theirs = rollouts.generate(PROMPTS, sampling())
+    assert theirs.batch.tokens_T.tolist() == generate(model, PROMPTS, sampling()).batch.tokens_T.tolist()
     body = server.requests("/v1/completions")[-1]
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "min_tokens"):
         assert name in body
     seeds = [request["seed"] for request in server.requests("/v1/completions")[-4:]]
     assert sorted(seeds) == sorted(row_seed(3, i) for i in range(4))
-
-
-def test_answers_that_come_in_another_order_keep_their_places(model, server, tmp_path):
-    rollouts = connect(model, server, tmp_path)
-    rollouts.sync(0)
-    server.delays = [0.3, 0.2, 0.1, 0.0]
-    theirs = rollouts.generate(PROMPTS, sampling())
-    assert theirs.batch.tokens_T.tolist() == generate(model, PROMPTS, sampling()).batch.tokens_T.tolist()
 
 
 def test_an_api_key_goes_along_and_no_proxy_is_asked(model, server, tmp_path, monkeypatch):
@@ -285,12 +281,6 @@ def test_a_folder_that_cannot_be_written_to(model, server, tmp_path):
     (tmp_path / "adapters").write_text("a file")
     with pytest.raises(ConfigError, match=r"vllm_adapter_dir: expected a folder that can be written to"):
         connect(model, server, tmp_path).sync(0)
-
-
-def test_before_the_first_sync_there_is_no_actor(model, server, tmp_path):
-    rollouts = connect(model, server, tmp_path)
-    with pytest.raises(ValueError, match="sync: expected one before the actor's answers, got none"):
-        rollouts.generate(PROMPTS, sampling())
 
 
 def test_what_vllm_cannot_serve_is_refused_up_front():

@@ -57,15 +57,6 @@ def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other):
         pass
 
 
-@pytest.mark.parametrize(("trainer", "config"), TRAINERS)
-def test_nor_if_they_begin_at_the_same_time(model, tmp_path, trainer, config):
-    both = [trainer(config(model, tmp_path / "run", max_steps=1)) for _ in range(2)]
-    with locked(tmp_path / "run"), pytest.raises(ConfigError, match=f"where process {os.getpid()} runs"):
-        both[0].run()
-    both[1].run()  # which is free again
-    assert (tmp_path / "run" / "metrics.jsonl").is_file()
-
-
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     said = r"output_dir: expected a folder that can be written, got .*: Not a directory"

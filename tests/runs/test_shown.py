@@ -185,12 +185,12 @@ def test_a_low_terminal_keeps_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1/1" in last
 
 
-@pytest.mark.parametrize("count", [1, 5, 72, 73, 1000])
-def test_a_course_of_any_length_fits_and_keeps_its_shape(count: int) -> None:
-    blocks = course(array("d", range(count)))
-    assert len(blocks) == min(count, 36)
-    assert list(blocks) == sorted(blocks)  # the blocks are in the order of their heights
-    assert count == 1 or (blocks[0], blocks[-1]) == ("▁", "█")
+def test_a_course_of_any_length_fits_and_keeps_its_shape() -> None:
+    for count in (1, 5, 72, 73, 1000):
+        blocks = course(array("d", range(count)))
+        assert len(blocks) == min(count, 36)
+        assert list(blocks) == sorted(blocks)  # the blocks are in the order of their heights
+        assert count == 1 or (blocks[0], blocks[-1]) == ("▁", "█")
 
 
 def test_summary_tells_first_and_last_and_where_things_are(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def kinds(*per_push: str) -> list[Any]:
     return [name if name in per_push else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
 
 
-@pytest.fixture(params=kinds("sft-lora", "rl"))  # what stops, ends and overwrites a run is one class
+@pytest.fixture(params=kinds("rl"))  # what stops, ends and overwrites a run is one class
 def trainers(request, models) -> Trainers:
     kind = KINDS[request.param]
     return Trainers(kind, models[kind.trainer is RlTrainer])
@@ -216,6 +216,7 @@ def test_a_step_that_fails_half_way_is_no_checkpoint(trainers, tmp_path, monkeyp
     assert names(tmp_path / "run")[-1] == "checkpoint-2"
 
 
+@pytest.mark.parametrize("trainers", kinds("sft-lora", "rl"), indirect=True)
 def test_a_finished_run_has_nothing_to_do_and_a_half_written_result_is_written_again(trainers, tmp_path):
     output = tmp_path / "run"
     config = trainers.config(output, save_steps=4, resume_from_checkpoint="auto")
@@ -243,6 +244,7 @@ def test_a_finished_run_has_nothing_to_do_and_a_half_written_result_is_written_a
     assert json.loads((output / "run.json").read_text()).get("result") == json.loads(record).get("result")
 
 
+@pytest.mark.parametrize("trainers", kinds("sft-lora", "rl"), indirect=True)
 def test_what_an_output_folder_is_refused_for(trainers, tmp_path, models):
     """A run of another seed, process or command in it, also where all options are the same; or a file in its place.
 

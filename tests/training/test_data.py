@@ -229,10 +229,3 @@ def test_options_of_data_that_mean_nothing(base, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make(base, tmp_path / "run", **options)
-
-
-def test_conversations_need_a_template(tmp_path):
-    model = write_model(tmp_path / "m")
-    data = write_rows(tmp_path / "talks.jsonl", TALKS)
-    with pytest.raises(ConfigError, match="model_name_or_path: expected a tokenizer with a chat template for rows of"):
-        SftTrainer(sft_config(model, tmp_path / "out", dataset_name=str(data)))

@@ -14,8 +14,7 @@ from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.manifest import write_manifest
 from rlhf_engine.runs.checkpoint import begin_kernels
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.sft import SftTrainer
-from tests.training.test_data import sft_config, train_config, write_model
+from tests.training.test_data import train_config, write_model
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="without it there is nothing to choose")
 ISAS = native.isas() if native.missing() is None else []
@@ -93,15 +92,6 @@ def test_a_run_by_the_package_s_table_goes_on_to_the_same_floats(model, tmp_path
         assert choice["backend"] == entry.backend, choice
     for later in ("parts", "whole"):
         assert (tmp_path / later / "checkpoint-4" / "kernels.json").read_text() == content
-
-
-def test_a_new_run_does_not_take_over_another_s_kernels(model, table, tmp_path):
-    with registry.use_table(table):
-        trainer = SftTrainer(sft_config(model, tmp_path / "a", save_steps=1))
-        trainer.run()
-    assert chosen(tmp_path / "a" / "checkpoint-2")["linear_logprob"] == {"reference"}
-    SftTrainer(sft_config(model, tmp_path / "b", save_steps=1)).run()
-    assert chosen(tmp_path / "b" / "checkpoint-2")["linear_logprob"] == {"cpu"}
 
 
 def folder_with(tmp_path: Path, **choice: object) -> Path:

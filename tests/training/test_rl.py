@@ -84,14 +84,11 @@ def test_going_back_drops_the_steps_after(model, tmp_path):
     assert RlTrainer(train_config(model, output, resume_from_checkpoint="auto")).state.step == 3
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
-def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, algorithm):
-    many = {"num_generations": 4} if algorithm == "online_dpo" else {}
+@pytest.mark.parametrize("options", [{}, {"algorithm": "online_dpo", "num_generations": 4}])
+def test_micro_batches_of_so_many_tokens_make_the_same_step(model, tmp_path, options):
     found = []
     for tokens in (None, 40):
-        config = train_config(
-            model, tmp_path / str(tokens), algorithm=algorithm, max_steps=1, adam_epsilon=1e-3, **many
-        )
+        config = train_config(model, tmp_path / str(tokens), max_steps=1, adam_epsilon=1e-3, **options)
         config = dataclasses.replace(config, per_device_train_batch_size=8, max_tokens_per_micro_batch=tokens)
         trainer = RlTrainer(config)
         update = trainer.step()
@@ -158,13 +155,10 @@ def test_lane_and_functions_are_weighted(model, tmp_path):
     assert first["both"]["rewards/reward_model"] == pytest.approx(first["reward_model"]["reward"])
     assert first["both"]["rewards/length"] == pytest.approx(first["length"]["reward"])
     assert not [k for k in first["reward_model"] if k.startswith("rewards/")]
-
-
-def test_a_function_called_lane_does_not_replace_the_lane(model, tmp_path):
+    # a function of the lane's name does not replace it
     spec = write_reward(tmp_path, "return [1.0] * len(prompts)", "reward_model")
-    plain = RlTrainer(train_config(model, tmp_path / "a", reward_funcs=["reward_model"])).step()
     both = RlTrainer(train_config(model, tmp_path / "b", reward_funcs=["reward_model", spec])).step()
-    assert both["reward"] == pytest.approx(plain["reward"] + 1)
+    assert both["reward"] == pytest.approx(first["reward_model"]["reward"] + 1)
     assert both["rewards/reward_model_function"] == 1.0
 
 
@@ -299,14 +293,13 @@ def test_found_before_the_model_is_loaded(tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("algorithm", "least"), [("ppo", 14), ("online_dpo", 28)])
-def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path, algorithm, least):
+def test_micro_batches_hold_the_longest_answer_or_two_of_them(model, tmp_path):
     rows = write_rows(tmp_path / "p.jsonl", [{"prompt": "red cat"}, {"prompt": "the dog runs and the"}])
-    many = {"num_generations": 4} if algorithm == "online_dpo" else {}
-    options = {"algorithm": algorithm, "dataset_name": str(rows), **many}
-    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
-        RlTrainer(train_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
-    RlTrainer(train_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
+    for options, least in (({}, 14), ({"algorithm": "online_dpo", "num_generations": 4}, 28)):
+        options["dataset_name"] = str(rows)
+        with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch: expected at least {least}, the tokens of"):
+            RlTrainer(train_config(model, tmp_path / "a", max_tokens_per_micro_batch=least - 1, **options))
+        RlTrainer(train_config(model, tmp_path / "b", max_tokens_per_micro_batch=least, **options))
 
 
 def test_found_while_the_model_is_loaded(model, tmp_path, sft_adapter):
@@ -500,10 +493,9 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
 
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
 def test_critic_warm_up_leaves_the_policy_alone(model, tmp_path, method):
-    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, critic_warmup_steps=2))
+    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, critic_warmup_steps=1))
     before = trained(trainer)
-    for _ in range(2):
-        assert abs(trainer.step()["kl"]) < 1e-4
+    assert abs(trainer.step()["kl"]) < 1e-4
     after = trained(trainer)
     assert trainer.state.policy_version == 0
     assert all(torch.equal(after[n], before[n]) for n in before if ".actor." in n)

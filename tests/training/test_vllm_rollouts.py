@@ -287,12 +287,6 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(model, server, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
-    with pytest.raises(ConfigError, match="lora_target_modules: expected no LM head for a vLLM server"):
-        RlTrainer(config(model, tmp_path / "run", server, lora_target_modules=["q_proj", "lm_head"]))
-    assert server.log == []
-
-
 def test_options_that_contradict_each_other(tmp_path):
     for changes, message in (
         ({"method": "full_ppo"}, "vllm_server_base_url: expected it unset for full_ppo"),
