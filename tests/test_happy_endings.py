@@ -1,6 +1,5 @@
 """The example reward orders stories as its text says, and each guard does the work it is there for."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,21 +52,15 @@ def test_hacks_lose_to_a_plain_story_or_to_the_honest_happy_one(hack: str) -> No
         assert score(hack) < score(PLAIN)
 
 
-def test_each_further_happy_word_earns_less() -> None:
-    words = ["smiled", "hugged", "laughed", "cheered"]
-    # one word is replaced at a time, so that length and distinct words stay as they are
-    stories = [PLAIN]
-    for old, new in zip(["went", "saw", "bought", "walked"], words, strict=True):
-        stories.append(stories[-1].replace(old, new))
-    scores = [score(story + " The sun went down behind the hill and every window was dark.") for story in stories]
-    gains = [b - a for a, b in pairwise(scores)]
-    assert all(gain > 0 for gain in gains)
-    assert all(later < earlier for earlier, later in pairwise(gains))
-
-
 def test_a_happy_word_near_the_end_earns_more_than_at_the_start() -> None:
     start, end = "They were glad. " + PLAIN, PLAIN + " They were glad."
     assert score(end) > score(start) > score(PLAIN)
+    # one word is replaced at a time, so that length and distinct words stay as they are; each earns less
+    once = PLAIN.replace("went", "smiled")
+    first, second, third = (
+        score(f"{story} The sun went down.") for story in (PLAIN, once, once.replace("saw", "hugged"))
+    )
+    assert first < second < third < 2 * second - first
 
 
 def test_prompt_words_earn_nothing_and_the_range_is_bounded() -> None:

@@ -125,10 +125,3 @@ def test_folders_of_others_are_left_alone(script, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     below = tmp_path / "file" / "below"
     refused(capsys, script, "install", "--pieces", tmp_path / "pieces", "--target", below)
-
-
-def test_fetch_wants_a_version_of_python(script, tmp_path, capsys) -> None:
-    for wrong in ("3", "3.12.1", "cp312"):
-        error = refused(capsys, script, "fetch", "--python", wrong, "--pieces", tmp_path / "pieces")
-        assert f"expected a version such as 3.12, got {wrong!r}" in error
-    assert not list(tmp_path.iterdir())

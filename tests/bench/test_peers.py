@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_bench import OPS, PEERS, candidates, case, floor, heads, roofline
+from rlhf_bench import OPS, PEERS, candidates, case, floor, heads
 from rlhf_bench.case import NotHereError, differentiate, leaves_of
 from rlhf_bench.ops import decode_attention, load_cases, lora
 from rlhf_bench.ops import sample as sampling
@@ -161,20 +161,6 @@ def test_a_race_of_exponentials_draws_the_tokens_of_the_same_noise() -> None:
         assert torch.equal(sampling.race(z, (-inputs["noise"]).exp()), ours.token)
 
 
-def test_the_reference_is_not_timed_on_a_gpu() -> None:
-    def backends(*names: str) -> dict[str, case.Run]:
-        return dict.fromkeys(names, lambda: None)
-
-    found, missing = backends("triton", "reference"), {}
-    candidates.leave_reference_untimed(found, missing, "cuda")
-    assert list(found) == ["triton"]
-    assert "compared with" in missing["reference"]
-    for device, names in (("cpu", ("cpu", "reference")), ("cuda", ("reference",))):
-        found, missing = backends(*names), {}
-        candidates.leave_reference_untimed(found, missing, device)
-        assert (tuple(found), missing) == (names, {})
-
-
 class _Operands(TorchDispatchMode):
     """Collects what products multiply and copies read."""
 
@@ -202,28 +188,3 @@ def test_floors_are_made_from_random_numbers_of_the_case_s_dtype() -> None:
                 assert x.dtype == found.dtype, found.name
                 if x.numel() > 1:
                     assert x.float().std() > 1e-3, found.name
-
-
-def test_ceilings_are_measured_on_random_numbers(monkeypatch) -> None:
-    real = roofline.gemm_floors
-    products: list[torch.Tensor] = []
-
-    def watched(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        products.extend(x for pair in pairs for x in pair)
-        return real(*((a[:4, :8], b[:8, :4]) for a, b in pairs))
-
-    copies: dict[str, torch.Tensor] = {}
-
-    def once(functions: Any, rounds: int, device: torch.device) -> dict[str, list[float]]:
-        copies["made"] = functions["copy"]()
-        return {name: [1.0] for name in functions}
-
-    monkeypatch.setattr(roofline, "gemm_floors", watched)
-    monkeypatch.setattr(roofline, "interleaved", once)
-    ceilings = roofline.measure_ceilings(CPU, torch.bfloat16, quick=True)
-    assert ceilings.dtype == torch.bfloat16
-    for x in (*products, copies["made"]):
-        assert x.dtype == torch.bfloat16
-        assert 0.9 < x.flatten()[:100_000].float().std() < 1.1
-    assert products[0].data_ptr() != products[1].data_ptr(), "a product of a matrix with itself is a special one"
-    assert 2 * copies["made"].nbytes == pytest.approx(2**28)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from rlhf_bench import isa
 from rlhf_kernels.runtime import native
 
 from tests.bench.test_bench import load_script
@@ -81,23 +79,6 @@ def test_a_grid_makes_one_record_per_run_and_goes_on_where_it_stopped(tmp_path, 
     other = run("sweep.py", *arguments, cwd=tmp_path, code=1)
     assert "expected a record of `rlhf-engine train" in other.stderr
     assert record.read_text() == first
-
-
-@pytest.mark.long
-def test_demos_of_one_seed_share_their_start(tmp_path):
-    grid = write_grid(
-        tmp_path / "tiny.yaml", command="demo", flags={}, grid={"algorithm": ["remax", "rloo"], "seed": [0, 1]},
-        final=["reward_before", "seconds_sft"],
-    )  # fmt: skip
-    run("sweep.py", grid, "--out", tmp_path / "out", "--jobs", 2, "--", "--quick", cwd=tmp_path)
-    for seed in (0, 1):
-        first, second = (
-            json.loads((tmp_path / "out" / f"algorithm-{name}_seed-{seed}.json").read_text())
-            for name in ("remax", "rloo")
-        )
-        assert first["final"]["reward_before"] == second["final"]["reward_before"]
-        assert second["final"]["seconds_sft"] < 0.5 * first["final"]["seconds_sft"]
-    assert not list((tmp_path / "runs" / "sweeps" / "tiny").iterdir())
 
 
 @pytest.mark.long
@@ -209,31 +190,6 @@ def test_busy_neighbours(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "frozen/24x16x97 float32" in shown
     assert all(arm in shown for arm in here)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(native.missing() is not None, reason="without it there is one set")
-def test_busy_neighbours_on_one_instruction_set(tmp_path, monkeypatch):
-    """In a process that is held to the set, which appends."""
-    for name in isa.variables("portable"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    options = ["--tiny", "--busy", "0", "--dtype", "bf16", "--isa", "portable", "--json", str(tmp_path / "a.jsonl")]
-    busy = load_script("studies/busy")
-    (tmp_path / "a.jsonl").write_text('{"arm": "earlier", "busy": 0}\n')
-    assert busy.main(options) == 0
-    found = busy_records(tmp_path / "a.jsonl")
-    assert set(found) == {(arm, 0) for arm in ("earlier", *arms_here(busy))}
-    del found["earlier", 0]
-    assert {(r["isa"], r["isa_of_peers"], r["dtype"]) for r in found.values()} == {("portable", "portable", "bfloat16")}
-
-
-@pytest.mark.long
-def test_neighbours_are_busy_while_they_are_asked_for():
-    busy = load_script("studies/busy")
-    with busy.neighbours(2) as processes:
-        assert [process.poll() for process in processes] == [None, None]
-    assert all(process.poll() is not None for process in processes)
 
 
 def test_requests_that_the_study_of_neighbours_cannot_serve(tmp_path, monkeypatch, capsys):

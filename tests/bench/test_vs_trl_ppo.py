@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -23,14 +22,6 @@ def script() -> Iterator[ModuleType]:
         yield vs_trl_ppo
     finally:
         sys.path.remove(str(BENCH))
-
-
-def worker_answer(step_seconds: list[float], *, peak: int = 100) -> dict[str, Any]:
-    ends = [0.0]
-    for seconds in step_seconds:
-        ends.append(ends[-1] + seconds)
-    memory = {"rss": 10, "peak_rss": 20}
-    return {"ends": ends, "before": memory, "after": {"rss": 50, "peak_rss": peak}, "reward": [0.5], "threads": 2}
 
 
 def test_our_arm_runs_and_leaves_a_record_and_a_chart(script, tmp_path, capsys):
@@ -74,36 +65,6 @@ def test_the_floor_multiplies_what_the_formula_says(script, arm):
     head_rows = 8 + (1 + by_actor) * 8 + 2 * 8
     per_sample = rows * s.layers * block - 2 * 16 * first_qkv + head_rows * 2 * 64 * s.vocab
     assert found["flops"] == s.batch * per_sample
-
-
-def test_medians_and_targets(script):
-    setting = script.Setting(steps=3)
-    runs = [
-        {"round": i, "arm": arm, "others_cores": None, **script.derive(setting, worker_answer(seconds, peak=peak))}
-        for i in range(3)
-        for arm, seconds, peak in (
-            ("trl-fp32", [9.0, 3.0, 1.0], 100),
-            ("ours-fp32", [9.0, 1.0, [1.0, 0.9, 50.0][i]], 51),
-            ("ours-bf16", [9.0, 0.5, 0.5], 40),
-            ("ours-fp32-inexact", [9.0, 1.1, 1.1], 60),
-            ("ours-fp32-all-scored", [9.0, 1.0, 1.3], 60),
-            ("trl-bf16", [9.0, 2.0, 1.0], 60),
-        )
-    ]
-    found = script.medians(runs)
-    assert found["trl-fp32"]["seconds_per_sample"] == pytest.approx(4.0 / 32)
-    assert found["ours-fp32"]["seconds_per_sample"] == pytest.approx(2.0 / 32), "one bad round does not move it"
-    faster, memory, cost, exact, bf16 = script.targets(setting, found, bf16_products=True)
-    assert (cost["wanted"], cost["got"], cost["met"]) == ("<= 1.1", pytest.approx(2.3 / 2.2), True)
-    assert (exact["wanted"], exact["got"], exact["met"]) == ("<= 1", pytest.approx(2.0 / 2.2), True)
-    assert (faster["got"], faster["met"]) == (pytest.approx(2.0), True)
-    assert (memory["got"], memory["met"]) == (pytest.approx(0.51), False)
-    assert (bf16["got"], bf16["met"]) == (pytest.approx(3.0), True), "like with like"
-    as_fp32, saved = script.targets(setting, found, bf16_products=False)[4:]
-    assert (as_fp32["wanted"], as_fp32["got"], as_fp32["met"]) == ("<= 1", pytest.approx(0.5), True)
-    assert (saved["wanted"], saved["got"], saved["met"]) == ("<= 0.65", pytest.approx(40 / 51), False)
-    with pytest.raises(RuntimeError, match="expected 3 batches, got 2"):
-        script.derive(setting, worker_answer([1.0, 1.0]))
 
 
 def test_wrong_requests_are_refused(script, capsys):

@@ -139,14 +139,6 @@ def test_packing_is_first_fit():
             assert pack(sizes, max_rows=max_rows) == [list(range(n))[i : i + max_rows] for i in range(0, n, max_rows)]
 
 
-def test_every_row_once_within_the_budget():
-    sizes = lengths(1000)
-    batches = pack(sizes, max_rows=1000, max_tokens=512)
-    assert sorted(i for batch in batches for i in batch) == list(range(1000))
-    assert max(sum(sizes[i] for i in batch) for batch in batches) <= 512
-    assert len(batches) <= 1.05 * sum(sizes) / 512 + 1  # near what cannot be done better
-
-
 def test_what_cannot_be_packed():
     for sizes, bounds, message in [
         ([3, 9], {"max_tokens": 8}, r"lengths\[1\]: expected at most 8 tokens, those of a micro-batch, got 9"),

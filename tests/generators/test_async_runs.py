@@ -81,14 +81,6 @@ def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, 
     assert not same(trained(beside), trained(alone))  # or being behind would have changed nothing
 
 
-def test_bytes_of_a_publication(model, tmp_path):
-    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3, critic_warmup_steps=1)
-    slot = sum(p.numel() * p.element_size() for p in trainer.model.backbone().slot("actor").parameters())
-    assert [row["async/published_bytes"] for row in rows] == [0, slot, slot]  # while only the critic learns, none
-    _, rows = steps_of(model, tmp_path / "replay", async_mode="replay", max_steps=1)
-    assert "async/published_bytes" not in rows[0]
-
-
 def test_a_policy_for_several_batches(model, tmp_path):
     _, rows = steps_of(model, tmp_path / "blocks", async_mode="blocks", max_staleness=2, max_steps=7)
     assert ages(rows) == [0, 1, 2, 0, 1, 2, 0]

@@ -59,40 +59,6 @@ def test_two_heads_on_one_traversal_equal_two_traversals():
     assert alone.logprobs_M is None
 
 
-def test_exact_kl_is_what_full_logits_give():
-    model, batch = build(), random_batch()
-    scores = model.score(batch, exact_kl=True)
-    hidden = {}
-    for slot in ("actor", None):
-        with torch.no_grad():
-            hidden[slot] = model._backbone_call(batch, model.backbone(), [slot], None)
-    weight = model.backbone().lm_head.weight.double()
-    log_a, log_r = (
-        (hidden[slot].double()[batch.predict_rows_M] @ weight.T).log_softmax(-1) for slot in ("actor", None)
-    )
-    torch.testing.assert_close(scores.kl_M.double(), (log_a.exp() * (log_a - log_r)).sum(-1), rtol=1e-4, atol=1e-5)
-    assert scores.kl_M.min() >= 0
-
-
-def test_the_role_table_admits_several_backbones():
-    roles = {**hydra_roles(), "reward": RoleSpec(backbone="rm", head="reward"), "reference": RoleSpec(backbone="ref")}
-    model = HydraModel.from_pretrained(
-        tiny_llama(0),
-        roles=roles,
-        backbones={"rm": tiny_llama(1), "ref": tiny_llama(0)},
-        slots={"actor": SlotConfig(r=2)},
-    )
-    randomise(model, "actor", "critic")
-    batch = random_batch()
-    scores = model.score(batch)
-    single = HydraModel.from_pretrained(tiny_llama(0), roles=hydra_roles(), slots={"actor": SlotConfig(r=2)})
-    torch.testing.assert_close(scores.ref_logprobs_M, single.score(batch, ("reference",)).ref_logprobs_M)
-    assert model.held_parameters()["backbones"] == 3 * single.held_parameters()["backbones"]
-    other = HydraModel.from_pretrained(tiny_llama(1), roles={"reward": RoleSpec(head="reward")})
-    other.heads.load_state_dict({k: v for k, v in model.heads.state_dict().items() if k.startswith("reward")})
-    torch.testing.assert_close(scores.rewards_N, other.score(batch, ("reward",)).rewards_N)
-
-
 def test_split_by_tokens():
     assert split_by_tokens((3, 4, 5), 7) == [[0, 1], [2]]
     assert split_by_tokens((9, 1, 1), 2) == [[0], [1, 2]]

@@ -152,7 +152,9 @@ FILTERED: dict[str, dict[str, Any]] = {name: _FILTERS for name in ("HydraPPO", "
 FILTERED["HydraGRPO"] = {**_FILTERS, "num_generations": 4}
 
 
-@pytest.mark.parametrize("kind", FILTERED)
+@pytest.mark.parametrize(
+    "kind", ["HydraPPO", "HydraOnlineDPO", *(pytest.param(x, marks=pytest.mark.long) for x in ("ReMax", "HydraGRPO"))]
+)
 def test_an_update_is_over_the_words_that_drew(kind, folder, tmp_path):
     trainer, seen = make(kind, folder, tmp_path, **FILTERED[kind], max_steps=1, steps_per_generation=2), []
     terms = trainer.algorithm.terms

@@ -25,11 +25,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     # widths that are no multiple of a vector, in the MLP and in heads
     "llama": LlamaConfig(hidden_size=60, intermediate_size=83, num_attention_heads=6, num_key_value_heads=6, **_SIZES),
     "llama grouped": LlamaConfig(
-        hidden_size=64,
-        intermediate_size=176,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attention_bias=True,
+        hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, attention_bias=True,
         **_SIZES,
     ),
     "qwen2": Qwen2Config(hidden_size=48, intermediate_size=100, num_attention_heads=6, num_key_value_heads=3, **_SIZES),
@@ -39,7 +35,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(
         hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=19, **_SIZES
     ),
-}
+}  # fmt: skip
 
 _WIDE = {**_SIZES, "hidden_size": 60, "intermediate_size": 83, "num_attention_heads": 6, "pad_token_id": 0}
 _GROUPED = {**_WIDE, "num_key_value_heads": 2}
@@ -47,28 +43,19 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "gpt2": hf.GPT2Config(vocab_size=VOCABULARY, n_embd=60, n_layer=2, n_head=6, n_inner=83, n_positions=512),
     "gemma": hf.GemmaConfig(**_GROUPED, head_dim=10),
     "gemma2": hf.Gemma2Config(
-        **_GROUPED,
-        head_dim=10,
-        sliding_window=19,
-        query_pre_attn_scalar=8,
-        attn_logit_softcapping=4.0,
+        **_GROUPED, head_dim=10, sliding_window=19, query_pre_attn_scalar=8, attn_logit_softcapping=4.0,
         final_logit_softcapping=3.0,
     ),
     "gpt_neox": hf.GPTNeoXConfig(**_WIDE),
     "opt": hf.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=60,
-        ffn_dim=83,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        max_position_embeddings=512,
-        word_embed_proj_dim=60,
+        vocab_size=VOCABULARY, hidden_size=60, ffn_dim=83, num_hidden_layers=2, num_attention_heads=6,
+        max_position_embeddings=512, word_embed_proj_dim=60,
     ),
     "phi3": hf.Phi3Config(**_GROUPED),
     "starcoder2": hf.Starcoder2Config(**_GROUPED, sliding_window=None),
     "olmo2": hf.Olmo2Config(**_GROUPED),
     "cohere": hf.CohereConfig(**_GROUPED),
-}
+}  # fmt: skip
 """Models whose decoding steps are transformers' own."""
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -117,8 +104,14 @@ def score(model: HydraModel, batch: PackedBatch, role: str = "actor", **options)
 RAGGED = (1, 2, 15, 16, 17, 33, 3, 8, 70, 5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, kind in enumerate(MODELS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
     with native.use_isa(isa):

@@ -161,7 +161,7 @@ def equal(left: Tensors, right: Tensors) -> bool:
     return left.keys() == right.keys() and all(is_same(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("n", [12, pytest.param(7_500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [8, pytest.param(7_500, marks=pytest.mark.long)])
 def test_a_damaged_file_is_refused_or_changes_nothing(written, tmp_path, n):
     for reader, (place, part, read) in READERS.items():
         folder = tmp_path / reader
