@@ -42,19 +42,11 @@ def tiny_llama(
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=24 * width,
-        intermediate_size=40 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=positions,
+        hidden_size=24 * width, intermediate_size=40 * width, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=positions,
         initializer_range=0.3,  # far from uniform outputs, so that differences show
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype).eval()
 
 

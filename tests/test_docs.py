@@ -55,13 +55,8 @@ GUIDES, CONCEPTS, TUTORIALS, WHY = (ROOT / "docs" / name for name in ("guides", 
 COMMANDS = [README, *(GUIDES / f"{name}.md" for name in ("train", "reward-models", "asynchronous", "algorithms"))]
 COMMANDS += [CONCEPTS / "memory.md", *(GUIDES / f"{name}.md" for name in ("kernels", "add-a-model"))]
 # pages of the site that are held to short lines and sentences; the others are older
-PLAIN = [
-    README,
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in ("index", "install", "quickstart", "faq", "benchmarks", "status", "recipes")
-    ),
-]
+TOP = ("index", "install", "quickstart", "faq", "benchmarks", "status", "recipes")
+PLAIN = [README, *(ROOT / "docs" / f"{name}.md" for name in TOP)]
 PLAIN += sorted([*GUIDES.glob("*.md"), *CONCEPTS.glob("*.md"), *TUTORIALS.glob("*.md"), *WHY.glob("*.md")])
 TO_BE_FILLED = {"demo-table", "/demo-table", "stories-table", "/stories-table", "demo-tuning", "/demo-tuning"}
 TO_BE_FILLED |= {"bench-table", "/bench-table"}
@@ -95,17 +90,10 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer(["Once upon a time there was a girl and a dog ."])
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=192,  # the notes' snippet asks for answers of 96 tokens
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=192,  # the notes' snippet asks for answers of 96 tokens
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -139,11 +127,8 @@ def test_the_reward_file_is_a_reward_function(tmp_path):
     (tmp_path / "reward.py").write_text(source)
     function = load_reward(f"{tmp_path}/reward.py:reward")
     check_reward(function, ["Once upon a time"])
-    assert function(prompts=["a"] * 3, completions=["one two", "one one", ""], completion_ids=[[1]] * 3) == [
-        1.0,
-        0.5,
-        0.0,
-    ]
+    rewards = function(prompts=["a"] * 3, completions=["one two", "one one", ""], completion_ids=[[1]] * 3)
+    assert rewards == [1.0, 0.5, 0.0]
 
 
 def test_the_tutorial_in_python_runs(model, tmp_path, monkeypatch):
@@ -245,11 +230,8 @@ def test_commands_lead_from_one_to_the_next(started, monkeypatch):
     made: set[str] = set()
     for words in commands():
         config = parsed(words)
-        taken = [
-            getattr(config, n, None)
-            for n in ("model_name_or_path", "adapter", "reference_adapter", "reward_model_path")
-        ]
-        for path in taken:
+        for name in ("model_name_or_path", "adapter", "reference_adapter", "reward_model_path"):
+            path = getattr(config, name, None)
             if path is not None and path.startswith("runs/"):
                 assert path in made, words
         output = getattr(config, "output_dir", None)
@@ -276,14 +258,8 @@ def test_mentioned_flags_commands_and_targets_exist():
 
 def test_files_of_a_run_are_called_what_they_are_called():
     text = (GUIDES / "train.md").read_text(encoding="utf-8")
-    for name in (
-        folder.RECORD_FILE,
-        folder.METRICS_FILE,
-        folder.CURVES_FILE,
-        folder.SAMPLES_FILE,
-        folder.SAMPLES_LOG,
-        f"{folder.FINAL_FOLDER}/",
-    ):
+    files = (folder.RECORD_FILE, folder.METRICS_FILE, folder.CURVES_FILE, folder.SAMPLES_FILE, folder.SAMPLES_LOG)
+    for name in (*files, f"{folder.FINAL_FOLDER}/"):
         assert f"`{name}`" in text
 
 

@@ -17,23 +17,8 @@ ROOMS = ("rlhf_engine", "kernels/rlhf_kernels", "bench")
 FRAGMENTS = (
     *("After", "Also", "As", "At", "Because", "Before", "Beside", "Between", "By", "Except", "For", "From", "Here"),
     *("How", "If", "In", "Into", "It", "Its", "Likewise", "Maybe", "Of", "On", "Per", "Raises", "Returns", "Since"),
-    *(
-        "That",
-        "There",
-        "Through",
-        "To",
-        "Under",
-        "Until",
-        "Up",
-        "What",
-        "When",
-        "Where",
-        "Which",
-        "Who",
-        "Whoever",
-        "Whose",
-    ),
-    *("Whom", "Why", "With", "Within", "Without"),
+    *("That", "There", "Through", "To", "Under", "Until", "Up", "What", "When", "Where", "Which", "Who", "Whoever"),
+    *("Whom", "Whose", "Why", "With", "Within", "Without"),
 )
 """Words that a first sentence does not begin with: it would be the second half of one."""
 PUBLIC = (

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from rlhf_engine.scoring.reward_functions import check_reward, load_reward, score_with_functions
 
 REWARD = load_reward(f"{Path(__file__).parents[1]}/rlhf_engine/templates/happy_endings.py:reward")
@@ -34,9 +32,8 @@ def test_happy_beats_plain_beats_nothing() -> None:
     assert score("!!! 123") == -3
 
 
-@pytest.mark.parametrize(
-    "hack",
-    [
+def test_hacks_lose_to_a_plain_story_or_to_the_honest_happy_one() -> None:
+    for hack in (
         "happy " * 40,
         "happy happy happy",
         "They were happy and they hugged. " * 10,
@@ -44,12 +41,9 @@ def test_happy_beats_plain_beats_nothing() -> None:
         "love fun joy happy fun love happy joy fun happy love joy joy fun love happy happy love fun joy",
         "They laughed and hugged.",
         HAPPY + " They were happy. They were happy. They were happy. They were happy. They were happy." * 4,
-    ],
-)
-def test_hacks_lose_to_a_plain_story_or_to_the_honest_happy_one(hack: str) -> None:
-    assert score(hack) < score(HAPPY) - 0.5
-    if HAPPY not in hack:
-        assert score(hack) < score(PLAIN)
+    ):
+        assert score(hack) < score(HAPPY) - 0.5, hack
+        assert HAPPY in hack or score(hack) < score(PLAIN), hack
 
 
 def test_a_happy_word_near_the_end_earns_more_than_at_the_start() -> None:

@@ -64,12 +64,8 @@ def get(url: str, *, timeout: float, again: bool = True) -> tuple[int, bytes]:
 
 
 def test_a_byte_now_and_then_is_no_answer_in_time():
-    for start in (
-        b"",
-        b"HTTP/1.1 200 OK\r\nX: ",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\n",
-    ):
+    ok = b"HTTP/1.1 200 OK\r\n"
+    for start in (b"", ok + b"X: ", ok + b"Content-Length: 100\r\n\r\n", ok + b"\r\n"):
 
         def send(connection: socket.socket, start: bytes = start) -> None:
             connection.sendall(start)
@@ -254,9 +250,7 @@ def test_what_has_ended_sends_nothing_more(server):
     with pytest.raises(RolloutServerError, match="ConnectionAbortedError: the requests beside it have ended"):
         Transport(server.url, VLLM, timeout=20).exchange("POST", COMPLETIONS, {}, again=True, group=group)
     assert server.log == []
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as listening:  # nor does a connection stay open, on which a server waits
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # nor does a connection stay open, on which it waits
         transport = Transport(f"http://127.0.0.1:{listening.getsockname()[1]}", VLLM, timeout=20)
         with pytest.raises(RolloutServerError) as error:
             transport.exchange("POST", COMPLETIONS, {}, again=True, group=group)

@@ -115,11 +115,8 @@ def test_a_revision_and_the_name_that_others_know(server, root):
 
 def test_weights_are_those_of_the_commit_whose_config_was_read(server, root):
     """A branch is looked up once, whichever options name the model."""
-    folders = [
-        hub.local_folder(NAME),
-        hub.local_folder(NAME, "reward_model_path", weights=True),
-        hub.local_folder(NAME),
-    ]
+    reward = {"argument": "reward_model_path", "weights": True}
+    folders = [hub.local_folder(NAME, **options) for options in ({}, reward, {})]
     assert {folder.name for folder in folders} == {commit_of(root / "models" / NAME)}
     assert server.asked.count(f"/api/models/{NAME}/revision/main") == 1
 

@@ -42,12 +42,9 @@ def runner(monkeypatch) -> ModuleType:
 
 def command(*argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(RECIPES / "run.py"), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, str(RECIPES / "run.py"), *map(str, argv)], capture_output=True, text=True, cwd=ROOT,
         timeout=600,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -71,16 +71,11 @@ def test_remax_is_unbiased(model, draws):
 @pytest.mark.parametrize(
     "departure",
     [
-        {"divide_by_own_length": True},
-        {"gamma": 0.9},
-        {"kl_in": "local"},
-        {"kl_in": "loss"},
-        {"clip": 0.3},
-        {"estimator": "exact"},
-        {"estimator": "k3"},
+        {"divide_by_own_length": True}, {"gamma": 0.9}, {"kl_in": "local"}, {"kl_in": "loss"}, {"clip": 0.3},
+        {"estimator": "exact"}, {"estimator": "k3"},
     ],
     ids=lambda departure: "-".join(map(str, next(iter(departure.items())))),
-)
+)  # fmt: skip
 def test_departures_of_released_code_are_biased(model, departure):
     exact = -model.gradient(model.objective(model.rewards_N, BETA))
     found = model.expected_gradient(lambda places: remax_loss(model, places, **departure), draws=1)
@@ -114,18 +109,12 @@ def test_rloo_is_unbiased(longest, draws, proximal):
 
 def grpo_loss(model, places, scale_rewards, loss_type):
     batch = model.batch(places)
-    gains = grpo.advantages(
-        model.rewards_N[list(places)], torch.zeros(len(places), dtype=torch.int64), scale_rewards=scale_rewards
-    )
+    groups = torch.zeros(len(places), dtype=torch.int64)
+    gains = grpo.advantages(model.rewards_N[list(places)], groups, scale_rewards=scale_rewards)
     logprobs = model.logprobs_M(places)
-    loss, _ = ppo_loss(
-        logprobs,
-        logprobs.detach(),
-        spread(gains, batch),
-        grpo.token_weights(batch, loss_type=loss_type, max_completion_length=2).double(),
-        denom=float(sum(batch.completion_lens)) if loss_type == "dapo" else float(len(places)),
-    )
-    return loss
+    weights = grpo.token_weights(batch, loss_type=loss_type, max_completion_length=2).double()
+    denom = float(sum(batch.completion_lens)) if loss_type == "dapo" else float(len(places))
+    return ppo_loss(logprobs, logprobs.detach(), spread(gains, batch), weights, denom=denom)[0]
 
 
 def test_grpo_without_its_divisions_is_rloo():

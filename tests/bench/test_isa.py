@@ -56,12 +56,6 @@ def test_a_command_runs_in_a_process_that_is_held(monkeypatch, no_variables, cap
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert found["native_extension"] == "available, instruction set portable"
     assert "RLHF_ENGINE_ISA" not in os.environ
-
-
-@needs_native
-@pytest.mark.long
-def test_the_exit_code_is_that_of_the_process(monkeypatch, no_variables):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     assert isa.run_held("portable", ["doctr"]) == 2
 
 

@@ -355,12 +355,12 @@ def test_kernels_by_name_serve_a_whole_command(capsys, model):
 
 
 def test_options_of_the_engine_are_checked_before_a_run(capsys, model, tmp_path):
-    line = refused(capsys, *train_flags(model, tmp_path, "--decode_step", "graph"))
-    assert "decode_step: expected one that serves the backbone, got 'graph': graphs are CUDA's" in line
-    line = refused(capsys, *train_flags(model, tmp_path, "--kv_cache_memory", "1KB"))
-    assert "kv_cache_memory: expected at least" in line
-    line = refused(capsys, *train_flags(model, tmp_path, "--kv_cache_memory", "much"))
-    assert "kv_cache_memory: expected a size such as" in line
+    for name, value, message in (
+        ("decode_step", "graph", "expected one that serves the backbone, got 'graph': graphs are CUDA's"),
+        ("kv_cache_memory", "1KB", "expected at least"),
+        ("kv_cache_memory", "much", "expected a size such as"),
+    ):
+        assert f"{name}: {message}" in refused(capsys, *train_flags(model, tmp_path, f"--{name}", value))
 
 
 def test_what_was_finished_is_kept_and_gone_on_with(capsys, model, tmp_path, monkeypatch):

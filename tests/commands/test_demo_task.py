@@ -47,7 +47,9 @@ def test_heldout_complaints_are_disjoint_but_made_of_known_parts(seed: int) -> N
     assert {complaint(row["prompt"]) for row in task.sft_pairs(500)} <= set(task.train_complaints)
 
 
-def test_more_heldout_prompts_than_there_are_is_an_error() -> None:
+def test_more_heldout_prompts_than_there_are_and_prompts_outside_the_task_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompt: expected a complaint such as .* got 'the sky is blue'"):
+        true_score("the sky is blue", BEST)
     with pytest.raises(ValueError, match=r"n: expected at most \d+ held-out prompts, got 100000"):
         TASK.heldout_prompts(100_000)
 
@@ -103,11 +105,6 @@ def test_length_is_guarded_and_the_score_bounded() -> None:
     scores = [true_score(r["prompt"], r[k]) for r in rows for k in ("chosen", "rejected")]
     assert max(scores) <= BEST_SCORE
     assert prefer(PROMPT, BEST, BEST) == 0.5
-
-
-def test_prompts_outside_the_task_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"prompt: expected a complaint such as .* got 'the sky is blue'"):
-        true_score("the sky is blue", BEST)
 
 
 def test_tokenizer_covers_the_task_and_round_trips(tmp_path: Path) -> None:

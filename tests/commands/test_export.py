@@ -81,6 +81,15 @@ def write_actor(base: Path, folder: Path, *, dtype: torch.dtype = torch.float32,
     return folder
 
 
+def changed_run(place: Path, folder: Path, **config: object) -> Path:
+    """The run of PPO, as if with other options."""
+    shutil.copytree(place / "ppo", folder)
+    record = json.loads((folder / "run.json").read_text())
+    record["config"] |= config
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
 def texts_of(folder: Path) -> str:
     return "".join(p.read_text() for p in folder.rglob("*") if p.suffix in (".json", ".md"))
 
@@ -110,10 +119,8 @@ def test_a_merged_run_is_the_actor(place, tmp_path):
     before = (place / "model" / "model.safetensors").read_bytes()
     out = export(place / "ppo", "merged", tmp_path / "out")
     assert (place / "model" / "model.safetensors").read_bytes() == before
-    theirs, ours = (
-        logits(AutoModelForCausalLM.from_pretrained(out)),
-        our_logits(place / "ppo" / "final", place / "model"),
-    )
+    theirs = logits(AutoModelForCausalLM.from_pretrained(out))
+    ours = our_logits(place / "ppo" / "final", place / "model")
     assert (theirs - ours).abs().max() < BOUND
     base = logits(AutoModelForCausalLM.from_pretrained(place / "model"))
     assert (ours - base).abs().max() > 100 * BOUND
@@ -159,9 +166,8 @@ def test_a_base_in_bf16_is_rounded_once(tmp_path):
         # another order of the sum over r may fall to the other side of the middle between two bf16 numbers
         assert (merged[name] == whole.to(torch.bfloat16)).float().mean() > 0.999
     assert adapted == 14
-    assert (
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exact")) - our_logits(adapter, base)
-    ).abs().max() < BOUND
+    theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exact"))
+    assert (theirs - our_logits(adapter, base)).abs().max() < BOUND
 
 
 def test_an_adapter_of_a_run_in_bf16_finds_its_base_in_float32(tmp_path):
@@ -187,10 +193,7 @@ def test_whole_models_are_exported_as_they_are(place, tmp_path, capsys):
     full = ("--model_name_or_path", place / "model", "--dataset_name", place / "pairs.jsonl", "--max_steps", 2)
     run("sft", "--full", *full, "--output_dir", tmp_path / "full", "--learning_rate", "1e-2", "--device", "cpu")
     out = export(tmp_path / "full", "merged", tmp_path / "out")
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(out)),
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "full")),
-    )
+    assert torch.equal(*(logits(AutoModelForCausalLM.from_pretrained(folder)) for folder in (out, tmp_path / "full")))
     assert "expected an adapter for peft" in refused(capsys, tmp_path / "full", "peft", tmp_path / "no")
     # supervised training moves the head's bias by rounding: it is left out, and said to be
     shifted = export(tmp_path / "full", "sequence_classification", tmp_path / "rm")
@@ -198,19 +201,17 @@ def test_whole_models_are_exported_as_they_are(place, tmp_path, capsys):
     assert f"lower by {bias:g}" in (shifted / card.CARD).read_text()
     tokens = IDS[:1, :6]
     model = HydraModel.from_pretrained(tmp_path / "full", roles={"reward": RoleSpec(head="reward")}).eval()
-    ours = model.score(
-        PackedBatch.from_lists([tokens[0, :3].tolist()], [tokens[0, 3:].tolist()]), ("reward",)
-    ).rewards_N
+    batch = PackedBatch.from_lists([tokens[0, :3].tolist()], [tokens[0, 3:].tolist()])
+    ours = model.score(batch, ("reward",)).rewards_N
     with torch.no_grad():
         theirs = AutoModelForSequenceClassification.from_pretrained(shifted)(tokens).logits[0]
     torch.testing.assert_close(theirs + bias, ours, rtol=0, atol=BOUND)
 
 
 def test_an_adapter_opens_in_peft_and_transformers_wherever_it_lies(place, tmp_path):
-    out = export(place / "actor", "peft", tmp_path / "first")
     moved = tmp_path / "elsewhere" / "adapter"
-    shutil.copytree(out, moved)
-    shutil.rmtree(out)
+    moved.parent.mkdir()
+    export(place / "actor", "peft", tmp_path / "first").rename(moved)
     config = json.loads((moved / peft_io.CONFIG_FILE).read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("model", None)
     assert str(tmp_path) not in texts_of(moved)
@@ -321,10 +322,7 @@ def test_a_whole_reward_model_and_the_one_of_a_run_are_exported_too(place, tmp_p
 
 
 def test_a_source_that_gives_no_scores_is_refused(place, tmp_path, capsys):
-    model = HydraModel.from_pretrained(
-        base := write("dots1", tmp_path / "dots1"), roles=ACTOR, slots={"actor": SlotConfig(r=2)}
-    )
-    save_pretrained(model, tmp_path / "adapter")
+    base = write("dots1", tmp_path / "dots1")
     line = refused(capsys, base, "sequence_classification", tmp_path / "out")
     assert "to: expected an architecture of which transformers has a sequence classifier, got 'dots1'" in line
     base = write_model(tmp_path / "base", reward_head=False)
@@ -391,20 +389,13 @@ def test_a_card_of_a_folder_without_a_run_invents_nothing(tmp_path):
 
 
 def test_hostile_names_form_no_markup(place, tmp_path):
-    run_folder = tmp_path / "run"
-    shutil.copytree(place / "ppo", run_folder)
-    record = json.loads((run_folder / "run.json").read_text())
-    record["config"] |= {
+    names = {
         "dataset_name": "x\n---\nlicense: mit\n# Ti`tle |<script>alert(1)</script>\u202e",
         "reward_funcs": ["/home/somebody/secret/reward.py:f", "json_schema,schema=/home/somebody/schema.json"],
-        "algorithm": "ppo\n---\nlicense: mit",
-        "lora_target_modules": ["`", "|"],
-        "reward_adapter": "/home/somebody/reward",
-        "hub_token": "hf_secret",
-    }
-    (run_folder / "run.json").write_text(json.dumps(record))
-    out = export(run_folder, "merged", tmp_path / "out")
-    text = (out / card.CARD).read_text()
+        "algorithm": "ppo\n---\nlicense: mit", "lora_target_modules": ["`", "|"],
+        "reward_adapter": "/home/somebody/reward", "hub_token": "hf_secret",
+    }  # fmt: skip
+    text = (export(changed_run(place, tmp_path / "run", **names), "merged", tmp_path / "out") / card.CARD).read_text()
     header = front_matter(text)
     assert header["license"] == "unknown"
     assert header["tags"] == ["rlhf-engine", "lora", "ppo --- license: mit"]
@@ -420,12 +411,8 @@ def test_hostile_names_form_no_markup(place, tmp_path):
 
 
 def test_datasets_of_the_hub_are_named_in_the_header(place, tmp_path):
-    run_folder = tmp_path / "run"
-    shutil.copytree(place / "ppo", run_folder)
-    record = json.loads((run_folder / "run.json").read_text())
-    record["config"] |= {"dataset_name": "openai/gsm8k/main:train", "eval_dataset_name": "rows/held.jsonl"}
-    (run_folder / "run.json").write_text(json.dumps(record))
-    text = (export(run_folder, "peft", tmp_path / "out") / card.CARD).read_text()
+    names = {"dataset_name": "openai/gsm8k/main:train", "eval_dataset_name": "rows/held.jsonl"}
+    text = (export(changed_run(place, tmp_path / "run", **names), "peft", tmp_path / "out") / card.CARD).read_text()
     assert front_matter(text)["datasets"] == ["openai/gsm8k"]
     assert "`held.jsonl` | not recorded |" in text
 
@@ -464,11 +451,7 @@ def test_a_base_that_is_gone_or_another_one_is_refused(place, tmp_path, capsys, 
 
 
 def test_what_is_quantised_is_not_merged(place, tmp_path, capsys):
-    run_folder = tmp_path / "run"
-    shutil.copytree(place / "ppo", run_folder)
-    record = json.loads((run_folder / "run.json").read_text())
-    record["config"]["load_in_4bit"] = True
-    (run_folder / "run.json").write_text(json.dumps(record))
+    run_folder = changed_run(place, tmp_path / "run", load_in_4bit=True)
     line = refused(capsys, run_folder, "merged", tmp_path / "out")
     assert "got one of a run with load_in_4bit" in line
     export(run_folder, "peft", tmp_path / "peft")

@@ -83,21 +83,18 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_it_refuses(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
         ((), "missing required options: --start, --output_dir"),
         (("tutorials", "x"), "start: expected one of 'tutorial', 'reward-function', 'reward-model', 'trl',"),
         (("tutorial",), "missing required option: --output_dir"),
         (("tutorial", "x", "y"), "unexpected argument 'y': expected an option that starts with --"),
         (("recipe:stories260k", "x"), "model_name_or_path: expected the base of 'recipe:stories260k', got none"),
         (("trl", "x", "--model_name_or_path", "m"), "expected it unset with 'trl', which makes a small model"),
-    ],
-)
-def test_what_it_refuses(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, *words)
-    assert not list(tmp_path.iterdir())
+    ):
+        assert message in refused(capsys, *words)
+        assert not list(tmp_path.iterdir())
 
 
 def test_every_template_is_used():

@@ -1,6 +1,7 @@
 """Options: types, bounds, flags, YAML, and errors that name the option."""
 
 import dataclasses
+import itertools
 import shlex
 import typing
 from pathlib import Path
@@ -62,11 +63,12 @@ def test_flag_names() -> None:
     assert set(parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()) == {*REQUIRED, *REWARD.split()}
 
 
-@pytest.mark.parametrize("option", [*REQUIRED, "resume_from_checkpoint", "actor_adapter", "reward_funcs", "config"])
-def test_names_that_no_file_could_have(tmp_path: Path, option: str) -> None:
+def test_names_that_no_file_could_have(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    for name, why in [("x" * 5000, "File name too long"), ("a\0b", "null byte"), (str(loop), "symbolic links")]:
+    options = (*REQUIRED, "resume_from_checkpoint", "actor_adapter", "reward_funcs", "config")
+    names = (("x" * 5000, "File name too long"), ("a\0b", "null byte"), (str(loop), "symbolic links"))
+    for option, (name, why) in itertools.product(options, names):
         others = [part for key, value in REQUIRED.items() if key != option for part in (f"--{key}", value)]
         with pytest.raises(ConfigError, match=rf"^{option}: expected .{{1,150}}: .*{why}"):
             parse_config(TrainConfig, [*others, f"--{option}", name])
@@ -100,9 +102,9 @@ def test_kernel_names_are_those_of_the_registry() -> None:
     assert typing.get_args(Kernels) == ("auto", *registry.BACKENDS)
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig])
-def test_every_option_is_documented_and_configs_are_frozen(cls: type) -> None:
-    assert all(len(f.metadata["help"]) > 8 for f in dataclasses.fields(cls))
+def test_every_option_is_documented_and_configs_are_frozen() -> None:
+    for cls in (TrainConfig, SFTConfig, RewardConfig, GenerateConfig, DemoConfig):
+        assert all(len(f.metadata["help"]) > 8 for f in dataclasses.fields(cls))
     demo = DemoConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         demo.seed = 3  # type: ignore[misc]
@@ -256,8 +258,6 @@ def test_errors_name_the_option() -> None:
         with pytest.raises(ConfigError, match=message):
             parse(*argv)
 
-
-def test_missing_options_and_stray_words_are_named() -> None:
     with pytest.raises(ConfigError, match=r"missing required options: .*--output_dir"):
         parse_config(TrainConfig, ["--model_name_or_path", "m", "--seed", "1"])
     with pytest.raises(ConfigError, match=r"unexpected argument 'word'"):
@@ -277,52 +277,36 @@ grpo:
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "algorithm", "generations", "rate", "left"),
-    [
-        ((), "ppo", None, 2e-3, "'ppo' leaves out of {} the sections rloo (num_generations)"),
-        (("--algorithm", "rloo"), "rloo", 8, 1e-3, "'rloo' leaves out of {} the sections ppo (vf_coef, learning_rate)"),
-        (
-            ("--algorithm", "grpo", "--learning_rate", "5e-4"),
-            "grpo",
-            None,
-            5e-4,
-            "'grpo' leaves out of {} the sections ppo (vf_coef, learning_rate); rloo (num_generations)",
-        ),
-    ],
-)
-def test_one_file_serves_several_algorithms(tmp_path, capsys, flags, algorithm, generations, rate, left) -> None:
-    file = tmp_path / "c.yaml"
+def test_one_file_serves_several_algorithms(tmp_path, capsys) -> None:
+    file, again = tmp_path / "c.yaml", tmp_path / "again.yaml"
     file.write_text(SECTIONED.replace("grpo:", "grpo: {}"))
-    config = parse_config(TrainConfig, ["--config", str(file), *flags])
-    assert (config.algorithm, config.num_generations, config.learning_rate) == (algorithm, generations, rate)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: algorithm " + left.format(file))
-    again = tmp_path / "again.yaml"
-    again.write_text(config.to_yaml())
-    assert parse_config(TrainConfig, ["--config", str(again)]) == config
+    of_ppo, of_rloo = "ppo (vf_coef, learning_rate)", "rloo (num_generations)"
+    for flags, algorithm, generations, rate, left in (
+        ((), "ppo", None, 2e-3, of_rloo),
+        (("--algorithm", "rloo"), "rloo", 8, 1e-3, of_ppo),
+        (("--algorithm", "grpo", "--learning_rate", "5e-4"), "grpo", None, 5e-4, f"{of_ppo}; {of_rloo}"),
+    ):
+        config = parse_config(TrainConfig, ["--config", str(file), *flags])
+        assert (config.algorithm, config.num_generations, config.learning_rate) == (algorithm, generations, rate)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"note: algorithm {algorithm!r} leaves out of {file} the sections {left}")
+        again.write_text(config.to_yaml())
+        assert parse_config(TrainConfig, ["--config", str(again)]) == config
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
+def test_sections_are_checked_whether_they_are_read_or_not(tmp_path) -> None:
+    file = tmp_path / "c.yaml"
+    for old, new, message in (
         ("vf_coef", "vf_coeff", r"unknown key in section 'ppo' of .*c\.yaml: vf_coeff; did you mean vf_coef\?"),
         ("rloo:", "rlooo:", r"unknown key in .*c\.yaml: rlooo; did you mean rloo\?"),
         ("num_generations: 8", "algorithm: grpo", "expected algorithm outside of section 'rloo'"),
         ("grpo:", "grpo: 3", "expected `name: value` lines in section 'grpo', got 3"),
         ("learning_rate: 1e-3", "advantage_clip: 3.0", "advantage_clip: expected it unset for ppo, .* in a section of"),
-    ],
-)
-def test_sections_are_checked_whether_they_are_read_or_not(tmp_path, old, new, message) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(SECTIONED.replace("grpo:", "grpo: {}").replace(old, new).replace("grpo: 3 {}", "grpo: 3"))
-    with pytest.raises(ConfigError, match=message):
-        parse_config(TrainConfig, ["--config", str(file)])
-
-
-def test_commands_without_an_algorithm_have_no_sections(tmp_path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("ppo: {seed: 1}\n")
+    ):
+        file.write_text(SECTIONED.replace("grpo:", "grpo: {}").replace(old, new).replace("grpo: 3 {}", "grpo: 3"))
+        with pytest.raises(ConfigError, match=message):
+            parse_config(TrainConfig, ["--config", str(file)])
+    file.write_text("ppo: {seed: 1}\n")  # commands without an algorithm have no sections
     with pytest.raises(ConfigError, match="unknown key"):
         parse_config(GenerateConfig, ["--config", str(file), "--model_name_or_path", "m"])
 
@@ -383,23 +367,21 @@ def test_none_is_an_empty_list(tmp_path: Path) -> None:
 
 
 def test_python_construction_is_held_to_the_same_rules() -> None:
-    with pytest.raises(ConfigError, match=r"lora_r: expected an integer >= 1, got 0"):
-        TrainConfig(**REQUIRED, lora_r=0)
-    with pytest.raises(ConfigError, match=r"lora_r: expected an integer, got 1\.5"):
-        TrainConfig(**REQUIRED, lora_r=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"output_dir: expected something that is not empty"):
-        TrainConfig(**{**REQUIRED, "output_dir": ""})
-    with pytest.raises(TypeError, match="lora_rank"):
-        TrainConfig(**REQUIRED, lora_rank=1)  # type: ignore[call-arg]
-
-
-def test_generate_needs_exactly_one_source_of_prompts() -> None:
-    with pytest.raises(ConfigError, match=r"prompt: expected at least one prompt"):
-        GenerateConfig(model_name_or_path="m")
-    with pytest.raises(ConfigError, match=r"prompt_file: expected one of prompt, prompt_file and dataset_name"):
-        GenerateConfig(model_name_or_path="m", prompt=["a"], prompt_file="b")
-    with pytest.raises(ConfigError, match=r"num_generations: expected 1 with greedy"):
-        GenerateConfig(model_name_or_path="m", prompt=["a"], greedy=True, num_generations=2)
+    for options, message in (
+        ({"lora_r": 0}, "lora_r: expected an integer >= 1, got 0"),
+        ({"lora_r": 1.5}, r"lora_r: expected an integer, got 1\.5"),
+        ({"output_dir": ""}, "output_dir: expected something that is not empty"),
+        ({"lora_rank": 1}, "lora_rank"),
+    ):
+        with pytest.raises(TypeError if "lora_rank" in options else ConfigError, match=message):
+            TrainConfig(**{**REQUIRED, **options})
+    for options, message in (  # exactly one source of prompts
+        ({}, "prompt: expected at least one prompt"),
+        ({"prompt": ["a"], "prompt_file": "b"}, "prompt_file: expected one of prompt, prompt_file and dataset_name"),
+        ({"prompt": ["a"], "greedy": True, "num_generations": 2}, "num_generations: expected 1 with greedy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GenerateConfig(model_name_or_path="m", **options)
 
 
 def test_configs_do_not_share_lists() -> None:

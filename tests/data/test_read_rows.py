@@ -45,13 +45,10 @@ def test_json_and_jsonl_plain_and_compressed(tmp_path, offline):
         assert places(path) == [f"{path}{place}" for place in found]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+def test_a_byte_order_mark_is_no_part_of_the_first_row_and_only_line_feeds_end_a_line(tmp_path):
     for name, text in (("a.jsonl", '{"prompt": "x"}\n'), ("a.json", '[{"prompt": "x"}]')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert values(tmp_path / name) == [{"prompt": "x"}]
-
-
-def test_only_line_feeds_end_a_line(tmp_path):
     # JSON allows these inside of strings; str.splitlines would cut the row in two
     text = "one\u2028two\u2029three\x85four"
     path = tmp_path / "a.jsonl"

@@ -269,12 +269,9 @@ def main(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     # a file rather than a port, of which another process might take the one that was free
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
         timeout=timedelta(seconds=plan["timeout"]),
-    )
+    )  # fmt: skip
     # "auto", the default, is the CPU where there is no GPU
     world = World.from_environment("cpu" if torch.cuda.is_available() else "auto", timeout=plan["timeout"])
     assert (world.rank, world.size, world.device) == (rank, size, torch.device("cpu"))

@@ -44,6 +44,7 @@ scores = [float(sum(7 + 2 * i == t % 50 for i, t in enumerate(row))) + len(row) 
 return [None if len(p) < 9 else s for p, s in zip(prompts, scores)]
 """
 TIES = "return [float(len(row) > 4) for row in completion_ids]"
+BLOCKS = {"async_mode": "blocks", "max_staleness": 1}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"num_ppo_epochs": 2, "missing_eos_penalty": 1.0},
     "ppo-shared-slot": {"method": "j_hydra_ppo", "critic_warmup_steps": 1, "lora_dropout": 0.2, "kl_estimator": "k3"},
@@ -63,12 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo-top_p": {"algorithm": "grpo", "top_p": 0.8, "min_p": 0.01},
     "online_dpo": {"algorithm": "online_dpo", "reward_funcs": ["ties"], "num_mini_batches": 1, "num_generations": 2},
     "best_of_n": {"algorithm": "best_of_n", "num_mini_batches": 1},
-    "past": {
-        "async_mode": "blocks",
-        "max_staleness": 1,
-        "algorithm": "grpo",
-        "off_policy_correction": "token_truncate",
-    },
+    "past": {**BLOCKS, "algorithm": "grpo", "off_policy_correction": "token_truncate"},
 }
 CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
@@ -90,13 +86,8 @@ WAIT = 240.0
 
 def made(folder: Path, name: str, model: Path, **changes: Any) -> dict[str, Any]:
     """Options of a run."""
-    options = {
-        "generation_batch_size": 12,
-        "max_steps": 3,
-        # far above rounding, of which AdamW would else make whole steps where a gradient is 0
-        "adam_epsilon": 1e-3,
-        **changes,
-    }
+    # an epsilon far above rounding, of which AdamW would else make whole steps where a gradient is 0
+    options = {"generation_batch_size": 12, "max_steps": 3, "adam_epsilon": 1e-3, **changes}
     rewards = {name: write_reward(folder, body, name) for name, body in {"patchy": PATCHY, "ties": TIES}.items()}
     if "reward_funcs" in options:
         options["reward_funcs"] = [rewards.get(source, source) for source in options["reward_funcs"]]

@@ -64,14 +64,10 @@ def place(tmp_path_factory) -> Path:
 
 def options(place: Path, output: Path, **given) -> dict:
     values = {
-        "model_name_or_path": str(place / "base"),
-        "models": [f"one={place / 'one'}", f"two={place / 'two'}"],
-        "dataset_name": str(place / "data.jsonl"),
-        "output_dir": str(output),
-        "max_completion_length": 6,
-        "num_generations": 4,
-        "reward_funcs": [f"{place / 'reward.py'}:score"],
-    }
+        "model_name_or_path": str(place / "base"), "models": [f"one={place / 'one'}", f"two={place / 'two'}"],
+        "dataset_name": str(place / "data.jsonl"), "output_dir": str(output), "max_completion_length": 6,
+        "num_generations": 4, "reward_funcs": [f"{place / 'reward.py'}:score"],
+    }  # fmt: skip
     return {**values, **given}
 
 
@@ -229,12 +225,9 @@ def test_a_changed_line_is_refused(evaluated, place, tmp_path):
         path.write_text("".join([*lines[:i], lines[i].replace(*change, 1), *lines[i + 1 :]]))
         with pytest.raises(ConfigError, match=rf"answers.jsonl:{i + 1}: expected a line as it was written, got"):
             Evaluation(EvaluateConfig(**given))
-
-
-def test_answers_of_other_options_are_refused(evaluated, place, tmp_path):
-    output = shutil.copytree(evaluated[0], tmp_path / "copy")
+    path.write_text("".join(lines))
     with pytest.raises(ConfigError, match=r"answers.jsonl:1: .*got one of another model or with other options"):
-        Evaluation(EvaluateConfig(**options(place, output, resume=True, temperature=0.5)))
+        Evaluation(EvaluateConfig(**{**given, "temperature": 0.5}))
 
 
 def test_answers_of_an_adapter_that_has_changed_in_its_folder_are_refused(place, tmp_path):
@@ -397,17 +390,14 @@ def test_bad_requests(place, tmp_path):
 
 
 def test_references_that_are_missing_are_counted(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"references: expected an answer .* got none for \d+ of \d+, such as"):
-        Evaluation(
-            EvaluateConfig(
-                **options(place, tmp_path / "e", dataset_name=str(place / "prompts.jsonl"), against="references")
-            )
-        )
     file = write_rows(tmp_path / "some.jsonl", [{"prompt": PROMPTS[0], "completion": "sea"}])
-    with pytest.raises(
-        ConfigError, match=rf"models: expected an answer to every prompt .* got none for {len(PROMPTS) - 1}"
+    without = {"dataset_name": str(place / "prompts.jsonl"), "against": "references"}
+    for given, message in (
+        (without, r"references: expected an answer .* got none for \d+ of \d+, such as"),
+        ({"models": [str(file)]}, f"models: expected an answer to every prompt .* got none for {len(PROMPTS) - 1}"),
     ):
-        Evaluation(EvaluateConfig(**options(place, tmp_path / "e", models=[str(file)])))
+        with pytest.raises(ConfigError, match=message):
+            Evaluation(EvaluateConfig(**options(place, tmp_path / "e", **given)))
 
 
 def page_data(output: Path) -> dict:

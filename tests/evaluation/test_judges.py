@@ -109,19 +109,16 @@ def test_a_busy_server_is_given_time(monkeypatch):
         assert [v.preference for _, v in server_judge(url).verdicts(PAIRS[:1])] == [None]
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
+def test_a_server_that_judges_nothing_is_an_error():
+    for reply, message in (
         ((400, {"error": "no such model"}), "expected a verdict from /v1/chat/completions, got status 400.*no such"),
         ((401, {}), "expected the server's key in the environment variable OPENAI_API_KEY, got 401"),
         ((200, b"<html>"), r"expected choices\[0\].message.content from /v1/chat/completions, got '<html>'"),
         ((200, {"choices": []}), r"expected choices\[0\].message.content"),
         ((200, {"choices": [{"message": {"content": 3}}]}), "expected text as choices"),
-    ],
-)
-def test_a_server_that_judges_nothing_is_an_error(reply, message):
-    with serving(lambda body: reply) as (url, _), pytest.raises(RolloutServerError, match=message):
-        list(server_judge(url).verdicts(PAIRS))
+    ):
+        with serving(lambda body, reply=reply: reply) as (url, _), pytest.raises(RolloutServerError, match=message):
+            list(server_judge(url).verdicts(PAIRS))
 
 
 def test_a_slow_server_is_an_error_in_time_and_names_the_option():
@@ -153,41 +150,33 @@ BY_LENGTH = "[0 if len(a) > len(b) else 1 if len(b) > len(a) else 0.5 for a, b i
 
 
 def write(tmp_path, body: str) -> str:
-    path = tmp_path / "judge.py"
+    path = tmp_path / f"judge_{len(list(tmp_path.iterdir()))}.py"  # a file is imported once
     path.write_text(body)
     return f"{path}:judge"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        f"def judge(prompts, completions):\n    return {BY_LENGTH}\n",
-        "class judge:\n    def judge(self, prompts, completions, shuffle_order=True):\n"
-        f"        assert not shuffle_order\n        return {BY_LENGTH}\n",
-    ],
+JUDGE = "def judge(prompts, completions):\n    "
+OF_TRL = (
+    "class judge:\n    def judge(self, prompts, completions, shuffle_order=True):\n        assert not shuffle_order"
 )
-def test_functions_and_trls_judges(tmp_path, body):
-    found = dict(FunctionJudge(write(tmp_path, body)).verdicts(PAIRS))
-    assert [found[i].preference for i in range(3)] == [1.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("def judge(prompts, completions):\n    return [0]\n", "expected a list of 3 results"),
-        ("def judge(prompts, completions):\n    return 'abc'\n", "expected a list of 3 results"),
-        ("def judge(prompts, completions):\n    return [7] * 3\n", "expected 0, 1, 0.5, -1 or None .*, got 7"),
-        ("def judge(prompts, completions):\n    1 / 0\n", "raised ZeroDivisionError"),
-    ],
-)
-def test_a_function_that_judges_nothing_is_an_error(tmp_path, body, message):
-    with pytest.raises(RewardError, match=message):
-        list(FunctionJudge(write(tmp_path, body)).verdicts(PAIRS))
-
-
-def test_no_verdict_of_a_function(tmp_path):
-    judge = FunctionJudge(write(tmp_path, "def judge(prompts, completions):\n    return [-1, None, 1]\n"))
-    assert [v.preference for _, v in judge.verdicts(PAIRS)] == [None, None, 0.0]
+def test_functions_and_trls_judges(tmp_path):
+    for body, expected in (
+        (f"{JUDGE}return {BY_LENGTH}\n", [1.0, 0.0, 0.5]),
+        (f"{OF_TRL}\n        return {BY_LENGTH}\n", [1.0, 0.0, 0.5]),
+        (f"{JUDGE}return [-1, None, 1]\n", [None, None, 0.0]),
+    ):
+        found = dict(FunctionJudge(write(tmp_path, body)).verdicts(PAIRS))
+        assert [found[i].preference for i in range(3)] == expected
+    for body, message in (
+        ("return [0]\n", "expected a list of 3 results"),
+        ("return 'abc'\n", "expected a list of 3 results"),
+        ("return [7] * 3\n", "expected 0, 1, 0.5, -1 or None .*, got 7"),
+        ("1 / 0\n", "raised ZeroDivisionError"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            list(FunctionJudge(write(tmp_path, JUDGE + body)).verdicts(PAIRS))
 
 
 def test_a_judge_that_is_not_there(tmp_path):

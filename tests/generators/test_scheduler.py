@@ -49,28 +49,17 @@ def test_ages_by_the_rule():
 
 
 def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:
-    return [
-        WorkItem(
-            step=step,
-            share=i,
-            n_shares=n_shares,
-            version=version,
-            prompts=PromptBatch.of([0], [[1]], generations=1, first_id=step * n_shares + i),
-            sampling=SAMPLING,
-        )
-        for i in range(n_shares)
-    ]
+    prompts = [PromptBatch.of([0], [[1]], generations=1, first_id=step * n_shares + i) for i in range(n_shares)]
+    fixed = {"step": step, "n_shares": n_shares, "version": version, "sampling": SAMPLING}
+    return [WorkItem(share=i, prompts=given, **fixed) for i, given in enumerate(prompts)]
 
 
 def answers_of(item: WorkItem, seconds: float = 0.0) -> Rollout:
     return Rollout(
         batch=PackedBatch.from_lists(item.prompts.prompts, [[item.step]], sample_ids=item.prompts.sample_ids),
-        logprobs_M=torch.zeros(1),
-        versions_M=torch.tensor([item.version]),
-        finish_reasons=("length",),
-        filtered=False,
+        logprobs_M=torch.zeros(1), versions_M=torch.tensor([item.version]), finish_reasons=("length",), filtered=False,
         stats=RolloutStats(tokens=1, seconds=seconds),
-    )
+    )  # fmt: skip
 
 
 def policy(version: int) -> Snapshot:

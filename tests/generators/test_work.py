@@ -91,17 +91,12 @@ def test_policies_arrive_whole_or_not_at_all():
 
 
 def answers(frozen: Scores | None, supports: Supports | None = None) -> Rollout:
+    ids = ITEM.prompts.sample_ids
     return Rollout(
-        batch=PackedBatch.from_lists(
-            ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ITEM.prompts.sample_ids, supports=supports
-        ),
-        logprobs_M=torch.randn(3),
-        versions_M=torch.tensor([1, 1, 1]),
-        finish_reasons=("length", "eos"),
-        filtered=False,
-        stats=RolloutStats(tokens=3, decode_seconds=0.5, step="eager"),
-        frozen=frozen,
-    )
+        batch=PackedBatch.from_lists(ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ids, supports=supports),
+        logprobs_M=torch.randn(3), versions_M=torch.tensor([1, 1, 1]), finish_reasons=("length", "eos"),
+        filtered=False, stats=RolloutStats(tokens=3, decode_seconds=0.5, step="eager"), frozen=frozen,
+    )  # fmt: skip
 
 
 def test_work_items_and_answers():

@@ -264,11 +264,8 @@ def test_experts_in_mxfp4_are_loaded_dequantised(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(written))
 
     given, load = {}, AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *paths, **options: given.update(options) or load(*paths, **options),
-    )
+    noted = lambda *paths, **options: given.update(options) or load(*paths, **options)  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
     model = HydraModel.from_pretrained(tmp_path, roles=ACTOR).eval()
     assert given["quantization_config"].dequantize
     experts = model.backbone().model.model.layers[0].mlp.experts
@@ -315,8 +312,7 @@ def test_a_request_that_fails_leaves_the_model_as_it_was():
     assert all(p.requires_grad for p in plain.parameters())
     plain(torch.tensor([[5, 9, 11]])).logits.sum().backward()
 
-
-def test_a_config_that_a_model_was_built_from_is_not_changed():
+    # nor is a config that a model was built from changed
     config = copy.deepcopy(CONFIGS["mixtral"])
     plain = AutoModelForCausalLM.from_config(config)
     before = config.to_dict(), config._attn_implementation
@@ -362,15 +358,10 @@ def train_mode_alone(kind: str) -> tuple[PreTrainedConfig, str]:
         shape = {**architectures._SHAPE, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2}
         return Gemma3nTextConfig(**shape, **sizes, head_dim=8, activation_sparsity_pattern=[0.0] * 2), "altup_coef_clip"
     config = DbrxConfig(
-        d_model=24,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=64,
-        vocab_size=VOCAB,
-        resid_pdrop=0.3,
+        d_model=24, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=VOCAB, resid_pdrop=0.3,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.1},
-    )
+    )  # fmt: skip
     config.attn_config.rope_theta = 1e4
     return config, "resid_pdrop"
 

@@ -37,9 +37,6 @@ def test_the_lengths_make_padded_and_plain_buckets():
     assert grid is not None
     assert grid.rows[grid.places].tolist() == list(range(len(grid.places)))  # every row has a place
     assert len(grid.rows) == 32 + 2 * 20 + 3 * 9 + 2
-
-
-def test_sequences_of_one_length_lie_as_they_are():
     buckets, grid = plan_packed([5, 5, 5], torch.device("cpu")).layout
     assert grid is None
     assert [(b.length, b.n_sequences) for b in buckets] == [(5, 3)]
@@ -157,19 +154,16 @@ def test_sinks_in_bf16_are_as_close_as_in_plain_torch(window, length, dtype):
 
 def test_what_would_be_ignored_is_refused():
     attend(sliding_window=4, softcap=None, dropout=0.0, is_causal=True, output_attentions=False, position_bias=None)
-    with pytest.raises(ValueError, match=r"attention keyword position_bias=.* is not served"):
-        attend(position_bias=torch.ones(1))
-    for sinks in (1.0, torch.zeros(3), torch.zeros(2, 1)):  # attention here has two heads
-        with pytest.raises(ValueError, match="attention keyword s_aux="):
-            attend(s_aux=sinks)
-    with pytest.raises(ValueError, match="attention keyword is_causal=False"):
-        attend(is_causal=False)
-    with pytest.raises(ValueError, match="attention keyword something_new=3"):  # what nobody knows yet
-        attend(something_new=3)
-    with pytest.raises(ValueError, match="attention keyword output_attentions=True"):
-        attend(output_attentions=True)
-    with pytest.raises(ValueError, match=r"attention dropout: expected 0 .*got 0\.1"):
-        attend(dropout=0.1)
+    for options, message in (
+        ({"position_bias": torch.ones(1)}, "keyword position_bias=.* is not served"),
+        *(({"s_aux": sinks}, "keyword s_aux=") for sinks in (1.0, torch.zeros(3), torch.zeros(2, 1))),  # of two heads
+        ({"is_causal": False}, "keyword is_causal=False"),
+        ({"something_new": 3}, "keyword something_new=3"),  # what nobody knows yet
+        ({"output_attentions": True}, "keyword output_attentions=True"),
+        ({"dropout": 0.1}, r"dropout: expected 0 .*got 0\.1"),
+    ):
+        with pytest.raises(ValueError, match=f"attention {message}"):
+            attend(**options)
     plan = plan_packed([4], torch.device("cpu"))
     heads = torch.ones(1, 2, 4, 8)
     with (
@@ -235,10 +229,7 @@ def test_what_a_config_merely_carries_along_is_no_window():
     HydraModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**_SMALL, sliding_window=4)), roles=hydra_roles())
     mistral = MistralConfig(**_SMALL, sliding_window=4, use_sliding_window=False)
     HydraModel.from_pretrained(MistralForCausalLM(mistral), roles=hydra_roles())
-
-
-def test_hidden_states_of_zero_are_no_difference():
-    """The probe's first token is padding here, whose embedding is zero, and OLMo 3 adds nothing to it."""
+    # nor are hidden states of zero a difference: padding is the probe's first token here, and OLMo 3 adds nothing to it
     plain = Olmo3ForCausalLM(Olmo3Config(**_SMALL, sliding_window=4))
     with torch.no_grad():
         assert not plain.base_model(torch.ones(1, 1, dtype=torch.int64)).last_hidden_state.any()

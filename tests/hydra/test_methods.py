@@ -23,12 +23,9 @@ from tests.conftest import random_batch, tiny_llama
 ROLES = ("actor", "reference", "critic", "reward")
 # (frozen backbones, trained backbones, LoRA sets, backbone forwards per scoring pass)
 TABLE = {
-    "full_ppo": (2, 2, 0, 4),
-    "lora_ppo": (4, 0, 2, 4),
-    "dynamic_lora_ppo": (2, 0, 2, 4),
-    "j_hydra_ppo": (1, 0, 1, 2),
+    "full_ppo": (2, 2, 0, 4), "lora_ppo": (4, 0, 2, 4), "dynamic_lora_ppo": (2, 0, 2, 4), "j_hydra_ppo": (1, 0, 1, 2),
     "hydra_ppo": (1, 0, 2, 3),
-}
+}  # fmt: skip
 RANK = 4
 
 every = pytest.mark.parametrize("method", METHODS)
@@ -171,18 +168,18 @@ def test_exact_kl_of_two_lm_heads(base):
 
 
 def test_slots_and_heads_belong_to_one_backbone(base):
-    roles = {
-        "actor": RoleSpec(slot="actor", trainable=True),
-        "critic": RoleSpec(backbone="rm", slot="actor", head="value", trainable=True),
-    }
-    with pytest.raises(ValueError, match=r"roles\['actor'\]\.slot: expected 'actor' on one backbone, got it on 'base'"):
-        HydraModel.from_pretrained(base, roles=roles, backbones={"rm": base})
-    roles = {
-        "critic": RoleSpec(slot="critic", head="value", trainable=True),
-        "judge": RoleSpec(backbone="rm", head="value"),
-    }
-    with pytest.raises(ValueError, match=r"roles\['critic'\]\.head: expected 'value' on one backbone"):
-        HydraModel.from_pretrained(base, roles=roles, backbones={"rm": base})
+    actor, critic = (RoleSpec(slot="actor", trainable=True), RoleSpec(slot="critic", head="value", trainable=True))
+    shared = RoleSpec(backbone="rm", slot="actor", head="value", trainable=True)
+    judge = RoleSpec(backbone="rm", head="value")
+    for roles, message in (
+        ({"actor": actor, "critic": shared}, r"'actor'\]\.slot: expected 'actor' on one backbone, got it on 'base'"),
+        (
+            {"critic": critic, "judge": judge},
+            r"'critic'\]\.head: expected 'value' on one",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"roles\[{message}"):
+            HydraModel.from_pretrained(base, roles=roles, backbones={"rm": base})
 
 
 def test_a_backbone_without_lm_head_serves_no_policy(tmp_path):

@@ -380,14 +380,10 @@ def test_torch_s_varlen_has_the_arguments_that_it_is_given():
     assert set(takes) <= set(inspect.signature(stand_ins.varlen_of_torch_213).parameters)  # the newest that is known
 
 
-@pytest.mark.parametrize(
-    ("module", "distribution"),
-    [
-        ("flash_attn.flash_attn_interface", "flash-attn"),
-        ("flash_attn_interface", "flash-attn-3"),
-        ("flash_attn.cute", "flash-attn-4"),
-    ],
-)
+INSTALLED = {"flash-attn": "flash_attn.flash_attn_interface", "flash-attn-3": "flash_attn_interface"}
+
+
+@pytest.mark.parametrize(("distribution", "module"), [*INSTALLED.items(), ("flash-attn-4", "flash_attn.cute")])
 def test_installed_flash_attn_has_the_arguments_that_it_is_given(module, distribution):
     reason = varlen._absent(distribution, module, "")
     if reason:

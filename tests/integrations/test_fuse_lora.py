@@ -280,6 +280,13 @@ def test_what_is_left_is_named():
         fusion = fuse_lora(model)
     assert [name.rpartition(".")[2] for name in fusion.left] == ["embed_tokens"]
     compare(run(model), expected)
+    model = make()  # a layer with a forward of its own
+    layer = layer_of(model)
+    layer.forward = layer.forward
+    with pytest.warns(UserWarning, match="1 of 6 LoRA layers stay as they are"):
+        fusion = fuse_lora(model)
+    (reason,) = fusion.left.values()
+    assert reason == "expected the forward of its class, got one of its own, which would not be asked"
 
 
 def test_models_that_cannot_be_fused():
@@ -374,13 +381,3 @@ def test_what_else_changes_a_layer_is_not_undone_with_it():
     del layer.forward
     fusion.undo()
     assert type(layer) is PeftLinear
-
-
-def test_a_layer_with_a_forward_of_its_own_is_left():
-    model = make()
-    layer = layer_of(model)
-    layer.forward = layer.forward
-    with pytest.warns(UserWarning, match="1 of 6 LoRA layers stay as they are"):
-        fusion = fuse_lora(model)
-    (reason,) = fusion.left.values()
-    assert reason == "expected the forward of its class, got one of its own, which would not be asked"

@@ -256,7 +256,7 @@ def test_under_autocast_a_policy_that_has_not_learned_has_no_margin(folder, tmp_
 
 
 def test_it_prefers_what_scores_more_and_resumes_with_the_same_floats(folder, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "answers_per_prompt": 4}
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "answers_per_prompt": 4}
     whole = make(
         "online_dpo", folder, tmp_path / "whole", [long_ones, "reward_model"], reward_weights=[1.0, 0.0], **options
     )

@@ -91,9 +91,8 @@ def test_truncated_answers_are_in_no_pair_if_asked_for(folder, tmp_path):
         trainer = make("HydraOnlineDPO", folder, tmp_path, long_ones, **options)
         seen = []
         compute = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda inputs, go=compute, seen=seen: (
-            seen.append(go(inputs)) or seen[-1]
-        )
+        noted = lambda inputs, go=compute, seen=seen: seen.append(go(inputs)) or seen[-1]  # noqa: E731
+        trainer._generate_and_score_completions = noted
         trainer.train()
         ends = set(trainer.eos_token_ids)
         kept[masked] = [
@@ -218,12 +217,11 @@ def test_a_policy_s_card(folder, tmp_path):
 
 def test_a_reward_model_s_card(folder, tmp_path):
     options = {name: x for name, x in QUICK.items() if name != "max_completion_length"}
+    thumbs = Dataset.from_list([{"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(8)])
     trainer = ours.PerlRewardTrainer(
-        model=str(folder),
-        args=ours.PerlRewardConfig(**{**options, "output_dir": str(tmp_path)}),
-        train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(8)]),
-        processing_class=load_tokenizer(folder),
+        model=str(folder), args=ours.PerlRewardConfig(**{**options, "output_dir": str(tmp_path)}),
+        train_dataset=thumbs, processing_class=load_tokenizer(folder),
         peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"]),
-    )
+    )  # fmt: skip
     trainer.create_model_card(model_name="mine")
     check((tmp_path / "README.md").read_text(), "PERL", "2403.10704", "PERL: Parameter Efficient")

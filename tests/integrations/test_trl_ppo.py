@@ -130,13 +130,8 @@ def test_the_update_is_that_of_a_hydra_model(folder, tmp_path):
             mask = part["answer_mask"][i]
             lists["prompt"].append(part["prompt_ids"][i][part["prompt_mask"][i].bool()].tolist())
             lists["answer"].append(part["completion_ids"][i][mask].tolist())
-            for key, name in (
-                ("old", "of_old_logprobs_M"),
-                ("adv", "of_advantages_M"),
-                ("ret", "of_returns_M"),
-                ("val", "of_values_M"),
-            ):
-                lists[key].append(part[name][i][mask])
+            for key, name in (("old", "old_logprobs"), ("adv", "advantages"), ("ret", "returns"), ("val", "values")):
+                lists[key].append(part[f"of_{name}_M"][i][mask])
     batch = PackedBatch.from_lists(lists["prompt"], lists["answer"])
     old, advantage, returns, values = (torch.cat(lists[key]) for key in ("old", "adv", "ret", "val"))
     mask, denom = torch.ones(len(old), dtype=torch.bool), float(used[0]["num_items_in_batch"]) / 2
@@ -220,13 +215,10 @@ def test_a_checkpoint_is_peft_s_with_heads_beside_it(folder, learned, tmp_path):
 
 
 def test_a_peft_model_of_one_s_own_and_its_options(folder, tmp_path):
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder),
-        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )
-    trainer = make(
-        folder, tmp_path, model=model, peft_config=None, critic_learning_rate=0.3, max_steps=2, learning_rate=0.0
-    )
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+    rates = {"critic_learning_rate": 0.3, "learning_rate": 0.0}
+    trainer = make(folder, tmp_path, model=model, peft_config=None, max_steps=2, **rates)
     before = trained(trainer)
     trainer.train()
     after = trained(trainer)
@@ -312,7 +304,7 @@ def test_options_that_cannot_be_served(tmp_path):
 def test_dropout_drops_in_training_unless_it_is_turned_off(folder, tmp_path):
     def weights(dropout, **changes):
         dropping = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        trainer = make(folder, tmp_path, peft_config=dropping, max_steps=1, **changes)
+        trainer = make(folder, tmp_path, peft_config=dropping, max_steps=2, **changes)
         trainer.train()
         return trained(trainer)
 

@@ -92,11 +92,8 @@ def test_a_run_can_stop_by_what_only_thumbs_have(folder, tmp_path):
     assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_auc"])
 
 
-def test_trl_s_own_configuration_serves(folder, tmp_path):
+def test_trl_s_own_configuration_serves_and_a_tokenizer_needs_an_end(folder, tmp_path):
     assert make(folder, tmp_path, THUMBS, config_class=RewardConfig, max_steps=1).pos_weight == 1.0
-
-
-def test_a_tokenizer_needs_an_end(folder, tmp_path):
     tokenizer = load_tokenizer(folder)
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="processing_class: expected a tokenizer with an eos_token, got one without"):
@@ -163,14 +160,12 @@ def test_the_policy_s_base_serves_the_reward_model(folder, tmp_path):
     final = str(tmp_path / "rm" / "final")
     loaded = AutoPeftModelForSequenceClassification.from_pretrained(final, num_labels=1).eval()
     loaded.config.pad_token_id = trainer.processing_class.pad_token_id
+    args = config(tmp_path / "ppo", max_steps=1, reward_adapter=final)
+    prompts = Dataset.from_list([{"prompt": p} for p in PROMPTS] * 2)
     policy = HydraPPOTrainer(
-        model=str(folder),
-        reward_funcs="reward_model",
-        args=config(tmp_path / "ppo", max_steps=1, reward_adapter=final),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS] * 2),
-        processing_class=load_tokenizer(folder),
-        peft_config=copy.deepcopy(LORA),
-    )
+        model=str(folder), reward_funcs="reward_model", args=args, train_dataset=prompts,
+        processing_class=load_tokenizer(folder), peft_config=copy.deepcopy(LORA),
+    )  # fmt: skip
     seen = watched(policy)
     policy.train()
     answers = seen[0].experience
@@ -203,28 +198,20 @@ def test_the_loss_with_margins_is_trl_s(folder, tmp_path):
     rows = [{**row, "margin": i / 3 - 1} for i, row in enumerate(PAIRS)]
     options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
     args = RewardConfig(**options, gradient_checkpointing=False)
-    stock = RewardTrainer(
-        model=str(tmp_path / "whole"),
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=load_tokenizer(folder),
-    )
+    common = {"train_dataset": Dataset.from_list(rows), "processing_class": load_tokenizer(folder)}
+    stock = RewardTrainer(model=str(tmp_path / "whole"), args=args, **common)
     data = [stock.train_dataset[i] for i in range(len(rows))]
     theirs = stock.compute_loss(stock.model, stock.data_collator(data))
     theirs.backward()
     examples = [
         RewardExample(
-            prompt=(row["chosen_ids"][0],),
-            answers=(tuple(row["chosen_ids"][1:]), tuple(row["rejected_ids"][1:])),
-            label=None,
-            group=str(i),
-            margin=rows[i]["margin"],
+            prompt=(row["chosen_ids"][0],), answers=(tuple(row["chosen_ids"][1:]), tuple(row["rejected_ids"][1:])),
+            label=None, group=str(i), margin=rows[i]["margin"],
         )
         for i, row in enumerate(data)
-    ]
-    ours = HydraModel.from_pretrained(
-        str(tmp_path / "whole"), roles={"reward": RoleSpec(head="reward", trainable=True)}
-    )
+    ]  # fmt: skip
+    roles = {"reward": RoleSpec(head="reward", trainable=True)}
+    ours = HydraModel.from_pretrained(str(tmp_path / "whole"), roles=roles)
     loss, _ = reward_loss(ours, examples, denom=len(examples), dropout_seed=0)
     loss.backward()
     assert float(loss) == pytest.approx(float(theirs), rel=1e-5)

@@ -33,15 +33,12 @@ def make_trainer(
     kind, config, folder: Path, reward_funcs=words, *, peft_config=LORA, model=None, n_prompts=48, **options
 ) -> Any:
     """A trainer of that class on the model in a folder."""
+    prompts = Dataset.from_list([{"prompt": p} for p in PROMPTS * 4][:n_prompts])
+    lora = copy.deepcopy(peft_config)  # PEFT writes into it
     return kind(
-        model=model or str(folder),
-        reward_funcs=reward_funcs,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS * 4][:n_prompts]),
-        processing_class=load_tokenizer(folder),
-        peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-        **options,
-    )
+        model=model or str(folder), reward_funcs=reward_funcs, args=config, train_dataset=prompts,
+        processing_class=load_tokenizer(folder), peft_config=lora, **options,
+    )  # fmt: skip
 
 
 def trained(trainer) -> dict[str, torch.Tensor]:

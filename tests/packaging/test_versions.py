@@ -60,11 +60,8 @@ def archived(clone: Path, target: Path) -> Path:
     return target
 
 
-def test_without_git(plain):
+def test_without_git_also_inside_of_another_repository(plain, clone):
     assert version(plain) == "0.0+unknown"
-
-
-def test_without_git_inside_of_another_repository(clone):
     git(clone, "tag", "v9.9.9")
     inner = clone / "vendor" / "engine"
     inner.mkdir(parents=True)

@@ -247,18 +247,14 @@ def broken(folder: Path, model: Path) -> Path:
 
 def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
     base = broken(tmp_path / "base", model)
-    encoder = tmp_path / "t5"
-    encoder.mkdir()
-    (encoder / "config.json").write_text(
-        json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]})
-    )
-    with pytest.raises(ValueError, match=r"expected a decoder-only model, got .* a t5 with an encoder and a decoder"):
-        HydraModel.from_pretrained(encoder, roles=hydra_roles())
-    bert = tmp_path / "bert"
-    bert.mkdir()
-    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
-    with pytest.raises(ValueError, match=r"expected a decoder-only language model, got .* of type 'bert'"):
-        HydraModel.from_pretrained(bert, roles=hydra_roles())
+    for kind, architecture, message in (
+        ("t5", "T5ForConditionalGeneration", "model, got .* a t5 with an encoder and a decoder"),
+        ("bert", "BertForMaskedLM", "language model, got .* of type 'bert'"),
+    ):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
+        with pytest.raises(ValueError, match=f"expected a decoder-only {message}"):
+            HydraModel.from_pretrained(tmp_path / kind, roles=hydra_roles())
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     for load in (
@@ -277,11 +273,6 @@ def test_found_before_any_weights_are_read(model, lora_reward, tmp_path):
     (other / "adapter_config.json").write_text(json.dumps({**recorded, "base_model_name_or_path": "x/vicuna"}))
     with pytest.raises(ConfigError, match=r"actor_adapter: expected adapters of one base, got actor_adapter of 'vicun"):
         build(base, tmp_path, actor_adapter=str(other), reward_model_path=str(lora_reward))
-
-
-def test_a_quantised_folder_does_not_train_as_a_whole(model, tmp_path):
-    base = broken(tmp_path / "base", model)
-    config = json.loads((base / "config.json").read_text())
     declared = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
     with pytest.raises(ConfigError, match=r"model_name_or_path: expected a base that is not quantised for full_ppo"):

@@ -146,12 +146,9 @@ class StandIn:
             max_completion_length=min(options["max_tokens"], (self.max_model_len or 64) - len(prompt)),
             eos_token_ids=ends,
             min_completion_length=options["min_tokens"] + 1 if options.get("min_tokens") else 0,
-            temperature=options["temperature"] or 1.0,
-            top_k=options["top_k"] if options["top_k"] > 0 else None,
-            top_p=options["top_p"],
-            min_p=options["min_p"] or None,
-            stop=tuple(options.get("stop", ())),
-        )
+            temperature=options["temperature"] or 1.0, top_k=options["top_k"] if options["top_k"] > 0 else None,
+            top_p=options["top_p"], min_p=options["min_p"] or None, stop=tuple(options.get("stop", ())),
+        )  # fmt: skip
         request = Request(
             prompt=prompt, sample_id=sample_id_of(options["seed"]), role=role, greedy=options["temperature"] == 0
         )
@@ -166,16 +163,11 @@ class StandIn:
         elif answer.finish_reason == "stop":
             stop_reason = sampling.stop[0]
         named = self.ids in ("both", "names") and options.get("return_tokens_as_token_ids")
+        words = [f"token_id:{t}" if named else "word" for t in answer.tokens]
         choice = {
-            "index": 0,
-            "text": "",
-            "logprobs": {
-                "tokens": [f"token_id:{t}" if named else "word" for t in answer.tokens],
-                "token_logprobs": values,
-            },
-            "finish_reason": "length" if answer.finish_reason == "length" else "stop",
-            "stop_reason": stop_reason,
-        }
+            "index": 0, "text": "", "logprobs": {"tokens": words, "token_logprobs": values},
+            "finish_reason": "length" if answer.finish_reason == "length" else "stop", "stop_reason": stop_reason,
+        }  # fmt: skip
         if self.ids in ("both", "token_ids") and options.get("return_token_ids"):
             choice |= {"token_ids": list(answer.tokens), "prompt_token_ids": list(prompt)}
         return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": {}}

@@ -360,12 +360,9 @@ def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, lis
     """Answers through graphs that are replayed on the CPU, their reasons, and the rows of every graph."""
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
     engine = RolloutEngine(
-        model,
-        how,
-        requests,
-        options=EngineOptions(decode_step="transformers", **options),
+        model, how, requests, options=EngineOptions(decode_step="transformers", **options),
         decode=spell if how.stop else None,
-    )
+    )  # fmt: skip
     engine._burst = 5
     idle = engine._admission.pool.size
     engine.cache = KVCache(blocks=idle + 1)
@@ -439,14 +436,10 @@ def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monke
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes = {
-        "CUDAGraph": EndsBadly,
-        "graph_pool_handle": lambda: (0, 7),
-        "Stream": lambda *_, **__: stream,
-        "current_stream": lambda device: stream,
-        "current_device": lambda: 1,
-        "device": contextlib.nullcontext,
+        "CUDAGraph": EndsBadly, "graph_pool_handle": lambda: (0, 7), "Stream": lambda *_, **__: stream,
+        "current_stream": lambda device: stream, "current_device": lambda: 1, "device": contextlib.nullcontext,
         "stream": contextlib.nullcontext,
-    }
+    }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     if left is not None:

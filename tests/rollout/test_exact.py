@@ -104,14 +104,14 @@ def score(model: HydraModel, batch: PackedBatch, role: str = "actor", **options)
 RAGGED = (1, 2, 15, 16, 17, 33, 3, 8, 70, 5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
-        for i, kind in enumerate(MODELS)
-        for j, dtype in enumerate(DTYPES)
-    ],
-)
+def halves(models: dict[str, PreTrainedConfig]) -> pytest.MarkDecorator:
+    """Every model in both dtypes, per push in one of them."""
+    pairs = itertools.product(enumerate(models), enumerate(DTYPES))
+    cases = [pytest.param(k, dtype, marks=[pytest.mark.long] * ((i + j) % 2)) for (i, k), (j, dtype) in pairs]
+    return pytest.mark.parametrize(("kind", "dtype"), cases)
+
+
+@halves(MODELS)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
     with native.use_isa(isa):
@@ -123,14 +123,7 @@ def test_a_rollout_has_the_log_probs_of_the_training_forward(isa, kind, dtype):
         assert len(set(rollout.batch.completion_lens)) > 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
-        for i, kind in enumerate(OTHERS)
-        for j, dtype in enumerate(DTYPES)
-    ],
-)
+@halves(OTHERS)
 def test_other_models_have_them_too(kind, dtype):
     """Ranks and widths that are no multiple of a vector, several rows at once and one alone."""
     model = make(OTHERS[kind], dtype, actor=SlotConfig(r=5))

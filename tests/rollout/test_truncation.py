@@ -186,17 +186,9 @@ def test_ratios_are_one_at_equal_weights(stories, dtype, exact):
         )
         scores = model.score(rollout.batch, ("actor", "reference"), exact_kl=True)
         whole = model.score(dataclasses.replace(rollout.batch, supports=None), ("actor",)).logprobs_M
-        (made,) = model(
-            rollout.batch,
-            (
-                PolicyLoss(
-                    old_logprob_M=rollout.logprobs_M,
-                    advantage_M=torch.ones_like(whole),
-                    mask_M=torch.ones_like(whole, dtype=torch.bool),
-                    denom=float(len(whole)),
-                ),
-            ),
-        )
+        ones, mask = torch.ones_like(whole), torch.ones_like(whole, dtype=torch.bool)
+        loss = PolicyLoss(old_logprob_M=rollout.logprobs_M, advantage_M=ones, mask_M=mask, denom=float(len(whole)))
+        (made,) = model(rollout.batch, (loss,))
     ratio = float((scores.logprobs_M - rollout.logprobs_M).double().exp().mean())
     if exact:
         assert torch.equal(scores.logprobs_M, rollout.logprobs_M)

@@ -178,30 +178,19 @@ def test_versions_come_and_go(model, server, tmp_path):
     assert order[-1][1] == {"lora_name": first}
 
 
-def test_the_same_version_of_other_weights_has_another_name(model, server, tmp_path):
-    # keys and values of prompts are kept by adapter name
-    connect(model, server, tmp_path).sync(3)
-    (first,) = server.adapters
+def test_names_are_of_weights_and_scales_and_not_of_the_order_that_peft_writes_sets_in(
+    model, server, tmp_path, monkeypatch
+):
+    """Keys and values of prompts are kept by adapter name."""
+    rollouts, save, slot = connect(model, server, tmp_path), vllm.write_adapter, model.backbone().slot("actor")
+    names = [rollouts._write(3)]
     move(model, 0.1)
-    connect(model, server, tmp_path).sync(3)
-    (second,) = server.adapters
-    assert first != second
-    assert second.startswith("run-v3-")
-
-
-def test_the_same_weights_at_another_scale_have_another_name(model, server, tmp_path):
-    rollouts, slot = connect(model, server, tmp_path), model.backbone().slot("actor")
-    first = rollouts._write(3)
+    names.append(rollouts._write(3))
     slot.config = dataclasses.replace(slot.config, alpha=2 * slot.config.alpha)
-    second = rollouts._write(3)
-    weights = [(tmp_path / "adapters" / name / peft_io.WEIGHTS_FILE).read_bytes() for name in (first, second)]
-    assert weights[0] == weights[1]
-    assert first != second
-
-
-def test_a_name_does_not_depend_on_the_order_that_peft_writes_sets_in(model, server, tmp_path, monkeypatch):
-    rollouts, save = connect(model, server, tmp_path), vllm.write_adapter
-    first = rollouts._write(3)
+    names.append(first := rollouts._write(3))
+    assert len({name for name in names if name.startswith("run-v3-")}) == 3
+    weights = [(tmp_path / "adapters" / name / peft_io.WEIGHTS_FILE).read_bytes() for name in names]
+    assert weights[0] != weights[1] == weights[2]
 
     def reordered(slot, folder, **options):
         save(slot, folder, **options)

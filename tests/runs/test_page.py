@@ -85,16 +85,12 @@ def test_the_run_within_a_demo_s_folder_is_found(run, tmp_path):
 
 
 HOSTILE = {
-    "script": "</script><script>alert(1)</script> & <b>\u2028",
-    "comment": "<!--<script>",
-    "noscript": "</noscript><img src=x onerror=alert(1)>",
-    "attribute": '" onmouseover="alert(1)',
-    "braces": "{data} {0} %s ${DATA}",
-    "right to left": "safe \u202etxt.exe\u2069 \u200f",
-    "zero width": "a\u200bb\x00c\x1b[31m",
-    "long word": "x" * 20_000,
+    "script": "</script><script>alert(1)</script> & <b>\u2028", "comment": "<!--<script>",
+    "noscript": "</noscript><img src=x onerror=alert(1)>", "attribute": '" onmouseover="alert(1)',
+    "braces": "{data} {0} %s ${DATA}", "right to left": "safe \u202etxt.exe\u2069 \u200f",
+    "zero width": "a\u200bb\x00c\x1b[31m", "long word": "x" * 20_000,
     "markup": "&lt;i&gt; <i>x</i> </pre></div></body>",
-}
+}  # fmt: skip
 
 
 class Markup(HTMLParser):

@@ -156,11 +156,8 @@ def test_reinforcement_learning_leads_with_the_held_out_reward():
     rows[9] |= {"eval/reward": 1.0, "eval/kl": 0.5}
     rows[39] |= {"eval/reward": 2.5, "eval/kl": 3.0}
     found = headlines(rows, {"total_steps": 40}, "done")
-    assert [h.label for h in found if not h.is_minor][:3] == [
-        "Reward, held out",
-        "KL to the reference, held out",
-        "Steps",
-    ]
+    leading = [h.label for h in found if not h.is_minor][:3]
+    assert leading == ["Reward, held out", "KL to the reference, held out", "Steps"]
     by_label = {h.label: h for h in found}
     assert by_label["Reward, held out"].text == "1.000 → 2.500"
     assert by_label["Reward, held out"].note == "step 10 → 40"
@@ -243,9 +240,7 @@ def test_options_that_differ_are_columns_and_the_best_is_marked():
     ]
     assert differing_options(configs) == ["learning_rate"]
     memory = {"peak_memory_bytes": lambda i: 1e9}
-    table = table_of(
-        configs, [rows_of(2, reward=float, kl=float, **memory), rows_of(3, reward=float, kl=float, **memory)]
-    )
+    table = table_of(configs, [rows_of(n, reward=float, kl=float, **memory) for n in (2, 3)])
     assert table.index("learning_rate") < table.index("Reward, training")
     assert 'data-value="3.0">3.000 <b title="best of the runs">★' in table
     assert table.count("★<span") == 1  # no best KL, and no best of equal memories

@@ -42,11 +42,8 @@ ADDED_TO_WEIGHTS = ("deepseek_v3", "glm4_moe")
 )
 def test_supervised_training_then_ppo_then_going_on_then_plain_peft(name, tmp_path):
     SftTrainer(sft_config(write(name, tmp_path / "m"), tmp_path / "base", mode="full", max_steps=2)).run()
-    options = {
-        "lora_dropout": 0.0 if name in ADDED_TO_WEIGHTS else 0.1,
-        "gradient_checkpointing": True,
-        "learning_rate": 1e-3,
-    }
+    dropout = 0.0 if name in ADDED_TO_WEIGHTS else 0.1
+    options = {"lora_dropout": dropout, "gradient_checkpointing": True, "learning_rate": 1e-3}
     config = train_config(tmp_path / "base", tmp_path / "run", resume_from_checkpoint="auto", **options)
     trainer = RlTrainer(config)
     base = trainer.model.backbone().base_hash()

@@ -96,7 +96,7 @@ def test_a_run_by_the_package_s_table_goes_on_to_the_same_floats(model, tmp_path
 
 def folder_with(tmp_path: Path, **choice: object) -> Path:
     folder = tmp_path / "checkpoint-1"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "kernels.json").write_text(json.dumps([{"op": "gae", "dtype": "float32", "shape": None, **choice}]))
     write_manifest(folder)
     return folder
@@ -111,6 +111,14 @@ def test_a_kernel_that_cannot_serve_here_is_refused_in_one_line(tmp_path):
     assert line.endswith("available here: ['reference', 'cpu']; --kernels NAME goes on with another")
     with registry.use_backend("reference"):
         begin_kernels(folder)
+    # and one with tuned tiles is refused
+    folder = folder_with(tmp_path / "tuned", backend="cpu")
+    tuned = {"op": "decode_attention", "site": "attend", "dtype": "bfloat16", "sizes": [4, 128], "settings": {"BS": 32}}
+    rows = [*json.loads((folder / "kernels.json").read_text()), tuned]
+    (folder / "kernels.json").write_text(json.dumps(rows))
+    write_manifest(folder)
+    with pytest.raises(ConfigError, match=r"kernels.json\[1\]: expected default tiles, got tuned"):
+        begin_kernels(folder)
 
 
 def test_a_changed_choice_is_not_read(tmp_path):
@@ -119,9 +127,7 @@ def test_a_changed_choice_is_not_read(tmp_path):
     (folder / "kernels.json").write_text("[]")
     with pytest.raises(CorruptCheckpointError):
         begin_kernels(folder)
-
-
-def test_a_checkpoint_of_before_has_nothing_to_keep(tmp_path):
+    # a checkpoint of before there were choices has nothing to keep
     registry.begin_run([registry.Choice("gae", "float32", None, "reference")])
     begin_kernels(tmp_path)
     assert registry.choices() == []
@@ -160,13 +166,3 @@ def test_a_model_that_exact_mode_does_not_serve_runs_without_it(tmp_path):
         trainer.step()
         with pytest.raises(ValueError, match=r"exact: expected .*mlp\.experts is a Qwen3MoeExperts, whose stacked"):
             RlTrainer(train_config(folder, tmp_path / "other", exact=True))
-
-
-def test_a_checkpoint_with_tuned_tiles_is_refused_in_one_line(tmp_path):
-    folder = folder_with(tmp_path, backend="cpu")
-    tuned = {"op": "decode_attention", "site": "attend", "dtype": "bfloat16", "sizes": [4, 128], "settings": {"BS": 32}}
-    rows = [*json.loads((folder / "kernels.json").read_text()), tuned]
-    (folder / "kernels.json").write_text(json.dumps(rows))
-    write_manifest(folder)
-    with pytest.raises(ConfigError, match=r"kernels.json\[1\]: expected default tiles, got tuned"):
-        begin_kernels(folder)

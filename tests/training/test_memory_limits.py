@@ -69,14 +69,9 @@ def make() -> tuple[HydraModel, TokenValues]:
     batch = random_batch(LENGTHS)
     generator = torch.Generator().manual_seed(3)
     scores = model.eval().score(batch, ("actor", "critic"))
-    experience = TokenValues(
-        batch=batch,
-        old_logprobs_M=scores.logprobs_M,
-        values_M=scores.values_M,
-        advantages_M=torch.randn(batch.n_completion_tokens, generator=generator),
-        returns_M=torch.randn(batch.n_completion_tokens, generator=generator),
-    )
-    return model.train(), experience
+    advantages, returns = (torch.randn(batch.n_completion_tokens, generator=generator) for _ in range(2))
+    old = {"old_logprobs_M": scores.logprobs_M, "values_M": scores.values_M}
+    return model.train(), TokenValues(batch=batch, **old, advantages_M=advantages, returns_M=returns)
 
 
 def update(model: HydraModel, experience: TokenValues, schedule: Schedule = SCHEDULE):
@@ -202,19 +197,11 @@ print("micro_batch_size", trainer.step()["micro_batch_size"])
 def test_a_real_allocation_failure_is_survived(tmp_path):
     model = write_model(tmp_path / "m", hidden_size=192, intermediate_size=1536, num_hidden_layers=4)
     config = train_config(model, tmp_path / "run")
-    arguments = {
-        "--model_name_or_path": config.model_name_or_path,
-        "--output_dir": config.output_dir,
-        "--dataset_name": config.dataset_name,
-        "--reward_funcs": write_reward(tmp_path, "return [float(len(c)) for c in completions]"),
-        "--generation_batch_size": "64",
-        "--num_mini_batches": "1",
-        "--num_ppo_epochs": "1",
-        "--max_completion_length": "40",
-        "--per_device_train_batch_size": "1",
-        "--device": "cpu",
-    }
-    flags = [x for pair in arguments.items() for x in pair]
+    reward = write_reward(tmp_path, "return [float(len(c)) for c in completions]")
+    flags = ["--model_name_or_path", config.model_name_or_path, "--output_dir", config.output_dir]
+    flags += ["--dataset_name", config.dataset_name, "--reward_funcs", reward, "--generation_batch_size", "64"]
+    flags += ["--num_mini_batches", "1", "--num_ppo_epochs", "1", "--max_completion_length", "40", "--device", "cpu"]
+    flags += ["--per_device_train_batch_size", "1"]
     done = subprocess.run(
         [sys.executable, "-c", _REAL, "60", *flags], capture_output=True, text=True, check=False, timeout=300
     )

@@ -404,6 +404,12 @@ def some_sequences(trainer: RewardTrainer) -> tuple[list[RewardExample], torch.T
     return some, trainer.rewards(some)[:, 0]
 
 
+def rewards_in(model: HydraModel, examples: list[RewardExample]) -> torch.Tensor:
+    """Of a policy's own reward role."""
+    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
+    return model.score(batch, ("reward",)).rewards_N
+
+
 def their_scores(model: torch.nn.Module, examples: list[RewardExample]) -> torch.Tensor:
     """A classifier's logits, one sequence at a time."""
     rows = [torch.tensor([[*e.prompt, *e.answers[0]]]) for e in examples]
@@ -470,8 +476,7 @@ def test_the_adapter_export_loads_with_peft_and_gives_our_scores(base, tmp_path,
             torch.testing.assert_close(their_scores(loaded, examples), ours, rtol=0, atol=1e-5)
     # the same folder serves as a reward adapter too
     policy = build_policy_model(train_config(folder, tmp_path / "ppo", reward_model_path=str(export))).eval()
-    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
-    torch.testing.assert_close(policy.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rewards_in(policy, examples), ours, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -510,8 +515,7 @@ def test_full_training_writes_a_reward_model_path(base, tmp_path):
     torch.testing.assert_close(their_scores(theirs, examples), ours, rtol=0, atol=1e-5)
     policy = RlTrainer(train_config(base, tmp_path / "ppo", reward_model_path=str(final), max_steps=1))
     assert policy.model.roles["reward"].backbone == "reward"
-    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
-    torch.testing.assert_close(policy.model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rewards_in(policy.model, examples), ours, rtol=0, atol=1e-5)
     policy.step()
     # a reward model can be trained further
     more = RewardTrainer(dataclasses.replace(config, model_name_or_path=str(final), output_dir=str(tmp_path / "more")))
@@ -529,14 +533,13 @@ def test_rl_on_the_trained_slot_holds_one_base_and_three_slots(trained, base, tm
     assert set(model.backbone().slots) == {"actor", "critic", "reward"}
     # it is the reward model that was trained, and stays it
     examples, ours = some_sequences(trained)
-    batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
-    torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rewards_in(model, examples), ours, rtol=0, atol=1e-5)
     before = {n: p.clone() for n, p in model.backbone().slot("reward").named_parameters()}
     trainer.step()
     trainer.step()
     assert trainer.state.policy_version == 2
     assert same(before, dict(model.backbone().slot("reward").named_parameters()))
-    torch.testing.assert_close(model.score(batch, ("reward",)).rewards_N, ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rewards_in(model, examples), ours, rtol=0, atol=1e-5)
 
 
 ROW = {"prompt": "red", "completion": "cat", "label": True}

@@ -493,7 +493,8 @@ def test_a_reference_that_is_not_where_the_actor_came_from_is_noticed(model, tmp
 
 @pytest.mark.parametrize("method", ["hydra_ppo", "j_hydra_ppo"])
 def test_critic_warm_up_leaves_the_policy_alone(model, tmp_path, method):
-    trainer = RlTrainer(train_config(model, tmp_path / "run", method=method, critic_warmup_steps=1))
+    options = {"method": method, "critic_warmup_steps": 1, "weight_decay": 0.1}
+    trainer = RlTrainer(train_config(model, tmp_path / "run", **options))
     before = trained(trainer)
     assert abs(trainer.step()["kl"]) < 1e-4
     after = trained(trainer)

@@ -18,9 +18,10 @@ POLICIES = {
 }
 
 
-@pytest.fixture
-def reward(tmp_path):
-    return write_reward(tmp_path, "return [float(len(set(row))) + 0.01 * sum(row) for row in completion_ids]")
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    body = "return [float(len(set(row))) + 0.01 * sum(row) for row in completion_ids]"
+    return write_reward(tmp_path_factory.mktemp("reward"), body)
 
 
 def config(model, output, reward, name, **changes):
@@ -30,11 +31,17 @@ def config(model, output, reward, name, **changes):
     return train_config(model, output, **{**common, **POLICIES[name], **changes})
 
 
-def test_policies_take_turns_with_the_floats_that_each_has_alone(model, reward, tmp_path):
-    alone = {}
-    for name in POLICIES:
-        alone[name] = RlTrainer(config(model, tmp_path / "alone" / name, reward, name))
-        alone[name].run()
+@pytest.fixture(scope="module")
+def alone(model, reward, tmp_path_factory):
+    """Each policy after a run without the others."""
+    folder = tmp_path_factory.mktemp("alone")
+    found = {name: RlTrainer(config(model, folder / name, reward, name)) for name in POLICIES}
+    for trainer in found.values():
+        trainer.run()
+    return found
+
+
+def test_policies_take_turns_with_the_floats_that_each_has_alone(model, reward, alone, tmp_path):
     together: dict[str, RlTrainer] = {}
     for name in POLICIES:
         base = next(iter(together.values())).model if together else None
@@ -54,10 +61,8 @@ def test_policies_take_turns_with_the_floats_that_each_has_alone(model, reward, 
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights) if a.shape == b.shape)
 
 
-def test_a_run_beside_another_resumes_and_leaves_the_other_alone(model, reward, tmp_path):
+def test_a_run_beside_another_resumes_and_leaves_the_other_alone(model, reward, alone, tmp_path):
     first = RlTrainer(config(model, tmp_path / "first", reward, "first"))
-    whole = RlTrainer(config(model, tmp_path / "whole", reward, "second"))
-    whole.run()
     first.step()
     before = {key: tensor.clone() for key, tensor in trained(first).items()}
     made = config(model, tmp_path / "parts", reward, "second", max_steps=2)
@@ -66,7 +71,7 @@ def test_a_run_beside_another_resumes_and_leaves_the_other_alone(model, reward, 
     resumed = RlTrainer(made, base=first.model)
     assert resumed.state.step == 2
     resumed.run()
-    assert same(trained(resumed), trained(whole))
+    assert same(trained(resumed), trained(alone["second"]))
     assert same(trained(first), before)
 
 

@@ -343,20 +343,7 @@ def test_the_floats_are_those_of_answers_drawn_here_by_past_policies(model, serv
     assert not (remote.output / "vllm").exists()
 
 
-def test_a_resumed_run_makes_the_same_floats(model, server, tmp_path):
-    whole = RlTrainer(beside(model, tmp_path / "whole", server, save_steps=1))
-    whole.run()
-    cut = RlTrainer(beside(model, tmp_path / "cut", server, save_steps=1))
-    steps = iter([False, False, True])
-    with pytest.raises(Exception, match="stopped"):
-        cut.run(stop=lambda: next(steps, True))
-    again = RlTrainer(beside(model, tmp_path / "cut", server, save_steps=1, resume_from_checkpoint="auto"))
-    again.run()
-    assert same(trained(whole), trained(again))
-    assert not server.adapters
-
-
-def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
+def test_a_server_that_starts_again_and_a_run_that_is_stopped_lose_nothing(model, server, tmp_path):
     """It breaks off connections, forgets its adapters, and is up again: the item is drawn once more."""
     calm = RlTrainer(beside(model, tmp_path / "calm", server))
     calm.run()
@@ -385,6 +372,14 @@ def test_a_server_that_starts_again_loses_nothing(model, server, tmp_path):
     names = generators_names(server)
     again = [name for name in set(names) if names.count(name) > 2]  # two runs, and once more
     assert len(again) == 1
+    cut = RlTrainer(beside(model, tmp_path / "cut", server, save_steps=1))
+    steps = iter([False, False, True])
+    with pytest.raises(Exception, match="stopped"):
+        cut.run(stop=lambda: next(steps, True))
+    resumed = RlTrainer(beside(model, tmp_path / "cut", server, save_steps=1, resume_from_checkpoint="auto"))
+    resumed.run()
+    assert same(trained(calm), trained(resumed))
+    assert not server.adapters
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path, monkeypatch):
