@@ -6,7 +6,6 @@ by itself, one after the other. Answers draw from the same random numbers, which
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -111,16 +110,6 @@ class Evaluation:
         self._answers = kept.Kept(self.output / kept.ANSWERS_FILE, digests, resume=config.resume)
         digests = kept.verdict_digests(config, digests)
         self._verdicts = kept.Kept(self.output / kept.VERDICTS_FILE, digests, resume=config.resume)
-        self._sampling = SamplingConfig(
-            max_completion_length=config.max_completion_length,
-            eos_token_ids=(),
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            stop=tuple(config.stop),
-            seed=config.seed,
-        )
 
     def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
         """Draw what is missing, score and judge; name → what is known, in the order of the candidates."""
@@ -216,7 +205,7 @@ class Evaluation:
             for c, i, draw in missing
         ]
         ends = eos_token_ids(tokenizer, model.role_backbone(candidates[0].role).model)
-        sampling = dataclasses.replace(self._sampling, eos_token_ids=ends)
+        sampling = SamplingConfig.of(self.config, ends)
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(tokens))
