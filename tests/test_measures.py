@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 57,
+    "CHANGELOG.md: lines": 58,
     "bench: lines": 12352,
-    "csrc: lines": 11837,
+    "csrc: lines": 11848,
     "docs: words of notes": 63595,
     "docs: words of pages": 29990,
     "engine: arrows between rooms": 139,
@@ -50,7 +50,7 @@ CEILINGS = {
     "step: types of records": 39,
     "tests: items in the interpreter": 490,
     "tests: items per push": 3200,
-    "tests: lines": 48050,
+    "tests: lines": 48060,
 }
 
 
