@@ -427,12 +427,14 @@ def test_what_surrounds_a_call_changes_no_bit(backend, around):
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     n = 140  # five panels: one thread takes two of them at a time, two threads one each
-    hidden, weight, target = make(n, 48, 1500, dtype=dtype)
+    hidden, weight, target = make(n, 1024, 1500, dtype=dtype)
     gradient = torch.randn(n)
+    lora = HeadLora(torch.randn(16, 1024), torch.randn(1500, 16), 0.1)
 
-    def run(rows):
+    def run(rows, lora=None):
         h = hidden[rows].clone().requires_grad_()
-        out = linear_logprob(h, weight, target[rows], outputs=OUTPUTS, detach=OUTPUTS[1:2] + OUTPUTS[3:], backend="cpu")
+        detach = OUTPUTS[1:2] + OUTPUTS[3:]
+        out = linear_logprob(h, weight, target[rows], lora=lora, outputs=OUTPUTS, detach=detach, backend="cpu")
         out.logprob.backward(gradient[rows])
         return [*(x.detach() for x in out), h.grad]
 
@@ -440,6 +442,9 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     order = torch.randperm(n)[:37]
     for a, b in zip(run(order), whole, strict=True):
         assert torch.equal(a, b[order])
+    for some in ([0], [3, 4], list(range(5, 130))):
+        for a, b in zip(run(some, lora)[:6], run(slice(None), lora)[:6], strict=True):
+            assert torch.equal(a, b[some])
     threads_change_no_bit(lambda: run(slice(None)), 1, 2)
     with torch.no_grad():  # scoring and training see the same log-probs
         scored = linear_logprob(hidden, weight, target, backend="cpu").logprob
