@@ -152,6 +152,18 @@ def test_the_wheel_leaves_out_the_same_library_everywhere():
     assert f"--exclude {name} " in PROJECT["tool"]["cibuildwheel"]["repair-wheel-command"]
 
 
+def test_an_issue_form_has_what_a_form_needs():
+    for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        fields = [field for field in form.get("body", []) if field["type"] != "markdown"]
+        assert path.name == "config.yml" or (form["name"] and form["description"] and fields)
+        assert all(field["attributes"]["label"] for field in fields)
+        assert len({field["id"] for field in fields}) == len(fields)
+        assert path.name != "bug.yml" or {"`rlhf-engine --version`", "`rlhf-engine doctor`"} <= set(
+            re.findall("`.*?`", path.read_text())
+        )
+
+
 def test_the_citation_is_complete():
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(found)

@@ -104,6 +104,18 @@ def test_clipping_is_per_role():
     assert all(torch.equal(state[f"{n}|exp_avg"], g) for n, g in before.items())
 
 
+def test_loaded_state_is_a_copy():
+    rates = {"actor": 1e-2, "critic": 3e-3}
+    first, second = (RoleOptimizer(with_gradients(build()), rates) for _ in range(2))
+    first.step()
+    second.load_state_tensors(first.state_tensors())
+    for optimizer in (first, second):
+        with_gradients(optimizer.model, 9)
+        optimizer.step()
+    left, right = first.state_tensors(), second.state_tensors()
+    assert all(torch.equal(left[k], right[k]) for k in left)
+
+
 def test_state_of_another_model_is_refused():
     joint = RoleOptimizer(with_gradients(build("j_hydra")), {"actor": 1e-3, "critic": 1e-3})
     both = RoleOptimizer(with_gradients(build()), {"actor": 1e-3, "critic": 1e-3})
