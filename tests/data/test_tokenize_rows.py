@@ -230,12 +230,9 @@ def test_nothing_is_cut_or_dropped_without_being_counted():
 
 
 BORDERS = [
-    ("Once upon a time", "? She said."),
-    ("She said:", " Hello world!"),
-    ("The sky is blue.\n", "The answer is 42."),
-    ("The answer is not", " 123."),
-    ("", "Once upon a time"),
-]
+    ("Once upon a time", "? She said."), ("She said:", " Hello world!"), ("The sky is blue.\n", "The answer is 42."),
+    ("The answer is not", " 123."), ("", "Once upon a time"),
+]  # fmt: skip
 """Prompts and answers between which no token reaches across."""
 ACROSS = [("Hello wor", "ld!"), ("She said: ", "Hello"), ("The answer: 1", "23."), ("a cat and a d", "og were old.")]
 

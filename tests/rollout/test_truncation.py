@@ -18,13 +18,10 @@ from tests.hydra.test_supports import from_mask
 
 ENDS = (2, 5, 9, 11, 13, 17)
 FILTERS = {
-    "top_k": {"top_k": 7},
-    "top_p": {"top_p": 0.8, "temperature": 0.7},
-    "min_p": {"min_p": 0.05, "temperature": 1.3},
-    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "least": {"min_completion_length": 5},
+    "top_k": {"top_k": 7}, "top_p": {"top_p": 0.8, "temperature": 0.7}, "min_p": {"min_p": 0.05, "temperature": 1.3},
+    "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, "least": {"min_completion_length": 5},
     "least and top_k": {"min_completion_length": 5, "top_k": 4},
-}
+}  # fmt: skip
 STEPS = ("native", "transformers")
 
 

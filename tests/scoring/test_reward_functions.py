@@ -240,18 +240,16 @@ def test_the_line_of_a_file_with_a_syntax_error_is_shown(tmp_path) -> None:
 
 
 def test_wrong_arguments_of_the_call_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weights: expected 1 numbers, .* got 2"):
-        score(length, weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match=r"weights: expected finite numbers, got nan"):
-        weighted_total([[1.0]], [math.nan])
-    with pytest.raises(ValueError, match=r"answer: expected 3 entries, one per prompt, got 1"):
-        score(length, columns={"answer": [1]})
-    with pytest.raises(ValueError, match=r"columns: 'prompts' is taken"):
-        score(length, columns={"prompts": PROMPTS})
-    with pytest.raises(ValueError, match=r"functions: expected at least one"):
-        score()
-    with pytest.raises(ValueError, match=r"completion_ids: expected 3 entries"):
-        score_with_functions([length], PROMPTS, COMPLETIONS, IDS[:2])
+    for call, message in (
+        (lambda: score(length, weights=[1.0, 2.0]), r"weights: expected 1 numbers, .* got 2"),
+        (lambda: weighted_total([[1.0]], [math.nan]), "weights: expected finite numbers, got nan"),
+        (lambda: score(length, columns={"answer": [1]}), "answer: expected 3 entries, one per prompt, got 1"),
+        (lambda: score(length, columns={"prompts": PROMPTS}), "columns: 'prompts' is taken"),
+        (score, "functions: expected at least one"),
+        (lambda: score_with_functions([length], PROMPTS, COMPLETIONS, IDS[:2]), "completion_ids: expected 3 entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_dry_run_finds_functions_that_fail_on_an_empty_answer() -> None:
@@ -346,7 +344,5 @@ def test_a_file_that_sets_torch_s_defaults_is_no_setting_of_the_run(tmp_path) ->
 
 
 def test_random_numbers_of_a_function_go_on() -> None:
-    def by_chance(**_):
-        return torch.rand(3)
-
-    assert score(by_chance).totals != score(by_chance).totals
+    totals = [score(lambda **_: torch.rand(3)).totals for _ in range(2)]
+    assert totals[0] != totals[1]

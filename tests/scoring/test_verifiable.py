@@ -245,18 +245,12 @@ HOSTILE_MATH = [
     "$\\boxed{" + "^{".join(["9"] * 12) + "}" * 11 + "}$",
 ]
 HOSTILE_FORMAT = [
-    "<think></think><answer></answer>",
-    "<think> \n</think><answer> 4 </answer>",
-    "<think>a</think><answer>\n</answer>",
-    "<think>a</think><answer>4</answer><answer>5</answer>",
-    "<think>a</think><answer>4</answer></answer>",
-    "<think>a</think></think><answer>4</answer>",
-    "<think>a<think>b</think><answer>4</answer>",
-    "<think>a <answer>4</answer></think><answer>4</answer>",
-    "a</think><answer>4</answer>",
-    "<answer>4</answer><think>a</think>",
-    "<think>a</think><answer>" + "<think>" * 20_000,
-]
+    "<think></think><answer></answer>", "<think> \n</think><answer> 4 </answer>", "<think>a</think><answer>\n</answer>",
+    "<think>a</think><answer>4</answer><answer>5</answer>", "<think>a</think><answer>4</answer></answer>",
+    "<think>a</think></think><answer>4</answer>", "<think>a<think>b</think><answer>4</answer>",
+    "<think>a <answer>4</answer></think><answer>4</answer>", "a</think><answer>4</answer>",
+    "<answer>4</answer><think>a</think>", "<think>a</think><answer>" + "<think>" * 20_000,
+]  # fmt: skip
 HOSTILE_PATTERN = ["a" * n for n in range(30, 38)] + ["a" * 40 + "c", "b", "aab\n", " aab"]
 SLOW = {"type": "string", "pattern": "^(a+)+$"}
 HOSTILE_JSON = [
