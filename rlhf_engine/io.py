@@ -86,20 +86,10 @@ def finish_replacements(root: Path, names: str) -> None:
 
 MANIFEST_FILE = "manifest.json"
 MODEL_FILES = (
-    MANIFEST_FILE,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "adapter_config.json",
-    "config.json",
-    "generation_config.json",
-    "rlhf_engine.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.*",
-    "merges.txt",
-)
+    MANIFEST_FILE, "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json",
+    "generation_config.json", "rlhf_engine.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.*", "merges.txt",
+)  # fmt: skip
 """Names of a model's or adapter's files."""
 
 

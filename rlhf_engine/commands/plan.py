@@ -53,7 +53,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
     from rlhf_engine.hydra.model import default_token_budget
     from rlhf_engine.planning.formula import Formula, Setting, find_config, roles_of
 
-    shape, named = find_config(config.model), config.lora_target_modules
+    shape = find_config(config.model)
     limit = context_length(shape)
     if config.max_prompt_length + config.max_completion_length > limit:
         raise ConfigError(
@@ -66,7 +66,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
         dtype=DTYPES[config.dtype],
         adapter_dtype=DTYPES[adapter_dtype(config.optim)],
         device_type=config.device,
-        slot=SlotConfig(r=config.lora_r, target_modules="all-linear" if named == "all-linear" else tuple(named)),
+        slot=SlotConfig(r=config.lora_r, target_modules=config.lora_target_modules),
         prompt_length=config.max_prompt_length,
         completion_length=config.max_completion_length,
         batch=config.share,
@@ -80,7 +80,8 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
         processes=config.processes,
         shard_base=config.shard_base,
     )
-    methods = list(METHODS) if config.method == "all" else [config.method]
+    every = [name for name in METHODS if name != "full_ppo" or not config.needs_frozen]
+    methods = every if config.method == "all" else [config.method]
     first = Formula(roles_of(methods[0]), setting)
     return {methods[0]: first, **{name: Formula(roles_of(name), setting, first.model) for name in methods[1:]}}
 

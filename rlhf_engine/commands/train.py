@@ -46,7 +46,7 @@ def _measure(trainer: RlTrainer) -> int:
     if not trainer.world.is_main:
         return 0
     longest = max(map(len, trainer.train_set.ids))
-    each = f" in each of {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    each = f", shared by {trainer.world.size} processes" if trainer.world.size > 1 else ""
     print(f"{config.generation_batch_size} answers of up to {longest} + {config.max_completion_length} tokens{each}")
     peaks = {name.partition("/")[2]: n for name, n in metrics.items() if name.startswith("peak_memory_bytes/")}
     for phase, peak in peaks.items():

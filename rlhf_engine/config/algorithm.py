@@ -290,6 +290,7 @@ class AlgorithmOptions(Options):
         self.require("beta", self.kl_target is None or self.beta > 0, why)
         is_range = 1 <= len(self.cliprange) <= 2 and min(self.cliprange) > 0
         self.require("cliprange", is_range, "one or two numbers > 0")
+        self.require("cliprange", name != "cispo" or len(self.cliprange) == 1, "one number for cispo, its upper clip")
         is_above = self.delta is None or self.delta >= 1 + self.clip_high
         self.require("delta", is_above, f"at least 1 + {self.clip_high:g}, the upper clip")
         readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}

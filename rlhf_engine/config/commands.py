@@ -223,6 +223,13 @@ class PlanConfig(Options):
         least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
         self.require("batch", self.batch >= self.processes * n, least)
         self.require("gpu", self.budget_bytes > 0, "more than nothing")
+        is_known = not self.needs_frozen or self.method not in ("full_ppo", "full_sft")
+        self.require("method", is_known, "one with a frozen base, with several processes or quantization")
+
+    @property
+    def needs_frozen(self) -> bool:
+        """Whether the base has to be frozen: nothing is known of a trained one in shares, and none is quantised."""
+        return self.processes > 1 or self.quantization != "none"
 
     @property
     def share(self) -> int:

@@ -62,16 +62,13 @@ _WITHOUT = {
     "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
-    "reserve": "plan leaves 5 % of --gpu to the driver and fragmentation",
-    "out": "plan draws no chart; --json prints its numbers",
-    "llama_cpp outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of --to merged, see docs/guides/export.md",
-    "gold_model_path gold_adapter": "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it",
-    "time": "a run tells the time that is left after its second step",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
     "shard_base=always": "a vLLM server draws for a base that is larger than a GPU (vllm_server_base_url)",
 }
 """Names and values of elsewhere or before, and the reason why they are none here."""
-_GONE = {
+_GOLD = "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it"
+_GGUF = "llama.cpp's convert_hf_to_gguf.py takes the folder of export --to merged, see docs/guides/export.md"
+_GONE: dict[str, tuple[Any, str]] = {
     "adam_beta1": (0.9, "it is 0.9"),
     "adam_beta2": (0.999, "it is 0.999"),
     "adapter_dtype": ("float32", "adapters are in bfloat16 with a stochastic optim, else in float32"),
@@ -83,8 +80,11 @@ _GONE = {
     "dataset_streaming": (False, "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]"),
     "divide_by_own_length": (False, "loss_type own_length of remax"),
     "eval_share": (None, "a share as eval_dataset_name"),
+    "gold_adapter": (None, _GOLD),
+    "gold_model_path": (None, _GOLD),
     "generator_threads": (None, "generators on a CPU have half of its threads"),
     "kl_horizon": (10_000, "it is 10,000 answers"),
+    "llama_cpp": (None, _GGUF),
     "load_in_4bit": (False, "quantization 4bit"),
     "load_in_8bit": (False, "quantization 8bit"),
     "logging_steps": (1, "every step has a line of metrics"),
@@ -92,6 +92,12 @@ _GONE = {
     "missing_eos_score": (None, "missing_eos_penalty =SCORE"),
     "num_samples": (4, "the answers of 4 prompts go into the report"),
     "overwrite_output_dir": (False, "resume_from_checkpoint restart"),
+    "outtype": ("auto", _GGUF),
+    "plan:lora_dropout": (0.0, "its memory is within the plan's bound"),
+    "plan:max_grad_norm": (None, "its memory is within the plan's bound"),
+    "plan:out": (None, "no chart is drawn, and json prints the numbers"),
+    "plan:reserve": ("1GB", "5 % of gpu is left to the driver and fragmentation"),
+    "plan:time": (False, "a run tells the time that is left after its second step"),
     "ray_address": (None, "the environment's RAY_ADDRESS"),
     "ray_gpus_per_generator": (None, "generators share the cluster's GPUs evenly"),
     "ray_restarts": (3, "three lost generators are replaced"),
@@ -110,7 +116,7 @@ _GONE = {
     "whiten_advantages": (True, "scale_rewards none"),
     "whiten_rewards": (False, "advantages are whitened"),
 }
-"""Options of before: the default, with which a file may still have them, and what serves instead."""
+"""Options of before, of one command as COMMAND:NAME: the default, which a file may still have, and what serves now."""
 
 
 def option(
@@ -342,14 +348,20 @@ def _default(field: dataclasses.Field) -> Any:
     return _REQUIRED if field.default is dataclasses.MISSING else field.default
 
 
+def _before(cls: type[Options], name: str) -> set[str]:
+    """Names of an option of before in `_GONE`."""
+    return {name.removeprefix("no_"), f"{cls.__name__.removesuffix('Config').lower()}:{name}"}
+
+
 def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
     switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
     close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
     reasons = {**_WITHOUT, **{gone: f"it is gone: {instead}" for gone, (_, instead) in _GONE.items()}}
-    why = next((why for names, why in reasons.items() if name in names.split()), None)
-    close = [] if name in _GONE else close
+    before = _before(cls, name)
+    why = next((why for names, why in reasons.items() if before & set(names.split())), None)
+    close = [] if before & set(_GONE) else close
     if close and (ours or why is None):
         why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))
@@ -431,6 +443,8 @@ def _from_strings(name: str, hint: Any, raw: list[str]) -> Any:
 def _emptied(hint: Any, value: Any) -> Any:
     """None, or an empty list, where `none` stands for it; else the value as it is."""
     is_none = isinstance(value, str) and value.lower() in _NONE
+    if is_none and any(typing.get_origin(k) is Literal and value in typing.get_args(k) for k in _alternatives(hint)):
+        return value  # a choice of that name
     kinds = [typing.get_origin(kind) or kind for kind in _alternatives(hint)] if is_none else []
     return None if type(None) in kinds else [] if list in kinds else value
 
@@ -519,7 +533,7 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = _aliases(cls).get(name, name)
-        if name not in _fields(cls) and name in _GONE and value == _GONE[name][0]:
+        if name not in _fields(cls) and any(_GONE.get(n, (...,))[0] == value for n in _before(cls, name)):
             continue  # `--print_config` of an earlier version wrote every option
         if name not in _fields(cls):
             raise _unknown(f"key in {where}:", name, cls, "")
@@ -527,8 +541,11 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
             raise ConfigError(f"{name}: given twice in {where}, as {values[name]!r} and as {value!r}")
         # YAML 1.1 reads `1e-4` (no dot) and `none` as strings, which nobody means by them
         value = _emptied(hints[name], value)
-        if isinstance(value, str) and float in (kinds := _alternatives(hints[name])) and str not in kinds:
-            value = _from_string(name, hints[name], float, value)
+        kinds = _alternatives(hints[name])
+        if str not in kinds and (float in kinds or list[float] in kinds):
+            texts = value if isinstance(value, list) else [value]
+            numbers = [_from_string(name, hints[name], float, x) if isinstance(x, str) else x for x in texts]
+            value = numbers if isinstance(value, list) else numbers[0]
         values[name] = value
     return values
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import Options, option, required
@@ -168,7 +169,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     shard_base: bool = option(
         False,
         "several processes: each holds a share of every frozen backbone, as in any case of trained ones (FSDP2), and "
-        "all of it to draw, score and evaluate; with rollout_backend vllm never all of it",
+        "all of it to draw, score and evaluate; with vllm_server_base_url never all of it",
     )
 
     @property
@@ -201,7 +202,7 @@ class HeldOutOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = self.eval_dataset_name
-        if isinstance(value, str) and re.fullmatch(r"[\d.]+", value):
+        if isinstance(value, str) and re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", value) and not Path(value).exists():
             object.__setattr__(self, "eval_dataset_name", float(value))
         if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise ConfigError(f"eval_dataset_name: expected a source or a share between 0 and 1, got {value!r}")

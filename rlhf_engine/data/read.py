@@ -41,8 +41,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
-
 from rlhf_engine.config.run import SUFFIXES, RowOptions
 from rlhf_engine.data.types import (
     KINDS,
@@ -190,8 +188,7 @@ def load_rows(
     named = None if Path(source).exists() else _FIRST.fullmatch(os.fspath(source))
     if named is not None:
         source, limit = named[1], min(int(named[2]), limit or int(named[2]))
-    streaming = limit is not None and not HF_HUB_OFFLINE  # a whole copy would be fetched for a few rows
-    read = islice(read_records(source, argument=tally.argument, streaming=streaming), limit)
+    read = islice(read_records(source, argument=tally.argument, streaming=named is not None), limit)
     records = [part for record in read for part in _known_parts(record, kinds)]
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
@@ -419,9 +416,11 @@ def _csv(path: Path) -> Iterator[Record]:
             for cells in rows:
                 place, number = f"{path}:{number + 1}", rows.line_num
                 if len(cells) == len(names):
-                    row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                    row: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
                     label = str(row.get("label")).lower()
-                    yield Record(place=place, value={**row, "label": _LABELS[label]} if label in _LABELS else row)
+                    if "completion" in row and label in _LABELS:  # a thumb; elsewhere it is a column like others
+                        row["label"] = _LABELS[label]
+                    yield Record(place=place, value=row)
                 elif cells:
                     error = RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells")
                     yield Record(place=place, value=None, error=error)
@@ -462,6 +461,7 @@ def _hub(name: str, argument: str, streaming: bool) -> Iterator[Record]:
         raise ConfigError(f"{argument}: expected hub:owner/name, in full {full}, got {name!r}")
     import datasets
 
+    streaming = streaming and not datasets.config.HF_HUB_OFFLINE  # what is cached has to do
     load = partial(
         datasets.load_dataset, match[1], match[2], revision=match[3], split=match[4] or "train", streaming=streaming
     )

@@ -21,7 +21,7 @@ from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import read_config, require_lm_head
 from rlhf_engine.io import LineFile
-from rlhf_engine.runs.folder import FINAL_FOLDER, find_model
+from rlhf_engine.runs.folder import FINAL_FOLDER, MODEL_CONFIG, find_model
 
 ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
 _DRAWN_BY = (
@@ -93,6 +93,8 @@ def _candidate(given: str) -> Candidate:
     if (folder / peft_io.CONFIG_FILE).is_file():
         peft_io.read_slot_config(folder)  # one that is not served is refused before anything is drawn
         return Candidate(name, "adapter", place)
+    if not (folder / MODEL_CONFIG).is_file():
+        raise ConfigError(f"models: expected a PEFT folder, a model, a run or a file of answers, got {str(folder)!r}")
     require_lm_head(read_config(folder), place, "models")
     return Candidate(name, "model", place)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ class SlotConfig:
     """LoRA scaling numerator, finite and not 0; the product is scaled by alpha / r (alpha / √r with `use_rslora`)."""
     dropout: float = 0.0
     """Probability in [0, 1) of dropout on the input of A, in training only."""
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
-    """`all-linear` (every linear of the blocks) or name endings as in PEFT."""
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    """`all-linear` (every linear of the blocks) or endings of names as in PEFT, one or several; kept as a tuple."""
     use_rslora: bool = False
     """Scale by alpha / √r."""
     init_from: str | None = None
@@ -43,10 +43,11 @@ class SlotConfig:
             raise ValueError(f"alpha: expected a finite number other than 0, got {self.alpha}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected a probability in [0, 1), got {self.dropout}")
-        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
-            raise ValueError(f"target_modules: expected 'all-linear' or a tuple of names, got {self.target_modules!r}")
         if len(self.target_modules) == 0:
             raise ValueError("target_modules: expected at least one name, got none")
+        if self.target_modules != ALL_LINEAR:  # a list is no key
+            names = self.target_modules
+            object.__setattr__(self, "target_modules", (names,) if isinstance(names, str) else tuple(names))
 
     @property
     def scale(self) -> float:

@@ -165,7 +165,7 @@ def load_into(model: HydraModel, folder: str | os.PathLike[str]) -> None:
     if ours != theirs:
         raise ValueError(f"expected slots {_listed(ours)}, got {_listed(theirs)} in {str(folder)!r}")
     dtype = str(model.adapter_dtype).removeprefix("torch.")
-    if record["adapter_dtype"] != dtype:  # loading would round, or pretend to a precision that is not there
+    if ours and record["adapter_dtype"] != dtype:  # loading would round, or pretend to a precision that is not there
         raise ValueError(f"adapter_dtype: expected {record['adapter_dtype']} as in {str(folder)!r}, got {dtype}")
     trained = {name for name in model.backbones if not model.backbone(name).frozen}
     held = {name for name, backbone in record["backbones"].items() if backbone["folder"]}

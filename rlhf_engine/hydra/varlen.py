@@ -168,12 +168,7 @@ def _chosen(layer: Layer) -> tuple[str, Attend | None]:
 
 
 def report() -> dict[str, str]:
-    """Return who serves attention of 64-wide heads in bf16, and who does not.
-
-    Of layers that are plain and of those with a window, sinks, shared prompts or a softcap.
-
-    For `doctor`, `plan` and the records of runs.
-    """
+    """Name who serves attention of 64-wide heads in bf16, by kind of layer, and say why others do not."""
     if registry.default_backend() == "reference":
         return {"attention": SDPA, "why": "kernels are the reference"}
     at = capability(torch.device("cuda"))
@@ -221,31 +216,20 @@ def _absent(distribution: str, module: str, install: str) -> str | None:
     return None
 
 
-def _flash_2(layer: Layer) -> str | None:
-    return (
-        _absent("flash-attn", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'")
-        or _needs_capability(layer, 8, 99)
-        or _needs_equal_heads(layer)
-        or _needs_plain_keys(layer)
-    )
+def _flash(name: str, module: str, install: str, first: int, last: int) -> Path:
+    """The path of a release of flash-attn, for GPUs of these capabilities."""
 
+    def unsupported(layer: Layer) -> str | None:
+        reason = _absent(name.replace(" ", "-").removesuffix("-2"), module, install)
+        reason = (
+            reason or _needs_capability(layer, first, last) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
+        )
+        if reason is None and name == "flash-attn 4" and layer.capability[0] > 9 and layer.head_size > 128:
+            whole = layer.head_size == 256 and not layer.softcapped
+            return None if whole else f"it does not serve heads of {layer.head_size} like these"
+        return reason
 
-def _flash_3(layer: Layer) -> str | None:
-    return (
-        _absent("flash-attn-3", "flash_attn_interface", "built from its sources")
-        or _needs_capability(layer, 9, 9)
-        or _needs_equal_heads(layer)
-        or _needs_plain_keys(layer)
-    )
-
-
-def _flash_4(layer: Layer) -> str | None:
-    reason = _absent("flash-attn-4", "flash_attn.cute", "pip install --pre flash-attn-4")
-    reason = reason or _needs_capability(layer, 9, 11) or _needs_equal_heads(layer) or _needs_plain_keys(layer)
-    if reason is None and layer.capability[0] > 9 and layer.head_size > 128:
-        whole = layer.head_size == 256 and not layer.softcapped
-        return None if whole else f"it does not serve heads of {layer.head_size} like these"
-    return reason
+    return Path(name=name, unsupported=unsupported, load=lambda: _load_flash(module))
 
 
 def _needs_capability(layer: Layer, first: int, last: int) -> str | None:
@@ -435,9 +419,9 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]
 SDPA = "SDPA in buckets"
 IN_CPP, IN_TRITON = "the op attention in C++", "the op attention in Triton"
 PATHS = (
-    Path(name="flash-attn 3", unsupported=_flash_3, load=lambda: _load_flash("flash_attn_interface")),
-    Path(name="flash-attn 4", unsupported=_flash_4, load=lambda: _load_flash("flash_attn.cute")),
-    Path(name="flash-attn 2", unsupported=_flash_2, load=lambda: _load_flash("flash_attn.flash_attn_interface")),
+    _flash("flash-attn 3", "flash_attn_interface", "built from its sources", 9, 9),
+    _flash("flash-attn 4", "flash_attn.cute", "pip install --pre flash-attn-4", 9, 11),
+    _flash("flash-attn 2", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'", 8, 99),
     Path(name="torch varlen", unsupported=_varlen, load=_load_varlen),
     Path(name="FlexAttention", unsupported=_flex, load=_load_flex),
 )

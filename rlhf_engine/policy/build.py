@@ -22,7 +22,7 @@ from rlhf_engine.distributed.process_group import SECONDS, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ALL_LINEAR, ScalarHead
+from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_bitsandbytes, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.persist import require_savable
@@ -36,16 +36,12 @@ PAST = "past"  # role and slot of the policy that drew the answers of a step
 
 def slot_config(config: TrainingOptions) -> SlotConfig:
     """The shape of a fresh slot."""
-    named = config.lora_target_modules
-    targets: str | tuple[str, ...] = tuple(named) if isinstance(named, list) else (named,)
-    if named == ALL_LINEAR:
-        targets = ALL_LINEAR
     return SlotConfig(
         r=config.lora_r,
         use_rslora=config.use_rslora,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        target_modules=targets,
+        target_modules=config.lora_target_modules,
     )
 
 

@@ -143,14 +143,15 @@ def serve(
     run = f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
     if role != "actor":  # ranks may draw by different versions at a time
         run = f"{run}-{role}-{rank}"
-    here, _, there = (config.vllm_adapter_dir or str(output / ADAPTER_FOLDER)).partition(":")
+    # the run's own folder may have the sign in its name
+    here, _, there = (config.vllm_adapter_dir or "").partition(":")
     return VllmRollouts(
         model,
         server.client,
         server.base,
         canary,
         run=run,
-        folder=Path(here),
+        folder=Path(here) if here else output / ADAPTER_FOLDER,
         server_folder=there or None,
         role=role,
         stopped=stopped,

@@ -48,7 +48,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 def course(values: array[float]) -> str:
     """A number over the whole run, as at most `COURSE_WIDTH` block elements between the least and the most."""
-    means = np.array([part.mean() for part in np.array_split(np.array(values), min(len(values), COURSE_WIDTH))])
+    numbers = np.array(values.tolist())  # another thread appends, which an array that numpy has a view of refuses
+    means = np.array([part.mean() for part in np.array_split(numbers, min(len(numbers), COURSE_WIDTH))])
     height = (means - means.min()) / (np.ptp(means) or 1.0)
     return "".join(_BLOCKS[int(x * (len(_BLOCKS) - 1) + 0.5)] for x in height)
 

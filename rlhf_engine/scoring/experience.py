@@ -209,7 +209,7 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
     """Largest mean |log ratio| per token at equal weights, by the configuration or the dtype; 0 in exact mode."""
-    if config.rollout_mismatch_bound is not None:
+    if config.rollout_mismatch_bound is not None and not config.vllm_servers:  # else it is the server's
         return config.rollout_mismatch_bound
     if config.exact:
         return 0.0

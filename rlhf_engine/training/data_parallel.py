@@ -28,15 +28,9 @@ from rlhf_engine.runs.checkpoint import digest
 # ---- before the first step -------------------------------------------------------------------------------------------
 
 _PATHS = (
-    "model_name_or_path",
-    "actor_adapter",
-    "reference_adapter",
-    "reward_model_path",
-    "dataset_name",
-    "eval_dataset_name",
-    "output_dir",
-    "resume_from_checkpoint",
-)
+    "model_name_or_path", "actor_adapter", "reference_adapter", "reward_model_path", "dataset_name",
+    "eval_dataset_name", "output_dir", "resume_from_checkpoint",
+)  # fmt: skip
 """Options that machines may spell differently; what is found there is compared instead."""
 
 
@@ -46,7 +40,8 @@ def require_same_options(config: TrainingOptions, world: World) -> None:
         if config.shard_base:
             raise ConfigError("shard_base: expected several processes to share the base, got one")
         return
-    options = {name: value for name, value in config.to_dict().items() if name not in _PATHS}
+    own = config.to_dict().items()
+    options = {name: value for name, value in own if name not in _PATHS or isinstance(value, float)}
     everyone = world.gather({**versions(), **options})
     for name in everyone[0]:
         values = [other.get(name) for other in everyone]

@@ -59,9 +59,10 @@ class RlInputs:
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     """Check the request and read its data, as this rank of the run."""
     output = Path(config.output_dir)
-    resume = None if config.dry_run else resolve_resume(config.resume_from_checkpoint, output)
+    resume = None
     if not config.dry_run:  # which begins anew and writes nothing
-        require_unlocked(output)
+        require_unlocked(output)  # before the look for checkpoints, which finishes what a dead process has begun
+        resume = resolve_resume(config.resume_from_checkpoint, output)
         check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume)
     require_trackers(config.report_to)
     require_optim(config.optim)
@@ -128,10 +129,11 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
 
 
 def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
-    """The prompts of some of the rows, which are in the same order."""
-    chosen, of_row = {id(row) for row in rows}, zip(prompts.rows, prompts.prompts, prompts.ids, strict=True)
-    kept = [(text, ids) for row, text, ids in of_row if id(row) in chosen]
-    return PromptSet(rows=list(rows), prompts=[text for text, _ in kept], ids=[ids for _, ids in kept])
+    """The prompts of some of the rows."""
+    places = {id(row): place for place, row in enumerate(prompts.rows)}
+    kept = [places[id(row)] for row in rows]
+    texts, ids = [prompts.prompts[i] for i in kept], [prompts.ids[i] for i in kept]
+    return PromptSet(rows=list(rows), prompts=texts, ids=ids)
 
 
 def _check_resumed(config: TrainConfig, resume: Path) -> int:
@@ -241,7 +243,7 @@ class RlPolicy(Policy[TrainerState]):
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
         """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
         state, options = self.state, self.options
-        train_actor = state.step >= options.critic_warmup_steps
+        train_actor = options.dry_run or state.step >= options.critic_warmup_steps
         algorithm = make_algorithm(options, train_actor=train_actor)
         learned, metrics = algorithm.learn_from(experience)
         factor = self.schedule_rates(options.max_steps)

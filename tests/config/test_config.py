@@ -15,6 +15,7 @@ from rlhf_engine.config import (
     EvaluateConfig,
     GenerateConfig,
     Kernels,
+    PlanConfig,
     RewardConfig,
     SFTConfig,
     TrainConfig,
@@ -23,6 +24,7 @@ from rlhf_engine.config import (
 )
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.rollout.answer import _settings
 from rlhf_engine.scoring.verifiable import Format
 
 REQUIRED = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
@@ -143,6 +145,17 @@ def test_sft_switches() -> None:
         parse_config(SFTConfig, ARGV)
 
 
+def test_numbers_without_a_dot_and_names_that_look_like_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("cliprange: [1e-1, 0.3]\neval_dataset_name: 1e-1\nlearning_rate: 1e-4\n")
+    config = parse("--config", str(file))
+    assert (config.cliprange, config.eval_share, config.learning_rate) == ([0.1, 0.3], 0.1, 1e-4)
+    file.write_text("cliprange: 1e-1\n")
+    assert parse("--config", str(file)).cliprange == [0.1]
+    for folder in (".", "..", "1.2.3"):
+        assert parse("--eval_dataset_name", folder).eval_dataset_name == folder
+
+
 def test_yaml_supplies_values_that_flags_override(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
@@ -244,6 +257,9 @@ def test_errors_name_the_option() -> None:
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
         (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name, got 5"),
         (["--eval_dataset_name", "1.5"], r"eval_dataset_name: expected a source or a share between 0 and 1, got '1.5'"),
+        (["--algorithm", "cispo", "--cliprange", "7", "0.3"], r"cliprange: expected one number for cispo, .*got \[7.0"),
+        (["--no_whiten_advantages"], r"unknown option --no_whiten_advantages; it is gone: scale_rewards none"),
+        (["--out", "x"], r"unknown option --out$|--out; did you mean"),
         (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; it is gone: resume_from_checkpoint"),
         (["--seed", str(2**70)], r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
         (["--lora_r", "99999999"], r"^lora_r: expected an integer .*16384, got 99999999"),
@@ -321,7 +337,10 @@ def test_yaml_errors(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, message in (
         ("bf16: true", r"unknown key in .*: bf16; did you mean dtype: bfloat16\?"),
-        ("gold_adapter: x", r"unknown key in .*: gold_adapter; a gold model labels pairs before: examples/recipes"),
+        (
+            "gold_adapter: x",
+            r"unknown key in .*: gold_adapter; it is gone: a gold model labels pairs before",
+        ),
         ("packing: true", r"unknown key in .*: packing; rows are always packed, without padding$"),
         ("lerning_rate: 1", r"unknown key in .*: lerning_rate; did you mean learning_rate\?"),
         ("max_steps: '3'", r"max_steps: expected an integer, got '3'"),
@@ -348,13 +367,28 @@ def test_names_of_other_libraries_lead_to_options_that_there_are() -> None:
 def test_options_of_before_are_read_at_their_defaults_and_else_lead_on(tmp_path: Path) -> None:
     assert not set(parser._GONE) & {field.name for cls in (TrainConfig, SFTConfig) for field in dataclasses.fields(cls)}
     file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump({name: default for name, (default, _) in parser._GONE.items()}))
+    plans = {name.removeprefix("plan:"): gone for name, gone in parser._GONE.items() if name.startswith("plan:")}
+    file.write_text(yaml.safe_dump({name: default for name, (default, _) in plans.items()}))
+    assert parse_config(PlanConfig, ["--model", "m", "--config", str(file)]) == PlanConfig(model="m")
+    for name, (_, instead) in plans.items():
+        with pytest.raises(ConfigError, match=f"--{name}; it is gone: {instead}"):
+            parse_config(PlanConfig, [f"--{name}", "7"])
+    of_all = {name: gone for name, gone in parser._GONE.items() if ":" not in name}
+    file.write_text(yaml.safe_dump({name: default for name, (default, _) in of_all.items()}))
     assert parse("--config", str(file)) == parse()
-    for name, (default, instead) in parser._GONE.items():
+    for name, (default, instead) in of_all.items():
         file.write_text(yaml.safe_dump({name: 7 if default is None else [default]}))
         with pytest.raises(ConfigError) as refused:
             parse("--config", str(file))
         assert str(refused.value).endswith(f": {name}; it is gone: {instead}")
+
+
+def test_none_is_a_choice_where_there_is_one(tmp_path: Path) -> None:
+    served = ("--vllm_server_base_url", "http://x:1", "--off_policy_correction")
+    assert parse(*served, "none").off_policy_correction == "none"
+    assert parse(*served, "null").off_policy_correction is None
+    (tmp_path / "c.yaml").write_text("off_policy_correction: none\n")
+    assert parse(*served[:2], "--config", str(tmp_path / "c.yaml")).off_policy_correction == "none"
 
 
 def test_none_is_an_empty_list(tmp_path: Path) -> None:
@@ -398,3 +432,8 @@ def test_gradients_that_are_sums_per_answer_are_not_scaled_down_unless_wanted(al
     assert parse("--algorithm", algorithm, "--max_grad_norm", "0.5").largest_grad_norm == 0.5
     assert parse("--algorithm", algorithm, "--max_grad_norm", "0").largest_grad_norm is None
     assert parse_config(SFTConfig, [*ARGV, "--full"]).largest_grad_norm == 1.0
+
+
+def test_files_of_answers_of_before_go_on() -> None:
+    config = GenerateConfig(model_name_or_path="m", prompt=["x"], num_generations=2, temperature=0.5)
+    assert _settings(config) == "52a5be4e3426"  # in what `generate --out` wrote when reward_adapter was an option

@@ -144,6 +144,8 @@ def test_values_of_json_and_csv_stay_as_they_are_written(tmp_path, offline):
             {"prompt": "x", "completion": None, "label": True, "id": None},
         ]
         assert places(tmp_path / name) == [f"{tmp_path / name}:2", f"{tmp_path / name}:5"]
+    (tmp_path / "b.csv").write_bytes(b"prompt,label\nx,1\ny,2\n")  # a reference of rewards, no thumb
+    assert [row["label"] for row in values(tmp_path / "b.csv")] == ["1", "2"]
 
 
 def test_a_damaged_csv_names_its_line(tmp_path):
@@ -171,21 +173,26 @@ def stand_in(monkeypatch, error: Exception | None = None) -> list[object]:
             raise error
         return ROWS
 
-    module = types.SimpleNamespace(load_dataset=load_dataset)
+    config = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+    module = types.SimpleNamespace(load_dataset=load_dataset, config=config)
     monkeypatch.setitem(sys.modules, "datasets", module)
     return calls
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):
-    monkeypatch.setattr("rlhf_engine.data.read.HF_HUB_OFFLINE", False)
     calls = stand_in(monkeypatch)
     assert read("hub:owner/my.name")[1] == Record(place="hub:owner/my.name: row 1", value=ROWS[1])
     assert len(read("hub:owner/name:test_2")) == 2
-    assert len(load("owner/name/main@v1:test", limit=9)[0]) == 2
+    assert len(load("owner/name/main@v1:test[:9]")[0]) == 2
+    assert len(load("owner/name", limit=9)[0]) == 2  # a copy may be there
+    sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    assert len(load("owner/name[:9]")[0]) == 2
     assert calls == [
         (("owner/my.name", None), {"revision": None, "split": "train", "streaming": False}),
         (("owner/name", None), {"revision": None, "split": "test_2", "streaming": False}),
         (("owner/name", "main"), {"revision": "v1", "split": "test", "streaming": True}),
+        (("owner/name", None), {"revision": None, "split": "train", "streaming": False}),
+        (("owner/name", None), {"revision": None, "split": "train", "streaming": False}),
     ]
 
 

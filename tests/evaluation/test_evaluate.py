@@ -365,6 +365,10 @@ def test_what_cannot_be_served_is_one_line(place, tmp_path, capsys):
         get_peft_model(base, lora).save_pretrained(tmp_path / said)
         assert main(command(place, tmp_path / "e", models=[str(tmp_path / said)])) == 2
         assert said in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "of a run").mkdir()
+    (tmp_path / "of a run" / "rlhf_engine.json").write_text("{}")
+    assert main(command(place, tmp_path / "e", models=[str(tmp_path / "of a run")])) == 2
+    assert "models: expected a PEFT folder, a model, a run or a file" in capsys.readouterr().err.splitlines()[-1]
     two = tmp_path / "two"
     AutoModelForSequenceClassification.from_pretrained(place / "base", num_labels=2).save_pretrained(two)
     load_tokenizer(str(place / "base")).save_pretrained(two)

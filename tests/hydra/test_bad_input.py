@@ -35,11 +35,11 @@ def test_slot_configs():
         ({"alpha": 0.0}, "alpha: expected a finite number other than 0, got 0"),
         ({"alpha": float("nan")}, "alpha: expected a finite number other than 0, got nan"),
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got 1"),
-        ({"target_modules": "q_proj"}, "target_modules: expected 'all-linear' or a tuple of names, got 'q_proj'"),
         ({"target_modules": ()}, "target_modules: expected at least one name, got none"),
     ]:
         with pytest.raises(ValueError, match=message):
             SlotConfig(**options)
+    assert len({SlotConfig(target_modules=names) for names in ("q_proj", ["q_proj"], ("q_proj",))}) == 1
 
 
 def test_names_that_would_be_paths():

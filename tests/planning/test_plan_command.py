@@ -62,6 +62,15 @@ def test_one_json_object_per_method(capsys, folder):
     assert set(json.loads(out)["peak_bytes"]) == {"update"}
 
 
+def test_one_name_of_linears_and_no_plan_of_a_base_that_is_trained_in_shares(capsys, folder):
+    code, _, err = run(capsys, "--model", str(folder), *SHORT, "--lora_target_modules", "q_proj")
+    assert (code, err) == (0, "")
+    argv = ("--model", str(folder), *SHORT, "--json", "--processes", "2")
+    assert [json.loads(line)["method"] for line in run(capsys, *argv)[1].splitlines()] == list(METHODS)[1:]
+    code, _, err = run(capsys, *argv, "--method", "full_ppo")
+    assert (code, "method: expected one with a frozen base, with several processes" in err) == (2, True)
+
+
 def test_processes_share_a_step_and_with_shard_base_the_base(capsys):
     argv = ("--model", "llama-8b", "--dtype", "bfloat16", "--method", "hydra_ppo", "--json")
     found = []
@@ -89,8 +98,8 @@ def test_requests_that_cannot_be_served(capsys):
         ),
         (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
         (["--model", "llama-7b", "--num_generations", "5"], "batch: expected a multiple of num_generations (5)"),
-        (["--model", "llama-7b", "--reserve", "2GB"], "unknown option --reserve; plan leaves 5 % of --gpu"),
-        (["--model", "llama-7b", "--out", "plan.png"], "unknown option --out; plan draws no chart"),
+        (["--model", "llama-7b", "--reserve", "2GB"], "unknown option --reserve; it is gone: 5 % of gpu is left"),
+        (["--model", "llama-7b", "--out", "plan.png"], "unknown option --out; it is gone: no chart is drawn"),
         (
             ["--model", "llama-7b", "--processes", "8", "--batch", "14", "--num_generations", "2"],
             "batch: expected at least 16 with 8 processes, a prompt of 2 answers for each, got 14",
@@ -131,7 +140,8 @@ def test_a_step_is_measured_and_nothing_is_written(tmp_path, capsys):
 
 def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     model = write_model(tmp_path / "model")
-    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=1))
+    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=2, critic_warmup_steps=1))
+    assert [row.prompt for row in trainer.train_set.rows] == trainer.train_set.prompts
     every = RlTrainer(train_config(model, tmp_path / "out", max_steps=1))
     n = trainer.config.prompts_per_step
     lengths = sorted(map(len, every.train_set.ids), reverse=True)
@@ -139,6 +149,7 @@ def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     with trainer.resources(), trainer.steps():
         trainer.step()
         metrics = trainer.step()
+    assert all(map(trainer.optimizer.has_stepped, ("actor", "critic")))  # as in every step after the warm-up
     assert metrics["completions/mean_length"] == trainer.config.max_completion_length
     assert {"peak_memory_bytes/generate", "peak_memory_bytes/score", "peak_memory_bytes/update"} <= set(metrics)
     assert not (tmp_path / "out").exists()

@@ -10,9 +10,11 @@ import torch
 from rlhf_kernels.runtime import registry
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
 from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout.backend import find_server, make_rollouts
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
 from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base, require_servable
@@ -264,6 +266,21 @@ def test_the_server_may_see_the_folder_elsewhere(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path, server_folder=f"{tmp_path}/nowhere", run="two")
     with pytest.raises(RolloutServerError, match=r"got status 404: No adapter found for .*vllm_adapter_dir HERE:THERE"):
         rollouts.sync(0)
+
+
+def test_only_a_folder_that_is_given_has_two_names(model, server, tmp_path):
+    output = tmp_path / "12:30"
+    for given, ours, theirs in (
+        (None, output / "vllm", f"{output}/vllm"),
+        ("here:/there", Path("here").resolve(), "/there"),
+    ):
+        config = TrainConfig(
+            model_name_or_path="somewhere/tiny", dataset_name="d", reward_funcs=["a:b"], output_dir=str(output),
+            vllm_server_base_url=server.url, vllm_adapter_dir=given, max_completion_length=8,
+        )  # fmt: skip
+        found = find_server(config, CANARIES)
+        rollouts = make_rollouts(config, model, found, CANARIES)
+        assert (rollouts.folder, rollouts.server_folder) == (ours, theirs)
 
 
 def test_a_folder_that_cannot_be_written_to(model, server, tmp_path):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_engine.errors import ConfigError, RunStopped, notes
+from rlhf_engine.io import _replaced
 from rlhf_engine.runs.checkpoint import list_checkpoints
 from rlhf_engine.runs.folder import locked
 from rlhf_engine.runs.metrics import read_metrics
@@ -258,6 +259,12 @@ def test_what_an_output_folder_is_refused_for(trainers, tmp_path, models):
         trainer.run()
     with pytest.raises(RunStopped):
         trainer.run(stop=lambda: True)
+    checkpoint = output / "checkpoint-1"
+    checkpoint.rename(_replaced(checkpoint))
+    with locked(output), pytest.raises(ConfigError, match=f"output_dir: .*{os.getpid()}"):
+        trainers.make(output, resume_from_checkpoint="auto")
+    assert not checkpoint.exists()  # the process that runs may be about to put a newer one there
+    _replaced(checkpoint).rename(checkpoint)
     with pytest.raises(ConfigError, match=r"^output_dir: expected .*--resume_from_checkpoint auto"):
         trainers.make(output)
     with pytest.raises(ConfigError, match=r"seed: expected 0 as in .*checkpoint-1, got 1"):

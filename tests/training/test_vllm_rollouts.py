@@ -15,7 +15,7 @@ from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError, Rollo
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.experience import Corrected, Scoring, both, correct_age, correct_engine
+from rlhf_engine.scoring.experience import Corrected, Scoring, both, correct_age, correct_engine, mismatch_bound
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
 from tests.distributed.test_data_parallel import assert_close, finish, start
@@ -148,6 +148,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     assert len({repr(sorted((k, v) for k, v in metrics.items() if k not in figures)) for metrics in both}) == 1
     assert metrics_of_weighted["mismatch/rollout_max"] == pytest.approx(0.3, abs=1e-4)
     assert metrics_of_weighted["mismatch/truncated_ratio"] > 0.3
+    assert mismatch_bound(trainer.model, made) < 1.0  # the server's bound is none of the update
     # what stops a local run at once
     local = dataclasses.replace(
         made, vllm_server_base_url=None, rollout_mismatch_bound=None, off_policy_correction=None,

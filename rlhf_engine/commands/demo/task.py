@@ -60,14 +60,9 @@ FIX_FORMS = ("we will {verb} the {topic} {when}", "someone will {verb} the {topi
 WHEN = ("now", "tonight", "at once", "right away", "within the hour")
 VAGUE = ("please wait", "we will see", "someone may look at it later")
 FILLER = (
-    "the weather is nice today",
-    "the garden opens at nine",
-    "we have many guests",
-    "the live music starts at eight",
-    "our chef won a prize",
-    "please enjoy our new bar below",
-    "this house was built by my uncle",
-)
+    "the weather is nice today", "the garden opens at nine", "we have many guests", "the live music starts at eight",
+    "our chef won a prize", "please enjoy our new bar below", "this house was built by my uncle",
+)  # fmt: skip
 RUDE = ("that is not my problem", "stop complaining", "deal with it", "you ask too much", "go away", "others never ask")
 CLOSINGS = (
     "goodbye",
