@@ -17,12 +17,31 @@ from rlhf_kernels.runtime import native, registry
 from . import native_build
 from .checks import BACKENDS, each, needs_native
 from .decode_step_cases import Sizes, make_call, make_decoder
-from .direct_calls import CALLS, FREE, WITHOUT_REFERENCE, mutated, ops
+from .direct_calls import CALLS, FREE, OPS, WITHOUT_REFERENCE, mutated
 from .hostile_targets import LAYERS
 
-OPS = ops()
 OF_KERNELS = {"attention", "attention_backward"}
 """Ops whose reference is differentiated by autograd, so that it has no op."""
+
+
+INFERENCE = {"sample", "decode_attention", "masked_moments"}
+PLAIN = {
+    "linear_ppo_loss": {"kl_coef": 0.0, "entropy_coef": 0.0, "needs": ""},
+    "linear_backward": {"need_weight": False},
+    "lora_delta": {"p": [0.0, 0.0]},
+    "lora_linear": {"p": [0.0, 0.0]},
+    "lora_delta_backward": {"p": [0.0, 0.0], "need_A": [True, False]},
+    "lora_linear_backward": {"p": [0.0, 0.0], "need_x": False, "need_A": [False, True]},
+    "linear_logprob": {"outputs": "logprob", "ahead": False},
+    "linear_logprob_backward": {"needs": "hidden"},
+    "linear_logprob_pair": {"ahead": ""},
+    "ppo_loss": {"kl_coef": 0.0, "entropy_coef": 0.0},
+    "ppo_loss_backward": {"need_entropy": False},
+    "rms_norm": {"plus_one": False},
+    "rms_norm_gradient": {"plus_one": True},
+    "value_loss": {"clip": None},
+}
+"""Arguments of a second call, in which all tensors that may be None are."""
 
 
 def call(name, arguments, backend):
@@ -35,8 +54,27 @@ def call(name, arguments, backend):
     return OPS[name](**arguments, **({"backend": backend} if "backend" in named else {}))
 
 
-def test_every_op_is_here():
-    assert set(CALLS) == set(OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_opcheck(backend, plain):
+    """Schema, fake tensors, autograd formula and traces of every registered op."""
+    for name, op in OPS.items():
+        schema = {argument.name: str(argument.type) for argument in op._schema.arguments}
+        if backend == "reference" and (name in WITHOUT_REFERENCE or name in OF_KERNELS or "backend" not in schema):
+            continue
+        given = CALLS[name]() | ({"backend": backend} if "backend" in schema else {})
+        trained = name not in INFERENCE and not name.rstrip("_").endswith(("_backward", "_gradient"))
+        if plain:
+            given |= {n: None for n, kind in schema.items() if kind == "Optional[Tensor]"} | PLAIN.get(name, {})
+        elif trained:
+            for x in [x for value in given.values() for x in (value if isinstance(value, list) else [value])]:
+                if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
+                    x.requires_grad_()
+        try:
+            torch.library.opcheck(op, (), given)
+        except Exception as error:
+            error.add_note(f"{name}, {given}")
+            raise
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
