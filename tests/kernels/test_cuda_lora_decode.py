@@ -9,8 +9,7 @@ from rlhf_kernels.lora import DecodeLinear, Segments, cuda, decode_delta_, lora_
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
-from .checks import each
-from .cuda_graph import capture
+from .checks import capture, each
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
 
-from .checks import each, same_bits
+from .checks import capture, each, same_bits
 from .test_gae import (  # noqa: F401
     hold,
     random_case,
@@ -25,6 +25,7 @@ from .test_gae import (  # noqa: F401
 )
 from .test_gae import test_gradcheck as test_gradcheck_of_gae  # noqa: F401
 from .test_ppo_loss import (  # noqa: F401
+    everything,
     test_extreme_values_as_in_the_reference,
     test_gradcheck,
     test_half_inputs_and_any_mask,
@@ -34,6 +35,7 @@ from .test_ppo_loss import (  # noqa: F401
     test_tier1_of_everything,
     tokens,
 )
+from .test_ppo_loss import hold as hold_losses
 
 
 @pytest.fixture
@@ -151,3 +153,77 @@ def test_backend_is_there_and_chosen_on_cuda_tensors(device):
         assert registry.unsupported(op, "cuda", device, torch.float32) is None
         assert registry.resolve(op, "cuda", x) == "cuda"
         assert "not torch.int64" in registry.unsupported(op, "cuda", device, torch.int64)
+
+
+# --- what only a GPU shows: big sizes, equal bits run after run, CUDA graphs, streams ------------------------------
+
+N = 1_500_001  # more than one pass of the largest grid over the tokens, and a ragged end
+
+
+@pytest.fixture
+def on_cuda():
+    with registry.use_backend("cuda"), torch.device("cuda"):
+        yield
+
+
+def advantages(inputs):
+    return list(run_gae(inputs).values())
+
+
+def losses(inputs):
+    *case, mask = inputs
+    return list(everything(case, mask, torch.float32).values())
+
+
+def make_inputs(run, seed):
+    return tokens(N, seed, torch.float32) if run is losses else random_case(500, N // 500, seed=seed)
+
+
+@pytest.fixture(params=[advantages, losses])
+def run(request):
+    return request.param
+
+
+@pytest.mark.gpu
+def test_same_bits_in_ten_runs(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    first = run(inputs)
+    for _ in range(9):
+        torch.cuda.synchronize()
+        same_bits(first, run(inputs))
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_other_inputs(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    graph, outputs = capture(lambda: run(inputs))
+    for seed in (1, 2):
+        others = make_inputs(run, seed)
+        for x, other in zip(inputs, others, strict=True):
+            x.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        same_bits(outputs, run(others))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    expected = run(inputs)
+    torch.cuda.synchronize()
+    late = [torch.zeros_like(x) for x in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds: work on another stream would read zeros
+        for x, real in zip(late, inputs, strict=True):
+            x.copy_(real)
+        outputs = run(late)
+    stream.synchronize()
+    same_bits(outputs, expected)
+
+
+@pytest.mark.gpu
+def test_tier1_at_size(on_cuda):
+    hold_losses(N)
+    hold(random_case(500, N // 500, seed=3))

@@ -6,7 +6,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_attention import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
-from tests.kernels.cuda_graph import capture
+from tests.kernels.checks import capture
 from tests.kernels.test_decode_attention import (  # noqa: F401
     CLOSE,
     by_row,

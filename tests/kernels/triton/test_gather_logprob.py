@@ -8,7 +8,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS
 
-from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.checks import repeated_and_captured
 from tests.kernels.test_gather_logprob import (  # noqa: F401
     dense,
     test_half_logits_are_upcast_before_the_temperature_and_gradients_rounded_once,

@@ -9,8 +9,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
-from tests.kernels.checks import each, tier_of_dtype
-from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.checks import each, repeated_and_captured, tier_of_dtype
 from tests.kernels.test_linear import (  # noqa: F401
     make,
     products,

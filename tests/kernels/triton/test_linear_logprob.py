@@ -12,8 +12,7 @@ from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_sweep as sweep
 from rlhf_kernels.vocab.logits import OUTPUTS
 
-from tests.kernels.checks import same_bits
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured, same_bits
 from tests.kernels.dense import DIFFERENTIABLE, dense, double, make, make_all
 from tests.kernels.test_linear_logprob import (  # noqa: F401
     test_all_rows_ignored_and_empty_batches,

@@ -6,8 +6,7 @@ from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
-from tests.kernels.checks import same_bits
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured, same_bits
 from tests.kernels.dense import double
 from tests.kernels.test_linear_logprob_pair import (  # noqa: F401
     dense,

@@ -8,7 +8,7 @@ from rlhf_kernels.ppo_loss import ppo_loss
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.vocab import triton_sweep as sweep
 
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured
 from tests.kernels.dense import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import (  # noqa: F401
     NO_ENTROPY,

@@ -6,7 +6,7 @@ from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
 from rlhf_kernels.llama_ops.native import KINDS
 from rlhf_kernels.runtime import registry
 
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured
 from tests.kernels.test_llama_ops import (  # noqa: F401
     DTYPES,
     heads,

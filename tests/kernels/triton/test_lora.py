@@ -9,7 +9,7 @@ from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_linear, tabl
 from rlhf_kernels.lora import triton as ours
 from rlhf_kernels.runtime import registry
 
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured
 from tests.kernels.test_lora import (  # noqa: F401
     SCALES,
     Case,

@@ -14,8 +14,7 @@ from rlhf_kernels.sample import triton as ours
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab import cost
 
-from tests.kernels.checks import each, same_bits
-from tests.kernels.cuda_graph import capture
+from tests.kernels.checks import capture, each, same_bits
 from tests.kernels.test_sample import (  # noqa: F401
     ALL,
     check,
