@@ -55,6 +55,20 @@ def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
         assert torch.equal(a, b), f"tensor {i} of {a.dtype} differs"
 
 
+def in_any_company(run: Callable[..., Iterable[Tensor]], tensors: Sequence[Tensor], companies: Iterable[Any]) -> None:
+    """Rows have the bits among some that they have among all; `run` returns tensors of the same rows."""
+    whole = list(run(*tensors))
+    for rows in companies:
+        same_bits(run(*(x[rows] for x in tensors)), [y[rows] for y in whole])
+
+
+def with_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """y and the gradients of the leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
 def alike(backend: str, ours: Iterable[Tensor], theirs: Iterable[Tensor], **close: float) -> None:
     """Of one order of sums: equal bit by bit; close where torch, whose order follows the layout, adds up."""
     if backend != "reference":
