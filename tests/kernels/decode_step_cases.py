@@ -126,6 +126,12 @@ class Call(NamedTuple):
         hidden = step(*self[:5], keys, values, self.table)
         return [hidden, self.entries(keys), self.entries(values)]
 
+    def take_exactly(self, decoder, adapters) -> list[Tensor]:
+        """The reference's, in float64."""
+        parts = (list(self), decoder, adapters)
+        call, *rest = (mapped(x, lambda t: t.double() if t.is_floating_point() else t) for x in parts)
+        return Call(*call).take(*rest, "reference")
+
     def entries(self, caches: list[Tensor]) -> Tensor:
         block = caches[0].shape[1]
         page = self.table.gather(1, (self.positions // block)[:, None])[:, 0]

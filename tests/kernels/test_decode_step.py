@@ -32,9 +32,7 @@ def dtype(request):
 
 
 def assert_tiers(decoder, adapters, call, what=""):
-    wide = lambda x: mapped(x, lambda t: t.double() if t.is_floating_point() else t)  # noqa: E731
-    exact_call = Call(*mapped(list(call), lambda t: t.double() if t.is_floating_point() else t))
-    exact = exact_call.take(wide(decoder), wide(adapters), "reference")
+    exact = call.take_exactly(decoder, adapters)
     eager = call.take(decoder, adapters, "reference")
     tier = testing.tier1 if decoder.embedding.dtype == FP32 else testing.tier3
     for name, ours, truth, plain in zip(

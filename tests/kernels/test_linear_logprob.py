@@ -101,7 +101,7 @@ SHAPES += [(40, 560, 100), (300, 20, 40)]  # the depth, and the rows of a gradie
 def test_tier1_of_every_output_input_and_option(backend, options, scale):
     if backend == "triton" and options == "none":
         pytest.skip("the interpreter is slow")
-    for n, h, v in [(70, 37, 517)] if backend == "triton" else SHAPES:
+    for n, h, v in [(70, 37, 300)] if backend == "triton" else SHAPES:
         tensors, target = make_all(n, h, v, scale=scale, grad=True)
         if n > 6:
             target[5] = -100
@@ -118,7 +118,7 @@ def test_tier1_of_every_output_input_and_option(backend, options, scale):
             assert_ok(tier1(g, g64, g32), f"d_{name} of {n}, {h}, {v}")
 
 
-TRITON_SIZES = [(1, 1), (129, 1), (2, 17), (127, 17), (15, 517), (1, 4131), (15, 4131)]
+TRITON_SIZES = [(1, 1), (129, 1), (2, 17), (127, 17), (15, 517), (1, 4131), (15, 1031)]
 
 
 def test_ragged_sizes(backend):
@@ -162,7 +162,7 @@ def test_half_precision_is_tier3_and_its_logprob_is_not_rounded(backend):
     """With the gradient ahead, and the one by recomputing."""
     cases = itertools.product([(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)], KINDS, [torch.bfloat16])
     if backend == "triton":
-        cases = itertools.product([(65, 48, 600)], ["random"], [torch.bfloat16, torch.float16])
+        cases = itertools.product([(65, 48, 300)], ["random"], [torch.bfloat16, torch.float16])
     for (n, h, v), kind, dtype in cases:
         hidden, weight, target = make(n, h, v, dtype=dtype)
         options = {"softcap": 20.0} if kind == "random" else {}

@@ -71,7 +71,7 @@ def make(kind, dtype, device):
     ("kind", "dtype"),
     [
         ("llama", torch.bfloat16),
-        ("gemma2", torch.float32),
+        pytest.param("gemma2", torch.float32, marks=pytest.mark.long),
         pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.long),
     ],
 )

@@ -143,7 +143,7 @@ def test_exact_mode_gives_a_slot_the_bits_of_its_own_rows(device, monkeypatch, d
     torch.manual_seed(0)
     for module in (ours, tables):  # so that the number of tiles would decide at once
         monkeypatch.setattr(module, "TARGET_PROGRAMS", 4)
-    n, k, m, ranks = 50, 520, 100, (5, 40, 16)
+    n, k, m, ranks = 50, 264, 100, (5, 40, 16)
     x, dy = (torch.randn(n, size, device=device, dtype=dtype) for size in (k, m))
     weight = torch.randn(m, k, device=device, dtype=dtype)
     adapters = [[torch.randn(*size, device=device, dtype=adapter) for size in ((r, k), (m, r))] for r in ranks]
