@@ -205,8 +205,7 @@ def lora_decode_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtyp
 def decode_step_case(dtype: torch.dtype, label: str, seed: int) -> Case:
     s = Sizes(H=50, heads=3, kv_heads=1, D=10, mlp=33, head_norms=True, bias=True, windows=(4, None))
     decoder, adapters = make_decoder(s, dtype, seed=seed), make_adapters(s)
-    call = make_call(s, 19, dtype, len(adapters), seed=seed + 10)
-    call = call._replace(keys=[x.contiguous() for x in call.keys], values=[x.contiguous() for x in call.values])
+    call = make_call(s, 19, dtype, len(adapters), seed=seed + 10).dense()
 
     def answers(wide: torch.dtype) -> dict[str, Tensor]:
         out = call.take_exactly(decoder, adapters) if wide == FP64 else call.take(decoder, adapters, "reference")
