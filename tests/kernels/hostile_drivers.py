@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rlhf_kernels import DecodeLinear, linear, lora_delta_
+from rlhf_kernels import DecodeLinear, Segments, linear, lora_delta_
 from rlhf_kernels.linear import packed
-from rlhf_kernels.lora import Segments
 from rlhf_kernels.runtime import native, registry
 
 from . import native_once

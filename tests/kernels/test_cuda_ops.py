@@ -7,11 +7,11 @@ import contextlib
 
 import pytest
 import torch
-from rlhf_kernels.gae import gae
-from rlhf_kernels.ppo_loss import ppo_loss, value_loss
+from rlhf_kernels import gae, ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
 
 from .checks import capture, each, same_bits
+from .test_direct_calls import opcheck
 from .test_gae import (  # noqa: F401
     hold,
     random_case,
@@ -58,13 +58,10 @@ def test_gae_keeps_what_is_not_finite_where_it_is(backend, special, lam):
     assert torch.isfinite(advantage[2:]).all()
 
 
-def test_gae_opcheck(backend):
-    reward, value, mask, last = random_case(3, 6, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
-    ops = torch.ops.rlhf_kernels
-    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
-    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
-    torch.library.opcheck(ops.gae_backward.default, (reward, value, mask, 0.9, 0.8, "cuda"))
+@each("name", ["gae", "gae_backward", "ppo_loss", "ppo_loss_backward", "value_loss", "value_loss_backward"])
+@each("plain", [False, True])
+def test_opcheck(backend, plain, name):
+    opcheck(name, backend, plain)
 
 
 def test_reductions_have_the_same_bits_for_unaligned_memory(device):
@@ -85,18 +82,6 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         (out.loss + value.loss).backward()
         results.append([*out, *value, new.grad])
     same_bits(*results)
-
-
-def test_losses_opcheck(backend):
-    ops = torch.ops.rlhf_kernels
-    new, old, advantage, ref, entropy, mask = tokens(9)
-    new, entropy, denom, two = new.requires_grad_(), entropy.requires_grad_(), torch.tensor(9.0), torch.tensor(2.0)
-    knobs = (0.2, 0.2, 3.0, "k3", 0.1, 0.1, "cuda")
-    torch.library.opcheck(ops.ppo_loss.default, (new, old, advantage, mask, denom, ref, entropy, *knobs))
-    torch.library.opcheck(ops.value_loss.default, (new, old, advantage, mask, denom, 0.2, "cuda"))
-    for needs in ((True, False), (False, True)):
-        torch.library.opcheck(ops.ppo_loss_backward.default, (two, torch.randn(9), mask, denom, 0.1, *needs, "cuda"))
-    torch.library.opcheck(ops.value_loss_backward.default, (two, torch.randn(9), "cuda"))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

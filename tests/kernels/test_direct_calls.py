@@ -54,27 +54,27 @@ def call(name, arguments, backend):
     return OPS[name](**arguments, **({"backend": backend} if "backend" in named else {}))
 
 
+def opcheck(name, backend, plain=False):
+    """Schema, fake tensors, autograd formula and traces of an op, where the backend has one."""
+    schema = {argument.name: str(argument.type) for argument in OPS[name]._schema.arguments}
+    if backend == "reference" and (name in WITHOUT_REFERENCE or name in OF_KERNELS or "backend" not in schema):
+        return
+    given = CALLS[name]() | ({"backend": backend} if "backend" in schema else {})
+    trained = name not in INFERENCE and not name.rstrip("_").endswith(("_backward", "_gradient"))
+    if plain:
+        given |= {n: None for n, kind in schema.items() if kind == "Optional[Tensor]"} | PLAIN.get(name, {})
+    elif trained:
+        for x in [x for value in given.values() for x in (value if isinstance(value, list) else [value])]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
+                x.requires_grad_()
+    torch.library.opcheck(OPS[name], (), given)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_opcheck(backend, plain):
-    """Schema, fake tensors, autograd formula and traces of every registered op."""
-    for name, op in OPS.items():
-        schema = {argument.name: str(argument.type) for argument in op._schema.arguments}
-        if backend == "reference" and (name in WITHOUT_REFERENCE or name in OF_KERNELS or "backend" not in schema):
-            continue
-        given = CALLS[name]() | ({"backend": backend} if "backend" in schema else {})
-        trained = name not in INFERENCE and not name.rstrip("_").endswith(("_backward", "_gradient"))
-        if plain:
-            given |= {n: None for n, kind in schema.items() if kind == "Optional[Tensor]"} | PLAIN.get(name, {})
-        elif trained:
-            for x in [x for value in given.values() for x in (value if isinstance(value, list) else [value])]:
-                if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
-                    x.requires_grad_()
-        try:
-            torch.library.opcheck(op, (), given)
-        except Exception as error:
-            error.add_note(f"{name}, {given}")
-            raise
+@each("name", OPS)
+def test_opcheck(backend, plain, name):
+    opcheck(name, backend, plain)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

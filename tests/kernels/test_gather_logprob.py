@@ -5,8 +5,7 @@ import sys
 
 import pytest
 import torch
-from rlhf_kernels.gather_logprob import gather_logprob
-from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels import gather_logprob, linear_logprob
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
@@ -332,7 +331,6 @@ def test_threads_do_not_change_the_bits(backend):
 _LITTLE_MEMORY = """
 import resource
 import torch
-from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.runtime import registry
 
 torch.set_num_threads(2)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
+from rlhf_kernels import HeadLora, PairOutputs, linear_logprob, linear_logprob_pair
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
 from .checks import alike, each, same_bits

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
-from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
+from rlhf_kernels import HeadLora, LinearPpoLossOutputs, PpoLossOutputs, linear_logprob, linear_ppo_loss, ppo_loss
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 

@@ -5,8 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels.linear import linear
-from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels import Dropout, Segments, linear, lora_delta_, lora_linear
 from rlhf_kernels.runtime import native, philox, registry, testing
 
 from .checks import alike, each, tier_of_dtype

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels import HeadLora, SampleOutputs, linear_logprob, sample
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.runtime.testing import assert_ok, tier1
-from rlhf_kernels.sample import SampleOutputs, reference, sample
+from rlhf_kernels.sample import reference
 from rlhf_kernels.sample.reference import STREAM
-from rlhf_kernels.vocab.logits import HeadLora
 
 from . import dense as vocabulary
 from .checks import ISAS, alike, each, largest_allocation, needs_native, threads_change_no_bit

@@ -36,8 +36,6 @@ MODELS = {
 }
 PROMPTS = (1, 9, 3, 9)
 OPS = ("linear", "lora", "attention", "decode_attention", "sample", "linear_logprob")
-# numpy speaks of −inf − (−inf) in places that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(scope="module")

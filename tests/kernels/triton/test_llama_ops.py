@@ -29,8 +29,7 @@ from tests.kernels.test_llama_ops import (  # noqa: F401
     test_what_needs_no_gradient_gets_none,
 )
 
-# numpy speaks of 1 / 0 in rows that the interpreter computes and nobody reads, and of e^128
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("on_triton")]
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 def test_float64_is_the_references():
