@@ -101,6 +101,7 @@ def test_wrong_tensors_are_refused(name, backend):
     [
         ("gae", {"backend": "auto"}, "backend: expected one of .*, got 'auto'"),
         ("attention", {"backend": "reference"}, "backend: expected one that has kernels, got 'reference'"),
+        ("swiglu", {"backend": "reference"}, "backend: expected one that has kernels, got 'reference'"),
         ("ppo_loss", {"kl": "k4"}, "kl: expected one of"),
         ("linear_ppo_loss", {"kl": ""}, "kl: expected one of"),
         ("sample", {"forbids": None}, "forbids: expected it together with forbidden"),
@@ -202,6 +203,9 @@ HUGE = 2**31
         ("activation_apply_float32", (8, 0, 2**62, 1, 8), "count"),
         ("activation_gradient_bfloat16", (8, 8, 4, 1, 1, 8), "kind"),
         ("head_forward", ((0,) * 12, (0,) * 10, (0,) * 6, None, 0, 0, 1), "head"),
+        ("masked_moments_float32", (0, 8, 4, 1, 8), "x"),
+        ("masked_moments_float32", (8, 8, -1, 1, 8), "count"),
+        ("masked_moments_float32", (8, 8, 4, 0, 8), "threads"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, -1, 1, 1.0, 1.0, 1, 0, 0), "rows"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, HUGE - 1, 0, 0), "threads"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, 1, 0, 0), "reward.data"),

@@ -38,11 +38,7 @@ def test_addresses():
 @each(
     ("call", "error", "message"),
     [
-        (
-            lambda x: native.address("x", x, torch.float64),
-            TypeError,
-            "x: expected dtype torch.float64, got torch.float32",
-        ),
+        (lambda x: native.address("x", x, torch.float64), TypeError, "x: .* dtype torch.float64, got torch.float32"),
         (lambda x: native.address("x", x.to("meta"), x.dtype), ValueError, "x: expected a CPU tensor, got one on meta"),
         (lambda x: native.dense("x", x.t(), x.dtype), ValueError, "x: expected a contiguous tensor"),
         (lambda x: native.rows("x", x.t(), x.dtype), ValueError, r"x: expected inner stride 1, got strides \(1, 4\)"),
@@ -75,18 +71,6 @@ def test_unsupported_says_why():
         assert "not in torch.int8" in native.unsupported("cpu", torch.int8)
     else:
         assert native.unsupported("cpu", torch.float32) == native.missing()
-
-
-@needs_native
-def test_cpp_refuses_null_pointers_and_sizes():
-    moments = native.function("masked_moments", torch.float32)
-    x, mask, out = torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="x: expected an address, got a null pointer"):
-        moments(0, mask.data_ptr(), 4, 1, out.data_ptr())
-    with pytest.raises(ValueError, match="count: expected a size of at least 0, got -1"):
-        moments(x.data_ptr(), mask.data_ptr(), -1, 1, out.data_ptr())
-    with pytest.raises(ValueError, match="threads: expected 1 to 4096, got 0"):
-        moments(x.data_ptr(), mask.data_ptr(), 4, 0, out.data_ptr())
 
 
 @needs_native

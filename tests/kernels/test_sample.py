@@ -70,16 +70,8 @@ def every_option(n, h, v):
 # ---- the definition --------------------------------------------------------------------------------------------------
 
 
-SHAPES = [
-    (1, 3, 2),
-    (1, 1, 1),
-    (2, 17, 17),
-    (15, 64, 511),
-    (16, 32, 512),
-    (17, 70, 513),
-    (33, 33, 1031),
-    (130, 96, 2100),
-]
+SHAPES = [(1, 3, 2), (1, 1, 1), (2, 17, 17), (15, 64, 511), (16, 32, 512), (17, 70, 513), (33, 33, 1031)]
+SHAPES += [(130, 96, 2100)]
 TRITON_SHAPES = [(1, 3, 2), (1, 1, 1), (2, 17, 17), (15, 64, 129), (17, 70, 300), (33, 33, 517), (66, 40, 400)]
 
 
@@ -169,14 +161,18 @@ def test_frequencies_follow_the_softmax(backend, temperature):
 # ---- filters ---------------------------------------------------------------------------------------------------------
 
 
+def likeliest(p, order, size):
+    """Probabilities of the first of the sorted words alone."""
+    return torch.zeros_like(p).index_put_((order[:size],), p[:size] / p[:size].sum())
+
+
 def test_top_k_and_top_p(backend):
     n = 20000
     logits = many_draws(1)[1].double()
     p, order = logits.softmax(-1).sort(descending=True)
 
     out, _ = many_draws(n, top_k=3, outputs=("token", "logprob", "entropy"))
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:3]] = p[:3] / p[:3].sum()
+    kept = likeliest(p, order, 3)
     check_frequencies(out.token, kept)
     torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
     entropy = torch.distributions.Categorical(probs=kept[order[:3]]).entropy()
@@ -185,11 +181,7 @@ def test_top_k_and_top_p(backend):
     mass = 0.8
     size = int((p.cumsum(-1) < mass).sum()) + 1  # the token that crosses the border belongs to the set
     assert 1 < size < 11
-    out, _ = many_draws(n, top_p=mass)
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:size]] = p[:size] / p[:size].sum()
-    check_frequencies(out.token, kept)
-
+    check_frequencies(many_draws(n, top_p=mass)[0].token, likeliest(p, order, size))
     assert (many_draws(50, top_k=1)[0].token == order[0]).all()
     assert (many_draws(50, top_p=1e-6)[0].token == order[0]).all()
     everything = many_draws(50)[0]
@@ -232,8 +224,7 @@ def test_min_p(backend):
     p, order = logits.softmax(-1).sort(descending=True)
     size = 4
     share = float((p[size - 1] + p[size]) / 2 / p[0])
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:size]] = p[:size] / p[:size].sum()
+    kept = likeliest(p, order, size)
     out, _ = many_draws(n, min_p=share)
     check_frequencies(out.token, kept)
     torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
@@ -255,9 +246,8 @@ def test_filters_are_the_references():
         )
         assert torch.equal(auto.token, reference.token)
         assert torch.equal(auto.logprob, reference.logprob)
-        with pytest.raises(
-            registry.BackendUnavailableError, match="'cpu' cannot serve sample: top_k, top_p and min_p need all"
-        ):
+        message = "'cpu' cannot serve sample: top_k, top_p and min_p need all"
+        with pytest.raises(registry.BackendUnavailableError, match=message):
             sample(hidden, weight, seed=seed, position=position, backend="cpu", **options)
         with registry.use_backend("cpu"), pytest.raises(registry.BackendUnavailableError, match="cannot serve sample"):
             sample(hidden, weight, seed=seed, position=position, **options)
@@ -336,17 +326,12 @@ def test_a_logprob_has_the_bits_of_linear_logprob(dtype, options, scale, backend
     options = {**options, **({"bias": torch.randn(vocabulary)} if "bias" in options else {})}
     temperature = torch.tensor([1.0, 0.7, 1.3]).repeat(n)[:n]
     for heat in (1.0, temperature):
-        drawn = sample(
-            hidden, weight, seed=seed, position=position, greedy=torch.arange(n) % 5 == 0, temperature=heat, **options
-        )
-        scored = linear_logprob(hidden, weight, drawn.token, temperature=heat, **options).logprob
-        assert torch.equal(drawn.logprob, scored)
-        some = slice(3, 20)  # other neighbours
-        heat = heat if isinstance(heat, float) else heat[some]
-        assert torch.equal(
-            drawn.logprob[some],
-            linear_logprob(hidden[some], weight, drawn.token[some], temperature=heat, **options).logprob,
-        )
+        keys = {"seed": seed, "position": position, "greedy": torch.arange(n) % 5 == 0, "temperature": heat}
+        drawn = sample(hidden, weight, **keys, **options)
+        for some in (slice(None), slice(3, 20)):  # other neighbours
+            own = heat if isinstance(heat, float) else heat[some]
+            scored = linear_logprob(hidden[some], weight, drawn.token[some], temperature=own, **options).logprob
+            assert torch.equal(drawn.logprob[some], scored)
 
 
 # ---- greedy rows, forbidden tokens -----------------------------------------------------------------------------------

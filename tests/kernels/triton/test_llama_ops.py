@@ -50,13 +50,3 @@ def test_in_a_graph():
         return detached(*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, q]))
 
     repeated_and_captured(step, step())
-
-
-@pytest.mark.gpu
-def test_auto_takes_it_in_exact_mode_only():
-    x = torch.ones(2, 8)
-    for op in ("rms_norm", "rotary", "swiglu", "activation"):
-        with registry.use_backend("auto"):
-            assert registry.resolve(op, "auto", x, (8,)) == "reference"
-            with registry.use_exact():
-                assert registry.resolve(op, "auto", x, (8,)) == "triton"
