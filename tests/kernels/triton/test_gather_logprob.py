@@ -11,7 +11,6 @@ from rlhf_kernels.vocab.logits import OUTPUTS
 from tests.kernels.checks import in_any_company, repeated_and_captured
 from tests.kernels.test_gather_logprob import (  # noqa: F401
     dense,
-    test_first_arg_max_wins_and_nan_is_the_largest,
     test_half_logits_are_upcast_before_the_temperature_and_gradients_rounded_once,
     test_hostile_values,
     test_layouts_and_both_backwards,
@@ -38,8 +37,12 @@ def test_exact_mode_gives_a_row_its_bits_in_any_company(on_triton, monkeypatch):
         in_any_company(run, [logits, target], ([7], [3, 29], list(range(12))))
 
 
-def test_a_row_of_minus_infinity(backend):
-    logits, zero = torch.full((4, 300), -torch.inf), torch.zeros(4, dtype=torch.int64)
+def test_first_maximum_wins_and_a_row_of_minus_infinity(backend):
+    logits, zero = torch.zeros(4, 300), torch.zeros(4, dtype=torch.int64)
+    logits[:, [70, 140, 299]] = 2.0
+    out = gather_logprob(logits, torch.tensor([0, 70, 140, 299]), outputs=("is_top1",))
+    assert out.is_top1.tolist() == [0.0, 1.0, 0.0, 0.0]
+    logits.fill_(-torch.inf)
     got, expected = (gather_logprob(logits, zero, outputs=OUTPUTS, backend=on) for on in ("auto", "reference"))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
