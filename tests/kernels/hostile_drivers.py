@@ -21,10 +21,8 @@ def op_call(name: str, dtype: str) -> tuple[Callable[[dict[str, Any]], Any], Cal
 
     def arguments() -> dict[str, Any]:
         wanted = getattr(torch, dtype)
-        found = mapped(CALLS[name](), lambda x: x.to(wanted) if x.dtype == torch.float32 else x)
-        if not isinstance(found, dict):
-            raise TypeError(type(found))
-        return found | ({"backend": "cpu"} if has_backend else {})
+        made: dict[str, Any] = mapped(CALLS[name](), lambda x: x.to(wanted) if x.dtype == torch.float32 else x)
+        return made | ({"backend": "cpu"} if has_backend else {})
 
     return lambda given: OPS[name](**given), arguments
 

@@ -75,10 +75,9 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         new, old, advantage, ref, entropy = (row[start : start + 4001] for row in memory)
         keep = torch.cat([mask[:start], mask[:4001]])[start:]
         new = new.detach().requires_grad_()
-        out = ppo_loss(
-            new, old, advantage, keep, denom=9, ref_logprob=ref, kl_coef=0.1, entropy=entropy, backend="cuda"
-        )
-        value = value_loss(new, old, advantage, keep, denom=9, clip=0.2, backend="cuda")
+        on = {"denom": 9, "backend": "cuda"}
+        out = ppo_loss(new, old, advantage, keep, ref_logprob=ref, kl_coef=0.1, entropy=entropy, **on)
+        value = value_loss(new, old, advantage, keep, clip=0.2, **on)
         (out.loss + value.loss).backward()
         results.append([*out, *value, new.grad])
     same_bits(*results)

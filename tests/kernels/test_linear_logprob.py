@@ -508,6 +508,7 @@ def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
 
 MEMORY = """
 import resource, sys, torch
+from rlhf_kernels import linear_logprob
 torch.manual_seed(0)
 N, H, V = 512, 256, 65536
 h = torch.randn(N, H).bfloat16().requires_grad_()
