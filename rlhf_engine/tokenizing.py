@@ -92,16 +92,16 @@ def read_eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLi
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | None, vocabulary: int) -> tuple[int, ...]:
-    found = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     configured = config.eos_token_id if config is not None else None
-    found += configured if isinstance(configured, list) else [] if configured is None else [configured]
-    wrong = [token for token in found if type(token) is not int or not 0 <= token < vocabulary]
+    ends += configured if isinstance(configured, list) else [] if configured is None else [configured]
+    wrong = [token for token in ends if type(token) is not int or not 0 <= token < vocabulary]
     if wrong:
         raise ConfigError(
             f"model_name_or_path: expected end-of-sequence tokens among the model's ids of 0 to {vocabulary - 1}, got "
             f"{wrong[0]!r} from its tokenizer or its generation config (eos_token_id)"
         )
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(ends)))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -26,31 +26,31 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 57,
+    "CHANGELOG.md: lines": 58,
     "bench: lines": 12352,
-    "csrc: lines": 11837,
+    "csrc: lines": 11848,
     "docs: words of notes": 63595,
     "docs: words of pages": 29990,
     "engine: arrows between rooms": 139,
     "engine: files": 162,
-    "engine: lines of code": 20414,
-    "engine: lines of the core": 19007,
+    "engine: lines of code": 20393,
+    "engine: lines of the core": 19008,
     "engine: lines": 31996,
     "engine: longest file": 800,
     "engine: longest function": 82,
     "examples: lines": 539,
-    "kernels: lines": 16457,
+    "kernels: lines": 16470,
     "options of all commands": 135,
     "options of train": 85,
     "step: engine files entered": 49,
     "step: frames to loss": 15,
     "step: frames to sampling": 17,
     "step: frames to scoring": 19,
-    "step: functions": 550,
+    "step: functions": 552,
     "step: types of records": 39,
     "tests: items in the interpreter": 490,
     "tests: items per push": 3200,
-    "tests: lines": 48050,
+    "tests: lines": 48060,
 }
 
 

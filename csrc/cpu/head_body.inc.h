@@ -342,6 +342,7 @@ struct alignas(64) PanelState {
     f32x16 sum[2], sum_z[2], sum_square[2], weighted[2], logit[2], best[2];
     i32x16 best_at[2];
     f32x16 pair_sum[2], pair_logit[2], difference[2];
+    f32x16 centre[2];  // taken off every difference of a pair
 };
 
 static void reset(PanelState& s) {
@@ -350,7 +351,7 @@ static void reset(PanelState& s) {
         s.sum[h] = s.sum_z[h] = s.sum_square[h] = s.weighted[h] = s.logit[h] = splat(0.0f);
         s.best[h] = splat(-__builtin_inff());
         s.best_at[h] = i32x16{};
-        s.pair_sum[h] = s.pair_logit[h] = s.difference[h] = splat(0.0f);
+        s.pair_sum[h] = s.pair_logit[h] = s.difference[h] = s.centre[h] = splat(0.0f);
     }
 }
 
@@ -363,6 +364,14 @@ static f32x16 block_maximum(float* logits, int64_t count, int64_t half) {
     }
     if (v < count) m0 = max16(load16(logit_row(logits, v, half)), m0);
     return max16(m0, m1);
+}
+
+// Where two sides lie far apart, sums of their differences would be large and cancel; from the maxima of the first block.
+// 0 where they are near, as a policy and its reference are.
+RLHF_INLINE f32x16 centre_of(f32x16 top, f32x16 pair_top) {
+    const f32x16 apart = top - pair_top;
+    const i32x16 far = (apart > kSlack) | (apart < -kSlack);
+    return select(far & (top > kVeryLow) & (pair_top > kVeryLow), apart, splat(0.0f));
 }
 
 static void note_best(PanelState& s, float* logits, int64_t v0, int64_t count, int64_t half) {
@@ -408,7 +417,7 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
     const i32x16 target = targets.at[half];
     const bool any_target = targets.any[half];
     const Exponential exponential(s.reference[half]), pair_exponential(s.pair_reference[half]);
-    const f32x16 reference = s.reference[half].value;
+    const f32x16 reference = s.reference[half].value, centre = s.centre[half];
     f32x16 sum, weighted, sum_z, square, pair_sum, difference;
     const auto one = [&](int64_t v, f32x16& out, f32x16& pair_out) __attribute__((always_inline)) {
         if (v >= count) {
@@ -428,7 +437,7 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
         if (kPair) {
             const f32x16 zr = load16(logit_row(pair_logits, v, half));
             pair_sum += pair_exponential(zr);
-            gap = select(e == 0.0f, splat(0.0f), z - zr);
+            gap = select(e == 0.0f, splat(0.0f), (z - zr) - centre);
             difference = muladd(e, gap, difference);
         }
         if (kAhead) {
@@ -531,6 +540,7 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
         if (call.pair) {
             const f32x16 pair_top = block_maximum(pair_logits, count, half);
             s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);
+            if (v0 == 0) s.centre[half] = centre_of(top, pair_top);
         }
         if (call.wanted.best) note_best(s, logits, v0, count, half);
         const f32x16 cap = inverse.x[half] * head.softcap;
@@ -606,11 +616,12 @@ static void finish_row(const ForwardCall& call, int64_t n) {
     float gap = 0.0f;
     if (call.pair) {
         const double pair_lse = log_sum_exp(s.pair_reference[half], s.pair_sum[half][lane], lane);
-        const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
+        const double centre = s.centre[half][lane];
+        const double kl = ((s.difference[half][lane] / static_cast<double>(sum) + centre) - lse) + pair_lse;
         call.pair->logprob[n] = static_cast<float>(s.pair_logit[half][lane] - pair_lse);
         call.pair->lse[n] = static_cast<float>(pair_lse);
         call.pair->kl[n] = static_cast<float>(kl);
-        gap = static_cast<float>((lse - pair_lse) + kl);  // log p - log p2 - kl = (z - z2) - gap
+        gap = static_cast<float>(((lse - pair_lse) + kl) - centre);  // log p - log p2 - kl = (z - z2 - centre) - gap
     }
     const Sizes& sizes = call.sizes;
     const float by = head.scale / (call.batch.temperature[n] * sum);

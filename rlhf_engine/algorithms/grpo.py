@@ -50,8 +50,7 @@ def advantages(scores_N: torch.Tensor, groups_N: torch.Tensor, *, scale_rewards:
 def token_weights(batch: PackedBatch, *, loss_type: LossType, max_completion_length: int) -> torch.Tensor:
     """Weight of each token in L, fp32 [M], without 1/n (`dapo`: 1/Σ_i T_i)."""
     if loss_type == "grpo":
-        lengths = torch.tensor(batch.completion_lens, dtype=torch.float32, device=batch.device)
-        return spread(1 / lengths, batch)
+        return spread(1 / batch.completion_lens_N.float(), batch)
     if loss_type == "dr_grpo":
         return torch.full((batch.n_completion_tokens,), 1 / max_completion_length, device=batch.device)
     if loss_type == "dapo":

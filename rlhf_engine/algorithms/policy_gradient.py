@@ -46,7 +46,7 @@ def discounts(batch: PackedBatch, *, gamma: float, like: torch.Tensor) -> torch.
     """γ^(T−t) at each token t of an answer of T, [M], so that its last token has 1."""
     if gamma == 1.0:
         return torch.ones_like(like)
-    ends = spread(torch.tensor(batch.completion_lens, device=batch.device) - 1, batch)
+    ends = spread(batch.completion_lens_N - 1, batch)
     return torch.full_like(like, gamma) ** (ends - batch.completion_position_M)
 
 
@@ -61,7 +61,7 @@ def policy_gradient_loss(
     """L, 0-d, divided by `n_answers` of the whole minibatch; divide_by_own_length as ReMax's released code."""
     weighted_M = advantages_M * logprobs_M
     if divide_by_own_length:
-        weighted_M = weighted_M / spread(torch.tensor(batch.completion_lens, device=batch.device), batch)
+        weighted_M = weighted_M / spread(batch.completion_lens_N, batch)
     return -weighted_M.sum() / n_answers
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from rlhf_engine.config.parser import Options, option, required
@@ -109,7 +110,7 @@ class RewardModelOptions(Options):
         "(AutoModelForSequenceClassification), which costs a head on the base's weights; none: the base's own head",
     )
 
-    @property
+    @cached_property
     def reward_adapter(self) -> str | None:
         """`reward_model_path` where an adapter is there."""
         path = self.reward_model_path

@@ -106,7 +106,7 @@ def _short_name(place: str) -> str:
     return parts[-1].removesuffix(suffix) if parts else place
 
 
-class Answer(NamedTuple):
+class CandidateAnswer(NamedTuple):
     """One answer of one candidate."""
 
     text: str  # without special tokens and stop texts
@@ -147,7 +147,7 @@ def answer_digests(
     config: EvaluateConfig,
     candidates: Sequence[Candidate],
     prompts: Sequence[Sequence[int]],
-    written: Mapping[str, Sequence[Sequence[Answer]]],
+    written: Mapping[str, Sequence[Sequence[CandidateAnswer]]],
 ) -> dict[str, str]:
     """Digests, by candidate, of what its answers depend on: options, prompts, weights or written answers."""
     options = config.to_dict()

@@ -6,7 +6,6 @@ by itself, one after the other. Answers draw from the same random numbers, which
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
 from rlhf_engine.evaluation import candidates as kept
-from rlhf_engine.evaluation.candidates import Answer, Candidate, find_candidates
+from rlhf_engine.evaluation.candidates import Candidate, CandidateAnswer, find_candidates
 from rlhf_engine.evaluation.judges import Pair, by_reward, make_judge
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -46,11 +45,11 @@ KINDS: tuple[Kind, ...] = ("prompt_completion", *_PAIRS, "prompt_only")
 
 
 @dataclass(kw_only=True)
-class Measured:
+class Outcome:
     """Answers of one candidate and their numbers. Lists are by prompt and draw unless said otherwise."""
 
     candidate: Candidate
-    answers: list[list[Answer]] = field(default_factory=list)
+    answers: list[list[CandidateAnswer]] = field(default_factory=list)
     rewards: list[list[float | None]] | None = None  # weighted; None for an answer that a source left out
     sources: dict[str, list[list[float | None]]] = field(default_factory=dict)  # rewards by source
     kl: list[list[float]] | None = None  # exact KL from the base in nats, summed over an answer's tokens
@@ -111,20 +110,10 @@ class Evaluation:
         self._answers = kept.Kept(self.output / kept.ANSWERS_FILE, digests, resume=config.resume)
         digests = kept.verdict_digests(config, digests)
         self._verdicts = kept.Kept(self.output / kept.VERDICTS_FILE, digests, resume=config.resume)
-        self._sampling = SamplingConfig(
-            max_completion_length=config.max_completion_length,
-            eos_token_ids=(),
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            stop=tuple(config.stop),
-            seed=config.seed,
-        )
 
-    def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Measured]:
+    def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Outcome]:
         """Draw what is missing, score and judge; name → what is known, in the order of the candidates."""
-        measured = {c.name: Measured(candidate=c) for c in self.candidates}
+        measured = {c.name: Outcome(candidate=c) for c in self.candidates}
         for candidate in self.candidates:
             if candidate.kind == "model":
                 self._run_other(measured[candidate.name], progress)
@@ -134,7 +123,7 @@ class Evaluation:
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _run_on_base(self, measured: Mapping[str, Measured], progress: Progress) -> None:
+    def _run_on_base(self, measured: Mapping[str, Outcome], progress: Progress) -> None:
         """The base, its adapters, answers that are written already, and every reward."""
         config = self.config
         on_base = [c for c in self.candidates if c.kind in ("base", "adapter")]
@@ -163,7 +152,7 @@ class Evaluation:
                 self._reward(of, model if wants_reward else None)
                 progress("scoring", i + 1, len(measured))
 
-    def _run_other(self, of: Measured, progress: Progress) -> None:
+    def _run_other(self, of: Outcome, progress: Progress) -> None:
         """A whole model: its answers, its perplexity, and its KL where it has the base's tokens."""
         config, candidate = self.config, of.candidate
         tokenizer = load_tokenizer(candidate.place)
@@ -216,7 +205,7 @@ class Evaluation:
             for c, i, draw in missing
         ]
         ends = eos_token_ids(tokenizer, model.role_backbone(candidates[0].role).model)
-        sampling = dataclasses.replace(self._sampling, eos_token_ids=ends)
+        sampling = SamplingConfig.of(self.config, ends)
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(tokens))
@@ -236,16 +225,16 @@ class Evaluation:
             done += 1
             progress(what, done, total)
 
-    def _answers_of(self, candidate: Candidate) -> list[list[Answer]]:
+    def _answers_of(self, candidate: Candidate) -> list[list[CandidateAnswer]]:
         if not candidate.is_drawn:
             return self._written[candidate.name]
         draws = range(self.config.num_generations)
         rows = [[self._answers.rows[candidate.name, i, draw, 0] for draw in draws] for i in range(self.n_prompts)]
-        return [[Answer(row["text"], tuple(row["ids"]), row["finished"]) for row in some] for some in rows]
+        return [[CandidateAnswer(row["text"], tuple(row["ids"]), row["finished"]) for row in some] for some in rows]
 
     # ---- answers that are written already ---------------------------------------------------------------------------
 
-    def _written_answers(self, candidate: Candidate) -> list[list[Answer]]:
+    def _written_answers(self, candidate: Candidate) -> list[list[CandidateAnswer]]:
         """Answers to each prompt, of the data or of a file. Raises ConfigError where a prompt has none."""
         if candidate.kind == "references":
             answers = [[] if text is None else [self._as_written(i, text)] for i, text in enumerate(self.references)]
@@ -272,14 +261,14 @@ class Evaluation:
             raise ConfigError(f"{where}, got none for {len(lacking)} of {len(answers)}, such as {lacking[0]}")
         return answers
 
-    def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> Answer:
+    def _as_written(self, i: int, text: str, columns: Mapping[str, Any] = MappingProxyType({})) -> CandidateAnswer:
         """An answer to prompt i as drawn, as far as columns tell; ids that do not read as the text do not count."""
         reason, ids = columns.get("finish_reason"), columns.get("completion_ids")
         is_known = isinstance(ids, list) and all(type(x) is int and 0 <= x < self._vocabulary for x in ids)
         read = str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids and is_known else None
         is_same = read is not None and (read.startswith(text) if reason == "stop" else read == text)
         tokens: list[int] = ids if ids and is_same else self._encode(i, text, reason != "length")
-        return Answer(text, tuple(tokens[: self._context - len(self.prompts.ids[i])]), reason != "length")
+        return CandidateAnswer(text, tuple(tokens[: self._context - len(self.prompts.ids[i])]), reason != "length")
 
     def _encode(self, i: int, text: str, finished: bool) -> list[int]:
         """Token ids of an answer to prompt i, with its end where it ended."""
@@ -287,13 +276,13 @@ class Evaluation:
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
-    def _measure_kl(self, model: HydraModel, of: Measured) -> None:
+    def _measure_kl(self, model: HydraModel, of: Outcome) -> None:
         """KL from the base over the whole vocabulary, in nats at temperature 1, summed over each answer's tokens."""
         flat = [(self.prompts.ids[i], answer.ids) for i, row in enumerate(of.answers) for answer in row if answer.ids]
         kl = iter(_sums(model, flat, LogprobPair(role=of.candidate.role, reference="reference"), "kl"))
         of.kl = [[next(kl) if answer.ids else 0.0 for answer in row] for row in of.answers]
 
-    def _measure_surprise(self, model: HydraModel, of: Measured, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _measure_surprise(self, model: HydraModel, of: Outcome, tokenizer: PreTrainedTokenizerBase) -> None:
         """−log p of the data's own answers in their context, in nats at temperature 1, cut where the context ends."""
         references = list(map(_reference, self._rows))
         if None in references:
@@ -309,7 +298,7 @@ class Evaluation:
         logprobs = _sums(model, encoded, Logprobs(role=of.candidate.role), "logprob")
         of.surprise, of.reference_tokens = [-value for value in logprobs], [len(ids) for _, ids in encoded]
 
-    def _reward(self, of: Measured, model: HydraModel | None) -> None:
+    def _reward(self, of: Outcome, model: HydraModel | None) -> None:
         """Rewards of all answers of a candidate, by every source."""
         assert self.scorer is not None
         places = [i for i, row in enumerate(of.answers) for _ in row]
@@ -337,7 +326,7 @@ class Evaluation:
 
     # ---- verdicts ---------------------------------------------------------------------------------------------------
 
-    def _judge_all(self, measured: Mapping[str, Measured], progress: Progress) -> None:
+    def _judge_all(self, measured: Mapping[str, Outcome], progress: Progress) -> None:
         """Preferences of each candidate's answers over those of `against`, draw by draw."""
         against = measured[self.config.against]
         for of in measured.values():
@@ -353,7 +342,7 @@ class Evaluation:
             else:
                 of.preferences = self._judged(of, against, progress)
 
-    def _judged(self, of: Measured, against: Measured, progress: Progress) -> list[list[float | None]]:
+    def _judged(self, of: Outcome, against: Outcome, progress: Progress) -> list[list[float | None]]:
         assert self.judge is not None
         name = of.candidate.name
         answers = [pairs(mine, theirs) for mine, theirs in zip(of.answers, against.answers, strict=True)]

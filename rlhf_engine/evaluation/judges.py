@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -141,24 +140,22 @@ class ServerJudge:
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
         """(place of the pair, verdict) of each pair, in any order; several are asked at once."""
         group = RequestGroup()
-        stopped = threading.Event()
         waiting: dict[Future[Verdict], int] = {}
         todo = iter(enumerate(pairs))
         with ThreadPoolExecutor(self._requests) as pool:
             try:
                 while True:
                     for i, pair in itertools.islice(todo, self._requests - len(waiting)):
-                        waiting[pool.submit(self._ask, pair, group, stopped)] = i
+                        waiting[pool.submit(self._ask, pair, group)] = i
                     if not waiting:
                         return
                     done, _ = wait(waiting, return_when=FIRST_COMPLETED)
                     for future in done:
                         yield waiting.pop(future), future.result()
             finally:
-                stopped.set()
                 group.end()
 
-    def _ask(self, pair: Pair, group: RequestGroup, stopped: threading.Event) -> Verdict:
+    def _ask(self, pair: Pair, group: RequestGroup) -> Verdict:
         values = dict(zip(_FIELDS, pair, strict=True))
         # in one pass, so that an answer is not looked at for fields
         question = re.sub("|".join(map(re.escape, _FIELDS)), lambda field: values[field[0]], self._template)
@@ -171,7 +168,7 @@ class ServerJudge:
         deadline, pause = time.monotonic() + self._http.timeout, _FIRST_PAUSE
         while True:
             status, raw = self._http.exchange("POST", "/v1/chat/completions", body, again=True, group=group)
-            if status not in _BUSY or time.monotonic() + pause >= deadline or stopped.wait(pause):
+            if status not in _BUSY or not group.pause(pause, deadline):
                 break
             pause *= 2
         if status != 200:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_engine.evaluation.evaluate import Evaluation, Measured
+from rlhf_engine.evaluation.evaluate import Evaluation, Outcome
 from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page import COLOURS, render
@@ -43,7 +43,7 @@ _LINES = (
 """Lines of the table below those of rewards: key of the figure, label, form of numbers."""
 
 
-def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[str, Any]:
+def summarise(evaluation: Evaluation, measured: Mapping[str, Outcome]) -> dict[str, Any]:
     """Figures of an evaluation as plain values for JSON; one with an interval is [value, low, high]."""
     config = evaluation.config
     against = measured[config.against]
@@ -57,7 +57,7 @@ def summarise(evaluation: Evaluation, measured: Mapping[str, Measured]) -> dict[
     }
 
 
-def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[str, Any]:
+def _figures(evaluation: Evaluation, of: Outcome, against: Outcome) -> dict[str, Any]:
     seed = evaluation.config.seed
     answers = [answer for row in of.answers for answer in row]
     missing = dict(of.missing)
@@ -96,7 +96,7 @@ def _figures(evaluation: Evaluation, of: Measured, against: Measured) -> dict[st
     return {**figures, "missing": missing}
 
 
-def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], missing: dict[str, str]) -> None:
+def _add_rouge(evaluation: Evaluation, of: Outcome, figures: dict[str, Any], missing: dict[str, str]) -> None:
     if any(text is None for text in evaluation.references):
         missing["rouge"] = "the data have no answers of their own"
     elif of.candidate.kind == "references":
@@ -117,7 +117,7 @@ def _add_rouge(evaluation: Evaluation, of: Measured, figures: dict[str, Any], mi
             )
 
 
-def _win_rates(of: Measured, seed: int) -> dict[str, Any]:
+def _win_rates(of: Outcome, seed: int) -> dict[str, Any]:
     """Win rate, and shares of wins, ties and losses. Draws without a verdict are left out and counted."""
     assert of.preferences is not None
     preferences = [preference for row in of.preferences for preference in row]
@@ -180,7 +180,7 @@ def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
     return f"{value:{form}}", f"[{low:{form}}, {high:{form}}]"
 
 
-def write_page(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any], out: Path) -> Path:
+def write_page(evaluation: Evaluation, measured: Mapping[str, Outcome], results: Mapping[str, Any], out: Path) -> Path:
     """Write the page with the figures that `summarise` returned, at once and whole; its path."""
     judge = results["judge"] or "nobody"  # without its address or path
     judge = "a server" if judge.startswith(("http://", "https://")) else judge.rpartition("/")[2]
@@ -200,7 +200,7 @@ def write_page(evaluation: Evaluation, measured: Mapping[str, Measured], results
     return out
 
 
-def _data(evaluation: Evaluation, measured: Mapping[str, Measured], results: Mapping[str, Any]) -> dict[str, Any]:
+def _data(evaluation: Evaluation, measured: Mapping[str, Outcome], results: Mapping[str, Any]) -> dict[str, Any]:
     every = -(-evaluation.n_prompts // MOST_PROMPTS)
     shown = range(0, evaluation.n_prompts, every)
     rows, texts = evaluation.prompts.rows, evaluation.prompts.prompts
@@ -233,7 +233,7 @@ def _data(evaluation: Evaluation, measured: Mapping[str, Measured], results: Map
     }
 
 
-def _answer(of: Measured, i: int, draw: int) -> dict[str, Any]:
+def _answer(of: Outcome, i: int, draw: int) -> dict[str, Any]:
     its_pairs = [] if of.preferences is None else of.preferences[i][draw :: len(of.answers[i])]
     return {
         "text": of.answers[i][draw].text,

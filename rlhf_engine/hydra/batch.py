@@ -9,11 +9,12 @@ row `predict_rows_M[m]` is the hidden state that predicts token `targets_M[m]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
+from rlhf_kernels.runtime.device_tables import queued
 
 from rlhf_engine.hydra.supports import Supports
 
@@ -192,6 +193,11 @@ class PackedBatch:
         return tuple(length - p for length, p in zip(self.lengths, self.prompt_lens, strict=True))
 
     @cached_property
+    def completion_lens_N(self) -> torch.Tensor:
+        """int64 [N], completion lengths on the device."""
+        return queued(self.completion_lens, self.device)
+
+    @cached_property
     def completion_cu(self) -> tuple[int, ...]:
         """N+1 offsets of the sequences into the M completion tokens."""
         return (0, *accumulate(self.completion_lens))
@@ -202,7 +208,7 @@ class PackedBatch:
         empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
         if empty:
             raise ValueError(f"batch: expected completions of at least one token, got none in sequences {empty[:5]}")
-        return torch.tensor(self.completion_cu[1:], device=self.device) - 1
+        return queued(self.completion_cu[1:], self.device) - 1
 
     @property
     def n_completion_tokens(self) -> int:
@@ -212,7 +218,7 @@ class PackedBatch:
     @cached_property
     def positions_T(self) -> torch.Tensor:
         """int64 [T], position of each token in its own sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+        return queued(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
 
     @cached_property
     def predict_rows_M(self) -> torch.Tensor:
@@ -221,7 +227,7 @@ class PackedBatch:
             torch.arange(start + p - 1, end - 1)
             for start, end, p in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], self.prompt_lens, strict=True)
         ]
-        return torch.cat(rows).to(self.device)
+        return queued(torch.cat(rows), self.device)
 
     @cached_property
     def targets_M(self) -> torch.Tensor:
@@ -231,26 +237,23 @@ class PackedBatch:
     @cached_property
     def last_rows_N(self) -> torch.Tensor:
         """int64 [N], row of each sequence's last token, where a reward head reads."""
-        return torch.tensor(self.cu_seqlens[1:], device=self.device) - 1
+        return queued(self.cu_seqlens[1:], self.device) - 1
 
     @cached_property
     def sequence_of_M(self) -> torch.Tensor:
         """int64 [M], index of the sequence that each completion token belongs to."""
-        lens = torch.tensor(self.completion_lens, device=self.device)
-        return torch.repeat_interleave(
-            torch.arange(self.n_sequences, device=self.device), lens, output_size=self.n_completion_tokens
-        )
+        places = torch.arange(self.n_sequences, device=self.device)
+        return torch.repeat_interleave(places, self.completion_lens_N, output_size=self.n_completion_tokens)
 
     @cached_property
     def row_ids_T(self) -> torch.Tensor:
         """int64 [T], a name of each row that no re-batching changes: sample id · 2²⁴ + position."""
-        lens = torch.tensor(self.lengths, device=self.device)
-        ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=self.device)
+        lens, ids = queued(self.lengths, self.device), queued(self.sample_ids, self.device)
         return (torch.repeat_interleave(ids, lens, output_size=self.n_tokens) << _POSITION_BITS) + self.positions_T
 
     @cached_property
     def prompts_N(self) -> tuple[int, ...]:
-        """N numbers of the sequences' prompts, by first appearance: equal prompts have one."""
+        """N numbers of the sequences' prompts: equal prompts have one."""
         tokens, known = self.tokens_T.cpu().numpy(), dict[bytes, int]()
         starts = zip(self.cu_seqlens[:-1], self.prompt_lens, strict=True)
         return tuple(known.setdefault(tokens[start : start + p].tobytes(), len(known)) for start, p in starts)
@@ -288,8 +291,8 @@ class PackedBatch:
                 places[self.cu_seqlens[i] : self.cu_seqlens[i] + p] = torch.arange(first, first + p)
                 add(self.cu_seqlens[i] + p, self.cu_seqlens[i + 1], prompt)
         return SharedRows(
-            rows=torch.cat(rows).to(self.device),
-            places_T=places.to(self.device),
+            rows=queued(torch.cat(rows), self.device),
+            places_T=queued(places, self.device),
             lengths=tuple(lengths),
             parents=tuple(parents),
         )
@@ -310,13 +313,16 @@ class PackedBatch:
         if len(indices) == 0:
             raise ValueError("indices: expected at least one sequence, got a batch of size 0")
         pieces = [self.tokens_T[self.cu_seqlens[i] : self.cu_seqlens[i + 1]] for i in indices]
-        return PackedBatch(
+        selected = PackedBatch(
             tokens_T=torch.cat(pieces),
             cu_seqlens=(0, *accumulate(self.lengths[i] for i in indices)),
             prompt_lens=tuple(self.prompt_lens[i] for i in indices),
             sample_ids=tuple(self.sample_ids[i] for i in indices),
             supports=None if self.supports is None else self.supports.select(self._completion_rows(indices)),
         )
+        if "prompts_N" in self.__dict__:  # which to compute anew would wait for the device
+            selected.__dict__["prompts_N"] = tuple(self.prompts_N[i] for i in indices)
+        return selected
 
     def select_completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
         """Index of the completion tokens of some sequences.
@@ -331,7 +337,7 @@ class PackedBatch:
             ValueError: no indices.
             IndexError: an index of N or more.
         """
-        return self._completion_rows(indices).to(self.device)
+        return queued(self._completion_rows(indices), self.device)
 
     def _completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
         cu = self.completion_cu
@@ -375,13 +381,8 @@ class PackedBatch:
         Returns:
             The same sequences there. Lengths and ids stay on the host.
         """
-        return PackedBatch(
-            tokens_T=self.tokens_T.to(device),
-            cu_seqlens=self.cu_seqlens,
-            prompt_lens=self.prompt_lens,
-            sample_ids=self.sample_ids,
-            supports=None if self.supports is None else self.supports.to(device),
-        )
+        supports = None if self.supports is None else self.supports.to(device)
+        return replace(self, tokens_T=self.tokens_T.to(device), supports=supports)
 
     def pad(self, x_M: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """Spread packed numbers over right-padded rows.
@@ -412,4 +413,4 @@ class PackedBatch:
     @cached_property
     def completion_position_M(self) -> torch.Tensor:
         """int64 [M], index of each completion token within its completion."""
-        return torch.cat([torch.arange(n) for n in self.completion_lens]).to(self.device)
+        return queued(torch.cat([torch.arange(n) for n in self.completion_lens]), self.device)

@@ -146,9 +146,9 @@ class ShardedBase:
         """The largest number that a process has given, on all of them."""
         if self._failed is not None:
             raise RankError("a call that the other ranks are in the middle of has failed") from self._failed
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return int(largest)
 
     @torch.no_grad()
     def _run_beside(self, number: int) -> None:
@@ -180,5 +180,5 @@ def _probe(model: HydraModel) -> Sequence[torch.Tensor]:
     """Scores of a few tokens by the model: log-probs, values or rewards of every role there is."""
     batch = PackedBatch.from_lists(prompts=[[0, 1, 2]], completions=[[1, 0]], device=model.device)
     readers: dict[str, Callable[..., Output]] = {LM_HEAD: Logprobs, "value": Values}
-    found = model(batch, [readers.get(role.head, Rewards)(role=name) for name, role in model.roles.items()])
-    return [getattr(numbers, "logprob", numbers) for numbers in found]
+    results = model(batch, [readers.get(role.head, Rewards)(role=name) for name, role in model.roles.items()])
+    return [getattr(numbers, "logprob", numbers) for numbers in results]

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.device_tables import queued
 
 from rlhf_engine.devices import is_gpu
 
@@ -91,7 +92,7 @@ class Sequences:
     @cached_property
     def places(self) -> torch.Tensor:
         """int64 [T], the row of each token in `blocks`."""
-        lengths = torch.tensor(self.lengths, device=self.device)
+        lengths = queued(self.lengths, self.device)
         moved = (self.blocks - self.starts)[:-1].repeat_interleave(lengths, output_size=sum(self.lengths))
         return torch.arange(len(moved), device=self.device) + moved
 
@@ -99,11 +100,11 @@ class Sequences:
     def before(self) -> torch.Tensor:
         """int32 [N], the keys of each sequence's parent."""
         lengths = [0 if parent < 0 else self.lengths[parent] for parent in self.parents or [-1] * len(self.lengths)]
-        return torch.tensor(lengths, dtype=torch.int32).to(self.device)
+        return queued(torch.tensor(lengths, dtype=torch.int32), self.device)
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+    return queued(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,17 +92,8 @@ class AnswerSession:
         adapters = {"actor": config.adapter}
         self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))
-        self._sampling = SamplingConfig(
-            max_completion_length=config.max_completion_length,
-            min_completion_length=config.min_completion_length,
-            eos_token_ids=() if config.ignore_eos else eos_token_ids(self.tokenizer, self.model.backbone().model),
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            stop=tuple(config.stop),
-            seed=config.seed,
-        )
+        ends = () if config.ignore_eos else eos_token_ids(self.tokenizer, self.model.backbone().model)
+        self._sampling = SamplingConfig.of(config, ends)
         self._options = EngineOptions.of(config)
         self._stops = StopTexts(self._sampling.stop, self._raw_text)
         self._places = [i for i in range(len(self.texts)) if i not in self.done]

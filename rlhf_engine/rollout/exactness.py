@@ -61,18 +61,18 @@ def unsupported(backbone: Backbone) -> str | None:
     reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
         return reason
-    known = _found.get(backbone)
+    known = _verdicts.get(backbone)
     if known is None or known.dtype != backbone.dtype or known.isa != native.isa():
         with registry.use_exact():
             reason = None
             if native_step.unsupported(backbone) is not None:
                 reason = _differs(backbone) or _try(backbone)
-        _found[backbone] = known = _Found(dtype=backbone.dtype, isa=native.isa(), reason=reason)
+        _verdicts[backbone] = known = _Verdict(dtype=backbone.dtype, isa=native.isa(), reason=reason)
     return known.reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Verdict:
     """Finding about a backbone, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class _Found:
     reason: str | None
 
 
-_found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Backbone, _Verdict] = WeakKeyDictionary()
 
 
 def _differs(backbone: Backbone) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from rlhf_engine.config.rollout import SamplingOptions
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.supports import Supports
@@ -40,6 +41,21 @@ class SamplingConfig:
     """Texts, none of them empty, that end an answer; the token that completes one belongs to it."""
     seed: int = 0
     """Seed of every draw."""
+
+    @classmethod
+    def of(cls, options: SamplingOptions, eos_token_ids: Sequence[int], **others: Any) -> SamplingConfig:
+        """Take the options of how answers are drawn out of a configuration.
+
+        Args:
+            options: configuration of a command that draws answers.
+            eos_token_ids: tokens that end an answer.
+            others: values of other fields.
+
+        Returns:
+            The options of its answers.
+        """
+        given = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if hasattr(options, f.name)}
+        return cls(eos_token_ids=tuple(eos_token_ids), **{**given, "stop": tuple(given.get("stop", ())), **others})
 
     def __post_init__(self) -> None:
         if self.max_completion_length < 1:

@@ -243,15 +243,8 @@ class RlTrainer(Run[TrainerState]):
             self.state = replace(self.state, best_step=self.state.step, best_reward=reward)
 
     def _sampling(self, seed: int) -> SamplingConfig:
-        return SamplingConfig(
-            max_completion_length=self.config.max_completion_length,
-            eos_token_ids=() if self.config.dry_run else eos_token_ids(self.tokenizer, self.model.backbone().model),
-            temperature=self.config.temperature,
-            top_k=self.config.top_k,
-            top_p=self.config.top_p,
-            min_p=self.config.min_p,
-            seed=seed,
-        )
+        ends = () if self.config.dry_run else eos_token_ids(self.tokenizer, self.model.backbone().model)
+        return SamplingConfig.of(self.config, ends, seed=seed)
 
     def _serve(self, stopped: Callable[[], bool]) -> VllmRollouts:
         """Backend by which a server draws for past policies."""

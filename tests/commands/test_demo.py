@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_engine.commands.main import main
+from rlhf_engine.runs.metrics import read_metrics
 
 
 def demo_here(capsys, folder: Path, *options: str) -> tuple[dict[str, float], str]:
@@ -37,6 +38,17 @@ def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path, capsys
     for name in ("rl/curves.png", "rl/samples.md", "rl/metrics.jsonl", "rl/run.json", "sft/heads.safetensors"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     assert "wins by true preference" in shown
+
+
+@pytest.mark.long
+def test_the_commands_do_again_what_the_demo_did(tmp_path, capsys):
+    demo_here(capsys, tmp_path / "demo", "--quick")
+    for command, folder, metric in (("sft", "sft", "loss"), ("train", "rl", "reward")):
+        options = f"{command} --config {tmp_path}/demo/{command}.yaml --output_dir {tmp_path}/again/{folder}"
+        assert main(options.split()) == 0
+        demo, again = (read_metrics(tmp_path / of / folder / "metrics.jsonl") for of in ("demo", "again"))
+        assert len(demo) > 1, command
+        assert [row[metric] for row in again] == [row[metric] for row in demo], command
 
 
 @pytest.mark.long

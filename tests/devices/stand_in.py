@@ -9,7 +9,8 @@ Its tensors hold a tensor of the CPU and run every operation on it, with the CPU
 
 Unlike a GPU it lets a gradient of the other side pass: autograd compares no devices of tensors that are subclasses.
 
-`Traffic` counts what makes a GPU's host wait: reads of the device, and copies from the host's memory.
+`Traffic` counts what makes a GPU's host wait: reads of the device, and copies from the host's memory but those that
+are `non_blocking`.
 """
 
 from __future__ import annotations
@@ -222,6 +223,8 @@ def _count(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         source = args[0] if function is aten._to_copy.default else args[1]
         into = source.device if into is None else into
         if into.type == source.device.type:
+            return
+        if into.type != "cpu" and kwargs.get("non_blocking"):
             return
         kind = "reads" if into.type == "cpu" else "uploads"
     elif function.overloadpacket in _WAITS or _grows(function, kwargs):

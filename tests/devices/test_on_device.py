@@ -133,26 +133,26 @@ def test_answers_and_an_evaluation_are_those_of_the_cpu(model, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "reads", "uploads"),
+    "options",
     [
-        ({"algorithm": "ppo", "exact": True}, 1, 3),
-        ({"algorithm": "grpo"}, 1, 9),
-        ({"algorithm": "ppo", "lora_dropout": 0.1}, 0, 7),
-        pytest.param({"algorithm": "ppo"}, 1, 5, marks=pytest.mark.long),
-        pytest.param({"algorithm": "grpo", "exact": True}, 1, 7, marks=pytest.mark.long),
+        {"algorithm": "ppo", "exact": True},
+        {"algorithm": "grpo"},
+        {"algorithm": "ppo", "lora_dropout": 0.1},
+        pytest.param({"algorithm": "ppo"}, marks=pytest.mark.long),
+        pytest.param({"algorithm": "grpo", "exact": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_a_micro_batch_waits_no_more_often_than_today(options, reads, uploads, model, reward, tmp_path):
-    """Numbers may be lowered. Each read makes the host wait for all that it has queued."""
+def test_a_micro_batch_waits_for_nothing(options, model, reward, tmp_path):
+    """A read makes the host wait for all that it has queued, as does a copy from memory that is not pinned."""
     traffic = []
     for size in (6, 3):  # 12 answers: two micro-batches, and four
         options = {"dtype": "bfloat16", "per_device_train_batch_size": size, **options}
         trainer = make_trainer(model, tmp_path / str(size), reward, str(DEVICE), **options)
         traffic.append(first_step(trainer).traffic)
     few, many = traffic
-    assert (many.reads.total() - few.reads.total()) / 2 <= reads
-    assert (many.uploads.total() - few.uploads.total()) / 2 <= uploads
+    assert many.reads == few.reads
+    assert many.uploads == few.uploads
 
 
 def test_a_token_waits_for_nothing(model, reward, tmp_path):
@@ -215,7 +215,7 @@ def looks_at_the_type(node: ast.AST) -> bool:
 def test_only_what_is_cudas_own_looks_for_cuda():
     """A place that looks at a device's type calls torch.cuda, or says who serves; the others ask `is_gpu`."""
     says_who_serves = {"unsupported", "is_gpu", "_no_graphs"}
-    cudas = {"upload", "cuda_device", "device_name"}  # pinned memory, the device of a launch, a name
+    cudas = {"queued", "cuda_device", "device_name"}  # pinned memory, the device of a launch, a name
     wrong = []
     for folder in (ROOT / "rlhf_engine", ROOT / "kernels" / "rlhf_kernels"):
         for path in sorted(folder.rglob("*.py")):

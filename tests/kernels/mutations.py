@@ -253,8 +253,8 @@ MUTATIONS = read("""
 +s.reference[h] = s.pair_reference[h] = no_reference();
 +        s.pair_reference[h].value = splat(0.0f);
 # KL sign | test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
--const double kl = (s.difference[half][lane] / static_cast<double>(sum) - lse) + pair_lse;
-+const double kl = (lse - s.difference[half][lane] / static_cast<double>(sum)) - pair_lse;
+-const double kl = ((s.difference[half][lane] / static_cast<double>(sum) + centre) - lse) + pair_lse;
++const double kl = (lse - (s.difference[half][lane] / static_cast<double>(sum) + centre)) - pair_lse;
 # stale sum of the reference row after a new maximum
 | test_linear_logprob_pair.py::test_tier1_with_every_option test_linear_logprob_pair.py::test_hostile_rows
 -s.pair_sum[half] *= s.pair_reference[half].meet(pair_top);

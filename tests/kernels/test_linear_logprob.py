@@ -421,20 +421,24 @@ def test_what_surrounds_a_call_changes_no_bit(backend, around):
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     n = 140  # five panels: one thread takes two of them at a time, two threads one each
-    hidden, weight, target = make(n, 48, 1500, dtype=dtype)
+    hidden, weight, target = make(n, 1024, 1500, dtype=dtype)
     gradient = torch.randn(n)
+    lora = HeadLora(torch.randn(16, 1024), torch.randn(1500, 16), 0.1)
 
-    def run(hidden, target, gradient):
+    def run(hidden, target, gradient, lora=None):
         h = hidden.clone().requires_grad_()
-        out = linear_logprob(h, weight, target, outputs=OUTPUTS, detach=OUTPUTS[1:2] + OUTPUTS[3:], backend="cpu")
+        detach = OUTPUTS[1:2] + OUTPUTS[3:]
+        out = linear_logprob(h, weight, target, lora=lora, outputs=OUTPUTS, detach=detach, backend="cpu")
         out.logprob.backward(gradient)
         return [*(x.detach() for x in out), h.grad]
 
-    in_any_company(run, [hidden, target, gradient], [torch.randperm(n)[:37]])
-    threads_change_no_bit(lambda: run(hidden, target, gradient), 1, 2)
+    rows = [hidden, target, gradient]
+    in_any_company(run, rows, [torch.randperm(n)[:37]])
+    in_any_company(lambda *some: run(*some, lora)[:6], rows, ([0], [3, 4], list(range(5, 130))))
+    threads_change_no_bit(lambda: run(*rows), 1, 2)
     with torch.no_grad():  # scoring and training see the same log-probs
         scored = linear_logprob(hidden, weight, target, backend="cpu").logprob
-    assert torch.equal(scored, run(hidden, target, gradient)[0])
+    assert torch.equal(scored, run(*rows)[0])
 
 
 @each("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -79,15 +79,27 @@ def upload(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: a CUDA graph is being captured.
     """
-    host = torch.tensor(rows, dtype=torch.int64).reshape(-1, width)
-    if device.type != "cuda":
-        return host.to(device)
     if _capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, and these segments, adapters or lengths are new; run the step once before "
             "the capture, with the same ones and with contiguous adapters of one dtype"
         )
-    return host.pin_memory().to(device, non_blocking=True)
+    return queued(torch.tensor(rows, dtype=torch.int64).reshape(-1, width), device)
+
+
+def queued(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Copy numbers of the host to a device, without waiting for it.
+
+    Args:
+        values: integers, or a tensor on the CPU that nobody writes to any more.
+        device: where they are to lie.
+
+    Returns:
+        The tensor, int64 of integers; on a GPU its copy may still be under way on the current stream.
+    """
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    # from memory that is not pinned, CUDA's copy waits for all that is queued before it
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _capturing(device: torch.device) -> bool:

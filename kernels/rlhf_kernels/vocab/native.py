@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_kernels.linear import native as linear
 from rlhf_kernels.linear import packed
 from rlhf_kernels.runtime import native
 from rlhf_kernels.vocab.logits import HeadGrads, HeadOptions
@@ -156,7 +157,7 @@ class HeadCall:
         return (*self.head_args, 0 if self._packed is None else self._packed.data_ptr())
 
     def _widen(self, A: Tensor, B: Tensor, scale: float) -> None:
-        down = (self.hidden[self.rows].float() @ A.float().T).mul_(scale)
+        down = linear.forward(self.hidden[self.rows].float(), A.float(), None).mul_(scale)  # torch's bits vary with n
         self.rank = A.shape[0]
         if not self.bf16:
             self.extra_hidden = down

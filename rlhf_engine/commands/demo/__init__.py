@@ -66,9 +66,12 @@ def _print_demo(result: dict[str, Any], before: Any, after: Any, algorithm: str,
     console.print(
         f"\n{result['seconds']:.0f} s ({result['seconds_sft']:.0f} supervised, {result['seconds_rl']:.0f} RL), "
         f"peak memory {result['peak_memory_bytes'] / 2**20:.0f} MiB; page {result['output_dir']}/rl/page.html, "
-        f"samples {result['output_dir']}/rl/samples.md",
+        f"samples {result['output_dir']}/rl/samples.md\n"
+        "again, with options of your own: rlhf-engine train "
+        f"--config {result['output_dir']}/train.yaml --output_dir runs/again",
         markup=False,
         highlight=False,
+        soft_wrap=True,  # a command is copied as one line
     )
     if as_json:
         print(json.dumps(result))

@@ -4,6 +4,8 @@
 2. A small decoder and a tokenizer are trained from scratch: language model and reward head jointly.
 3. RL, by PPO or another algorithm, improves the policy against that *learned* reward, on one frozen backbone.
 4. The *true* preference compares answers of RL and SFT on held-out prompts.
+
+Parts 2 and 3 are the commands `sft` and `train` with the options of `sft.yaml` and `train.yaml`, which stay there.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
-from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig
+from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig, parse_config
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import peak_memory_bytes, read_metrics, write_json_atomic
@@ -28,6 +31,7 @@ from rlhf_engine.training.evaluation import Answers
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
+C = TypeVar("C", SFTConfig, TrainConfig)
 _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
 """Files that RL reads from a folder that `make_start` has filled."""
@@ -110,23 +114,27 @@ def make_start(
     """Write sft/, train.jsonl and heldout.jsonl, where RL starts; metrics of the last supervised step."""
     pairs = write_data(DemoTask(seed), size, folder)
     write_model(size, folder / "init", seed)
-    trainer = SftTrainer(
-        SFTConfig(
-            model_name_or_path=str(folder / "init"),
-            output_dir=str(folder / "sft"),
-            dataset_name=str(pairs),
-            mode="full",
-            gamma=0.5,
-            max_steps=size.sft_steps,
-            per_device_train_batch_size=24,
-            learning_rate=2e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=size.sft_steps // 20,
-            kernels=kernels,
-            seed=seed,
-        )
-    )
-    return trainer.run(on_step)
+    options = {
+        "model_name_or_path": str(folder / "init"),
+        "output_dir": str(folder / "sft"),
+        "dataset_name": str(pairs),
+        "mode": "full",
+        "gamma": 0.5,
+        "max_steps": size.sft_steps,
+        "per_device_train_batch_size": 24,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": size.sft_steps // 20,
+        "kernels": kernels,
+        "seed": seed,
+    }
+    return SftTrainer(_through_file(SFTConfig, folder / "sft.yaml", options)).run(on_step)
+
+
+def _through_file(cls: type[C], path: Path, options: Mapping[str, Any]) -> C:
+    """Options that are written to a file and read from it, as a command with `--config` reads them."""
+    path.write_text(yaml.safe_dump(dict(options), sort_keys=False), encoding="utf-8")
+    return parse_config(cls, ["--config", str(path)])
 
 
 def heldout_answers(trainer: RlTrainer, role: str) -> Answers:
@@ -194,7 +202,8 @@ def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
     }
     if "beta" in ALGORITHMS[config.algorithm].reads:
         common["beta"] = 0.1
-    return TrainConfig(**{**common, **_ALGORITHMS.get(config.algorithm, {})})
+    common |= _ALGORITHMS.get(config.algorithm, {})
+    return _through_file(TrainConfig, Path(config.output_dir) / "train.yaml", common)
 
 
 def _read_start(start: Path, output: Path) -> dict[str, float]:

@@ -134,7 +134,7 @@ def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
+class _Examined:
     """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
 
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class _Found:
     reason: str | None
 
 
-_found: WeakKeyDictionary[Backbone, _Found] = WeakKeyDictionary()
+_examined: WeakKeyDictionary[Backbone, _Examined] = WeakKeyDictionary()
 
 
 def unsupported(backbone: Backbone) -> str | None:
@@ -194,14 +194,14 @@ def decoder_of(backbone: Backbone) -> Decoder:
     return decoder
 
 
-def _examine(backbone: Backbone) -> _Found:
-    known = _found.get(backbone)
+def _examine(backbone: Backbone) -> _Examined:
+    known = _examined.get(backbone)
     if known is None or (known.dtype, known.exact) != (backbone.dtype, registry.is_exact()):
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
             reason = _try(backbone, decoder)
-        _found[backbone] = known = _Found(
+        _examined[backbone] = known = _Examined(
             dtype=backbone.dtype, exact=registry.is_exact(), decoder=decoder, reason=reason
         )
     return known
