@@ -55,6 +55,20 @@ def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
         assert torch.equal(a, b), f"tensor {i} of {a.dtype} differs"
 
 
+def in_any_company(run: Callable[..., Iterable[Tensor]], tensors: Sequence[Tensor], companies: Iterable[Any]) -> None:
+    """Rows have the bits among some that they have among all; `run` returns tensors of the same rows."""
+    whole = list(run(*tensors))
+    for rows in companies:
+        same_bits(run(*(x[rows] for x in tensors)), [y[rows] for y in whole])
+
+
+def with_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """y and the gradients of the leaves."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
 def alike(backend: str, ours: Iterable[Tensor], theirs: Iterable[Tensor], **close: float) -> None:
     """Of one order of sums: equal bit by bit; close where torch, whose order follows the layout, adds up."""
     if backend != "reference":
@@ -107,3 +121,37 @@ def traced_alike(function: Callable[..., Sequence[Tensor]], leaves: Sequence[Ten
     traced = torch.fx.experimental.proxy_tensor.make_fx(function)(*leaves)
     assert ops <= {node.target._opname for node in traced.graph.nodes if hasattr(node.target, "_opname")}
     same_bits(function(*leaves), traced(*leaves))
+
+
+# ---- CUDA graphs, as PyTorch asks for them ----------------------------------------------------------------------
+
+
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `step`, which has run once before on another stream, and what it returned while captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def detached(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors without their history: a leaf's node in it would bind a later capture to the stream of this step."""
+    return tuple(tensor.detach() for tensor in tensors)
+
+
+def repeated_and_captured(step: Callable[[], Any], expected: Any) -> None:
+    """Run a step nine times, and once in a graph, each time with the same bits."""
+    expected = [x.detach().clone() for x in expected]
+    for _ in range(9):
+        same_bits(step(), expected)
+    graph, captured = capture(step)
+    for x in captured:
+        x.detach().zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    same_bits(captured, expected)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -97,20 +96,17 @@ def host_library(tmp_path_factory):
 def build_host_library(library: Path) -> None:
     """Compile csrc/cuda with g++; the file is there once it is complete."""
     key = cuda_native.source_key(ROOT / "csrc")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
+    flags = ["-O1", "-fPIC", "-shared", *native_build.CUDA_ON_HOST, f'-DRLHF_SOURCE_KEY="{key}"', "-x", "c++"]
     units = sorted(map(str, (ROOT / "csrc/cuda").glob("*.cu")))
     made = library.with_suffix(".part")
-    command = ["g++", *flags, *include, f'-DRLHF_SOURCE_KEY="{key}"', "-x", "c++", *units, "-o", str(made)]
-    build = subprocess.run(command, capture_output=True, text=True)
-    assert build.returncode == 0, build.stderr
+    native_build.run(["g++", *native_build.FLAGS, *flags, *units, "-o", made])
     made.replace(library)
 
 
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory):
     """csrc/cpu under ASan and UBSan: minutes of compiling, once for all programs and for the extension."""
-    flags = ("-O0", "-g1", "-fPIC", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    flags = ("-O0", "-g1", "-fPIC", "-fopenmp", *native_build.SANITIZE)
     return native_build.build(tmp_path_factory.mktemp("sanitized"), "g++", *flags)
 
 

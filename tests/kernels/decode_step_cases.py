@@ -1,5 +1,7 @@
 """Decoders, slots and calls for `test_decode_step.py`: random weights, ragged rows, hostile memory."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -53,9 +55,8 @@ def make_decoder(s: Sizes, dtype: torch.dtype, seed: int = 0) -> Decoder:
             )
             for name, shape in shapes_of(s).items()
         }
-        norms = {"input_norm": numbers(g, s.H).to(dtype), "mlp_norm": numbers(g, s.H).to(dtype)}
-        if s.head_norms:
-            norms |= {"q_norm": numbers(g, s.D).to(dtype), "k_norm": numbers(g, s.D).to(dtype)}
+        norms = {name: numbers(g, s.H).to(dtype) for name in ("input_norm", "mlp_norm")}
+        norms |= {name: numbers(g, s.D).to(dtype) for name in ("q_norm", "k_norm") if s.head_norms}
         layers.append(DecoderLayer(**linears, **norms, window=s.windows[i % len(s.windows)]))
     return Decoder(
         embedding=numbers(g, s.V, s.H).to(dtype),
@@ -72,16 +73,11 @@ def make_decoder(s: Sizes, dtype: torch.dtype, seed: int = 0) -> Decoder:
 def make_adapter(s: Sizes, dtype: torch.dtype, rank: int, names=LINEARS, scale=2.0, seed=1) -> StepAdapter:
     g = torch.Generator().manual_seed(seed)
     shapes = shapes_of(s)
-    pairs = [
-        {
-            name: (
-                numbers(g, rank, shapes[name][1], scale=shapes[name][1] ** -0.5).to(dtype),
-                numbers(g, shapes[name][0], rank, scale=0.3).to(dtype),
-            )
-            for name in names
-        }
-        for _ in range(s.layers)
-    ]
+
+    def pair(out: int, depth: int) -> tuple[Tensor, Tensor]:
+        return numbers(g, rank, depth, scale=depth**-0.5).to(dtype), numbers(g, out, rank, scale=0.3).to(dtype)
+
+    pairs = [{name: pair(*shapes[name]) for name in names} for _ in range(s.layers)]
     return StepAdapter(pairs=pairs, scale=scale)
 
 
@@ -125,6 +121,16 @@ class Call(NamedTuple):
         step = DecodeStep(decoder, adapters, backend=backend)
         hidden = step(*self[:5], keys, values, self.table)
         return [hidden, self.entries(keys), self.entries(values)]
+
+    def dense(self) -> Call:
+        """The same with contiguous caches."""
+        return self._replace(keys=[t.contiguous() for t in self.keys], values=[t.contiguous() for t in self.values])
+
+    def take_exactly(self, decoder, adapters) -> list[Tensor]:
+        """The reference's, in float64."""
+        parts = (list(self), decoder, adapters)
+        call, *rest = (mapped(x, lambda t: t.double() if t.is_floating_point() else t) for x in parts)
+        return Call(*call).take(*rest, "reference")
 
     def entries(self, caches: list[Tensor]) -> Tensor:
         block = caches[0].shape[1]

@@ -101,16 +101,16 @@ def every_gradient(
     return out, torch.autograd.grad(loss, [x for x in tensors if x.requires_grad])
 
 
-def red_zone(x: Tensor, pad: int = 3) -> Tensor:
+def red_zone(x: Tensor) -> Tensor:
     """The same values inside a buffer of NaN, rows still adjacent."""
-    buffer = torch.full((x.shape[0] + 2 * pad, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
-    buffer[pad:-pad] = x.detach()
-    return buffer[pad:-pad].requires_grad_(x.requires_grad)
+    buffer = torch.full((x.shape[0] + 6, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
+    buffer[3:-3] = x.detach()
+    return buffer[3:-3].requires_grad_(x.requires_grad)
 
 
-def surrounded(x: Tensor) -> Tensor:
-    """The same values as a view into a larger buffer of NaN: rows above and below, columns left and right."""
-    buffer = torch.full((x.shape[0] + 4, x.shape[1] + 7), torch.nan, dtype=x.dtype, device=x.device)
+def surrounded(x: Tensor, fill: float = torch.nan) -> Tensor:
+    """The same values as a view into a larger buffer: rows above and below, columns left and right."""
+    buffer = torch.full((x.shape[0] + 4, x.shape[1] + 7), fill, dtype=x.dtype, device=x.device)
     buffer[2:-2, 3:-4] = x.detach()
     return buffer[2:-2, 3:-4].requires_grad_(x.requires_grad)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -14,8 +16,7 @@ from torch import Tensor
 N, H, V, R, K, M = 6, 32, 40, 3, 32, 16
 
 
-def ops() -> dict[str, Any]:
-    """Name of every registered op: what `torch.ops` has for it."""
+def _ops() -> dict[str, Any]:
     for module in pkgutil.iter_modules(rlhf_kernels.__path__):
         if module.ispkg:
             importlib.import_module(f"rlhf_kernels.{module.name}")
@@ -27,217 +28,93 @@ def ops() -> dict[str, Any]:
     }
 
 
+OPS = _ops()
+"""Name of every registered op: what `torch.ops` has for it."""
+
+
 def _x(*shape: int) -> Tensor:
     return torch.linspace(-1.0, 1.0, max(1, torch.Size(shape).numel())).reshape(shape)
 
 
-def _keep(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.bool)
+# ---- a right argument by its name ------------------------------------------------------------------------------------
 
-
-def _rows(n: int = N) -> Tensor:
-    return torch.arange(n)
-
-
-def _head() -> dict[str, Any]:
-    return {"bias": _x(V), "lora_A": _x(R, H), "lora_B": _x(V, R), "row_temperature": torch.ones(N)}
-
-
-_HEAD_NUMBERS = {"lora_scale": 0.5, "temperature": 1.0, "softcap": 0.0, "logit_scale": 1.0}
-_NO_HEAD = {"bias": None, "lora_A": None, "lora_B": None, "row_temperature": None}
-
-
-def _lanes() -> dict[str, Any]:
-    return {
-        "A": [_x(R, K), _x(R + 1, K)],
-        "B": [_x(M, R), _x(M, R + 1)],
-        "scales": [1.0, 2.0],
-        "starts": [0, 3],
-        "ends": [2, 6],
-        "slots": [0, 1],
-        "p": [0.1, 0.0],
-        "seed": 1,
-        "row_ids": _rows(),
-        "stream": 0,
-    }
-
-
-def _needs() -> dict[str, Any]:
-    return {"need_A": [True, True], "need_B": [True, True]}
-
-
-def _statistics() -> dict[str, Any]:
-    return {name: _x(N) for name in ("lse", "entropy", "log_sum_sq_prob")}
-
-
-def _row_gradients() -> dict[str, Any]:
-    return {f"d_{name}": _x(N) for name in ("logprob", "entropy", "lse", "mean_logit", "log_sum_sq_prob")}
-
-
-def _gathered() -> dict[str, Any]:
-    rows = {"target": _rows(), "row_temperature": torch.ones(N), "temperature": 1.0, "ignore_index": -100}
-    return {"logits": _x(2, 3, V), **rows}
-
-
-def _tokens() -> dict[str, Any]:
-    return {"target": _rows(), "old_logprob": _x(N), "advantage": _x(N), "mask": _keep(N)}
-
-
-_KNOBS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.1}
-_PPO = {"new_logprob": (N,), "old_logprob": (N,), "advantage": (N,)}
-_ANGLES = {"cos": (1, 5, 8), "sin": (1, 5, 8)}
-
-
-def _named(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    return {name: _x(*shape) for name, shape in shapes.items()}
-
-
-_PACKED = {"lengths": [4, 2], "parents": [-1, 0], "scale": 1.0, "window": 3, "softcap": 2.0}
-_HEADS = {"q": (N, 4, 8), "k": (N, 2, 8), "v": (N, 2, 8), "sinks": (4,)}
-
-CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    "activation": lambda: {"x": _x(N, 5), "kind": "gelu"},
-    "activation_gradient": lambda: {**_named({"dy": (N, 5), "x": (N, 5)}), "kind": "gelu_tanh"},
-    "attention": lambda: _named(_HEADS) | _PACKED,
-    "attention_backward": lambda: {
-        **_named({"d_out": (N, 4, 8), **_HEADS, "out": (N, 4, 8)}),
-        "totals": torch.ones(N, 4, 2),
-        **_PACKED,
-    },
-    "decode_attention": lambda: {
-        **_named({"q": (N, 4, 8), "k_cache": (9, 4, 2, 8), "v_cache": (9, 4, 2, 8)}),
-        "lengths": _rows() + 1,
-        "block_table": torch.arange(2 * N).reshape(N, 2) % 9,
-        **{"scale": 1.0, "window": None, "softcap": None, "sinks": _x(4)},
-    },
-    "gae": lambda: {
-        **_named({"reward": (N, 5), "value": (N, 5)}),
-        "mask": _keep(N, 5),
-        "bootstrap": _x(N),
-        **{"gamma": 0.9, "lam": 0.9},
-    },
-    "gae_backward": lambda: {
-        **_named({"grad_advantage": (N, 5), "grad_ret": (N, 5)}),
-        "mask": _keep(N, 5),
-        **{"gamma": 0.9, "lam": 0.9},
-    },
-    "gather_logprob": lambda: {**_gathered(), "outputs": "logprob,entropy", "inplace_backward": False},
-    "gather_logprob_backward": lambda: {**_gathered(), **_statistics(), **_row_gradients()},
-    "gather_logprob_backward_": lambda: {**_gathered(), **_statistics(), **_row_gradients()},
-    "linear": lambda: _named({"x": (2, 3, K), "weight": (M, K), "bias": (M,)}),
-    "linear_backward": lambda: {
-        **_named({"dy": (2, 3, M), "x": (2, 3, K), "weight": (M, K)}),
-        **{"need_x": True, "need_weight": True, "need_bias": True},
-    },
-    "linear_logprob": lambda: {
-        **_named({"hidden": (N, H), "weight": (V, H)}),
-        "target": _rows(),
-        **_head(),
-        **_HEAD_NUMBERS,
-        **{"ignore_index": -100, "outputs": "logprob,entropy", "ahead": True},
-    },
-    "linear_logprob_backward": lambda: {
-        **_named({"hidden": (N, H), "weight": (V, H)}),
-        "target": _rows(),
-        **_head(),
-        **_HEAD_NUMBERS,
-        "ignore_index": -100,
-        "logprob": _x(N),
-        **_statistics(),
-        "expected": _x(N, H),
-        **_row_gradients(),
-        "needs": "hidden,weight,bias,lora_A,lora_B",
-    },
-    "linear_logprob_pair": lambda: {
-        **_named({"hidden_a": (N, H), "hidden_r": (N, H), "weight": (V, H)}),
-        "target": _rows(),
-        **_head(),
-        **_HEAD_NUMBERS,
-        **{"ignore_index": -100, "ahead": "logprob,kl"},
-    },
-    "linear_logprob_pair_backward": lambda: {
-        **_named({"hidden_a": (N, H), "hidden_r": (N, H), "weight": (V, H)}),
-        "target": _rows(),
-        **_head(),
-        **_HEAD_NUMBERS,
-        "ignore_index": -100,
-        **{name: _x(N) for name in ("logprob_a", "logprob_r", "lse_a", "lse_r", "kl", "entropy")},
-        **_named({"expected": (N, H), "expected_kl": (N, H)}),
-        **{name: _x(N) for name in ("d_logprob", "d_kl", "d_entropy")},
-    },
-    "linear_ppo_loss": lambda: {
-        **_named({"hidden": (N, H), "weight": (V, H)}),
-        **_tokens(),
-        "denom": torch.tensor(3.0),
-        "ref_logprob": _x(N),
-        **_head(),
-        **_HEAD_NUMBERS,
-        "ignore_index": -100,
-        **_KNOBS,
-        "needs": "hidden,weight",
-    },
-    "lora_delta": lambda: {"x": _x(N, K), **_lanes()},
-    "lora_delta_backward": lambda: {**_named({"ddelta": (5, M), "x": (N, K)}), **_lanes(), "need_x": True, **_needs()},
-    "lora_linear": lambda: {**_named({"x": (2, 3, K), "weight": (M, K), "bias": (M,)}), **_lanes()},
-    "lora_linear_backward": lambda: {
-        **_named({"dy": (2, 3, M), "x": (2, 3, K), "weight": (M, K)}),
-        **_lanes(),
-        **{"need_x": True, "need_weight": True, "need_bias": True},
-        **_needs(),
-    },
-    "masked_moments": lambda: {"x": _x(N, 5), "mask": _keep(N, 5)},
-    "ppo_loss": lambda: {
-        **_named(_PPO),
-        "mask": _keep(N),
-        "denom": torch.tensor(3.0),
-        "ref_logprob": _x(N),
-        "entropy": _x(N),
-        **_KNOBS,
-    },
-    "ppo_loss_backward": lambda: {
-        "grad_loss": torch.tensor(1.0),
-        "dloss": _x(N),
-        "mask": _keep(N),
-        "denom": torch.tensor(3.0),
-        **{"entropy_coef": 0.1, "need_new_logprob": True, "need_entropy": True},
-    },
-    "rms_norm": lambda: {**_named({"x": (2, 3, H), "weight": (H,)}), "eps": 1e-6, "plus_one": True},
-    "rms_norm_gradient": lambda: {
-        **_named({"dy": (2, 3, H), "x": (2, 3, H), "weight": (H,), "rstd": (2, 3, 1)}),
-        "plus_one": False,
-    },
-    "rotary": lambda: _named({"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), **_ANGLES}),
-    "rotary_gradient": lambda: _named({"d_q": (2, 4, 5, 8), "d_k": (2, 2, 5, 8), **_ANGLES}),
-    "sample": lambda: {
-        **_named({"hidden": (N, H), "weight": (V, H)}),
-        **{"seed": _rows(), "position": _rows(), "greedy": _keep(N), "forbidden": _rows(3), "forbids": _keep(N)},
-        **_head(),
-        **_HEAD_NUMBERS,
-        **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "with_entropy": True},
-    },
-    "swiglu": lambda: _named({"gate": (N, 5), "up": (N, 5)}),
-    "swiglu_gradient": lambda: _named({"dy": (N, 5), "gate": (N, 5), "up": (N, 5)}),
-    "value_loss": lambda: {
-        **_named({"value": (N,), "old_value": (N,), "ret": (N,)}),
-        "mask": _keep(N),
-        "denom": torch.tensor(3.0),
-        "clip": 0.2,
-    },
-    "value_loss_backward": lambda: {"grad_loss": torch.tensor(1.0), "dloss": _x(N)},
-    "whiten": lambda: {
-        "x": _x(N, 5),
-        "mask": _keep(N, 5),
-        "moments": torch.tensor([30.0, 1.0, 20.0]).double(),
-        **{"shift_mean": True, "eps": 1e-8},
-    },
-    "whiten_backward": lambda: {
-        **_named({"grad": (N, 5), "x": (N, 5)}),
-        "mask": _keep(N, 5),
-        "stats": torch.tensor([30.0, 0.0, 1.0]).double(),
-        **{"shift_mean": True, "constant_moments": False},
-    },
+_PER_ROW = (
+    "lse_a lse_r kl lse entropy logprob logprob_a logprob_r log_sum_sq_prob d_logprob d_kl d_entropy d_lse "
+    "d_mean_logit d_log_sum_sq_prob old_logprob new_logprob ref_logprob advantage bootstrap value old_value ret dloss"
+)
+_SHAPES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(_PER_ROW.split(), (N,)),
+    **dict.fromkeys(("hidden", "hidden_a", "hidden_r", "expected", "expected_kl"), (N, H)),
+    **{"weight": (V, H), "bias": (V,), "lora_A": (R, H), "lora_B": (V, R), "logits": (2, 3, V)},
+    **dict.fromkeys(("x", "gate", "up", "grad", "dy", "reward", "grad_advantage", "grad_ret"), (N, 5)),
+    **{"q": (N, 4, 8), "k": (N, 2, 8), "v": (N, 2, 8), "out": (N, 4, 8), "d_out": (N, 4, 8), "sinks": (4,)},
+    **{"k_cache": (9, 4, 2, 8), "v_cache": (9, 4, 2, 8), "cos": (1, 5, 8), "sin": (1, 5, 8)},
 }
-"""Name of an op: arguments that are right, by name, but for the backend."""
+_MADE: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("target", "seed", "position", "row_ids"), lambda: torch.arange(N)),
+    **dict.fromkeys(("mask", "greedy", "forbids"), lambda: torch.ones(N, dtype=torch.bool)),
+    "row_temperature": lambda: torch.ones(N),
+    "denom": lambda: torch.tensor(3.0),
+    "grad_loss": lambda: torch.tensor(1.0),
+    "forbidden": lambda: torch.arange(3),
+    "A": lambda: [_x(R, K), _x(R + 1, K)],
+    "B": lambda: [_x(M, R), _x(M, R + 1)],
+}
+_NO_TENSORS = {
+    **{"lengths": [4, 2], "need_A": [True, True], "need_B": [True, True], "seed": 1},
+    **{"parents": [-1, 0], "scales": [1.0, 2.0], "starts": [0, 3], "ends": [2, 6], "slots": [0, 1], "p": [0.1, 0.0]},
+    **{"scale": 1.0, "window": 3, "lora_scale": 0.5, "temperature": 1.0, "logit_scale": 1.0, "eps": 1e-8},
+    **{"gamma": 0.9, "lam": 0.9, "clip_low": 0.2, "clip_high": 0.2, "clip": 0.2, "kl_coef": 0.1, "entropy_coef": 0.1},
+    **{"kl": "k3", "dual_clip": None, "ignore_index": -100, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stream": 0},
+    **{"outputs": "logprob,entropy", "softcap": 0.0, "inplace_backward": False, "constant_moments": False},
+}
+"""Other flags are True."""
+_LANES = {"weight": (M, K), "bias": (M,), "ddelta": (5, M)}
+_WHOLE = {"mask": lambda: torch.ones(N, 5, dtype=torch.bool), "value": (N, 5)}
+_LINEAR = {"x": (2, 3, K), "weight": (M, K), "bias": (M,), "dy": (2, 3, M)}
+_NORM = {"x": (2, 3, H), "weight": (H,), "dy": (2, 3, H), "rstd": (2, 3, 1)}
+_TURNED = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "d_q": (2, 4, 5, 8), "d_k": (2, 2, 5, 8)}
+_OTHERWISE: dict[str, dict[str, Any]] = {
+    "activation": {"kind": "gelu"},
+    "activation_gradient": {"kind": "gelu_tanh"},
+    "attention": {"softcap": 2.0},
+    "attention_backward": {"softcap": 2.0, "totals": lambda: torch.ones(N, 4, 2)},
+    "decode_attention": {
+        "lengths": lambda: torch.arange(N) + 1,
+        "block_table": lambda: torch.arange(2 * N).reshape(N, 2) % 9,
+        **{"window": None, "softcap": None},
+    },
+    **dict.fromkeys(("gae", "gae_backward", "masked_moments"), _WHOLE),
+    **dict.fromkeys(("linear", "linear_backward"), _LINEAR),
+    "linear_logprob_backward": {"needs": "hidden,weight,bias,lora_A,lora_B"},
+    "linear_logprob_pair": {"ahead": "logprob,kl"},
+    "linear_ppo_loss": {"needs": "hidden,weight"},
+    **dict.fromkeys(("lora_delta", "lora_delta_backward"), _LANES | {"x": (N, K)}),
+    **dict.fromkeys(("lora_linear", "lora_linear_backward"), _LANES | _LINEAR),
+    "rms_norm": _NORM | {"eps": 1e-6},
+    "rms_norm_gradient": _NORM | {"plus_one": False},
+    **dict.fromkeys(("rotary", "rotary_gradient"), _TURNED),
+    "whiten": _WHOLE | {"moments": lambda: torch.tensor([30.0, 1.0, 20.0]).double()},
+    "whiten_backward": _WHOLE | {"stats": lambda: torch.tensor([30.0, 0.0, 1.0]).double()},
+}
+"""What an op has in another way than its name says: the shape of a tensor, what makes it, or a number."""
+
+
+def right_call(name: str) -> dict[str, Any]:
+    """Arguments of an op that are right, by name, but for the backend."""
+    given, own = {}, _OTHERWISE.get(name, {})
+    for argument, kind in ((a.name, str(a.type)) for a in OPS[name]._schema.arguments if a.name != "backend"):
+        by_name = _SHAPES | _MADE if "Tensor" in kind else _NO_TENSORS
+        value = True if kind == "bool" and argument not in own | by_name else (by_name | own)[argument]
+        if callable(value):
+            given[argument] = value()
+        else:
+            given[argument] = _x(*value) if "Tensor" in kind else copy.copy(value)
+    return given
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {name: functools.partial(right_call, name) for name in OPS}
+"""Name of an op: what makes the arguments of a right call."""
 
 WITHOUT_REFERENCE = {
     f"{op}{direction}" for op in ("rms_norm", "rotary", "swiglu", "activation") for direction in ("", "_gradient")

@@ -287,13 +287,7 @@ def _heart(output: str) -> str:
 
 
 def main(path: str, layer: str = "", name: str = "") -> None:
-    """Print a report on every function.
-
-    Args:
-        path: of the extension that has to be in use.
-        layer: the only one, if any.
-        name: of the only function, if any.
-    """
+    """Print a report on every function, or on those of a layer and name; path: of the extension that is in use."""
     from rlhf_kernels.runtime import native
 
     if native.missing() is not None or not os.path.samefile(native.extension().__file__, path):

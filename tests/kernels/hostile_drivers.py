@@ -6,30 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rlhf_kernels import DecodeLinear, linear, lora_delta_
+from rlhf_kernels import DecodeLinear, Segments, linear, lora_delta_
 from rlhf_kernels.linear import packed
-from rlhf_kernels.lora import Segments
 from rlhf_kernels.runtime import native, registry
 
 from . import native_once
 from .decode_step_cases import mapped
-from .direct_calls import CALLS, ops
-
-_OPS = ops()
+from .direct_calls import CALLS, OPS
 
 
 def op_call(name: str, dtype: str) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], dict[str, Any]]]:
     """A registered op as a function of its arguments by name, and what makes right ones with floats of a dtype."""
-    has_backend = "backend" in {argument.name for argument in _OPS[name]._schema.arguments}
+    has_backend = "backend" in {argument.name for argument in OPS[name]._schema.arguments}
 
     def arguments() -> dict[str, Any]:
         wanted = getattr(torch, dtype)
-        found = mapped(CALLS[name](), lambda x: x.to(wanted) if x.dtype == torch.float32 else x)
-        if not isinstance(found, dict):
-            raise TypeError(type(found))
-        return found | ({"backend": "cpu"} if has_backend else {})
+        made: dict[str, Any] = mapped(CALLS[name](), lambda x: x.to(wanted) if x.dtype == torch.float32 else x)
+        return made | ({"backend": "cpu"} if has_backend else {})
 
-    return lambda given: _OPS[name](**given), arguments
+    return lambda given: OPS[name](**given), arguments
 
 
 def _op(name: str, dtype: str) -> Callable[[], None]:

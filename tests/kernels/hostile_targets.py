@@ -24,7 +24,7 @@ def targets() -> list[Target]:
     """Every function of every layer."""
     from . import direct_calls
 
-    found = [Target("op", name) for name in direct_calls.ops()]
+    found = [Target("op", name) for name in direct_calls.OPS]
     found += [Target("public", name) for name in _members(_public())]
     for module in _wrapper_modules():
         short = module.__name__.removeprefix("rlhf_kernels.").removesuffix(".native")

@@ -23,6 +23,9 @@ DRIVERS = tuple(
 )
 """Drivers that check themselves and print `CLEAN`."""
 CLEAN = "native code is clean"
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+CUDA_ON_HOST = ("-Wno-unknown-pragmas", "-I", str(ROOT / "tests/kernels/cuda_on_host"))
+"""Flags for CUDA code as fibers of one CPU thread."""
 
 
 def sources() -> list[Path]:
@@ -91,7 +94,13 @@ def compiled(command: list[str], units: Sequence[Path], folder: Path) -> list[Pa
 
 
 def build(folder: Path, compiler: str, *flags: str) -> Build:
-    """Compile csrc/cpu with `compiler` into `folder`; skips the running test if compiler or a library is absent."""
+    """Compile csrc/cpu with `compiler` into `folder`."""
+    command = linking(folder, compiler, *flags)
+    return Build(command=command, objects=compiled(command, sources(), folder), folder=folder)
+
+
+def linking(folder: Path, compiler: str, *flags: str) -> list[str]:
+    """A command that compiles and links; skips the running test if compiler or a library is absent."""
     needs(compiler)
     command = [compiler, *FLAGS, *flags]
     probe = folder / "probe.cpp"
@@ -99,4 +108,4 @@ def build(folder: Path, compiler: str, *flags: str) -> Build:
     tried = subprocess.run([*command, str(probe), "-o", str(folder / "probe")], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"{compiler} {' '.join(flags)} cannot link here: {tried.stderr.strip().splitlines()[-1]}")
-    return Build(command=command, objects=compiled(command, sources(), folder), folder=folder)
+    return command

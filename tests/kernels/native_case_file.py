@@ -9,7 +9,7 @@ error in units of the last place; one that does not apply is `inf`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -62,6 +62,12 @@ def within(exact: Tensor, limit: float) -> Want:
 def rounded(exact: Tensor, eager: Tensor) -> Want:
     """By the tier of the dtype that the result has."""
     return (tier1 if eager.dtype == FP32 else tier3)(exact, eager)
+
+
+def judged(answers: Callable[[torch.dtype], dict[str, Tensor]], dtype: torch.dtype) -> dict[str, Want]:
+    """What `answers` gives in float64, by the tier of each result that it gives in `dtype`."""
+    eager = answers(dtype)
+    return {name: rounded(x, eager[name]) for name, x in answers(FP64).items()}
 
 
 class Case(NamedTuple):

@@ -14,8 +14,9 @@ from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.sample.reference import STREAM
 from torch import Tensor
 
-from .decode_step_cases import Call, Sizes, make_adapters, make_call, make_decoder, mapped
-from .native_case_file import FP32, FP64, Case, randn, rounded, tier1, within
+from .decode_step_cases import Sizes, make_adapters, make_call, make_decoder
+from .dense import statistics
+from .native_case_file import FP32, FP64, Case, judged, randn, rounded, tier1, within
 
 
 def _logits(t: dict[str, Tensor], n: dict[str, float], dtype: torch.dtype, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -117,13 +118,9 @@ def sample_case(g: torch.Generator, dtype: torch.dtype, label: str) -> Case:
         t[name] = t[name][clear]
     token = score[clear].argmax(-1)
 
-    def statistics(z: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = torch.log_softmax(z, -1)
-        finite = log_p.clamp_min(torch.finfo(z.dtype).min)
-        return log_p.gather(1, token[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)
-
-    pairs = zip(("logprob", "entropy"), statistics(z[clear]), statistics(logits(FP32)[0]), strict=True)
-    return Case("sample", label, t, n, {"token": within(token, 0)} | {k: tier1(x, plain) for k, x, plain in pairs})
+    exact, plain = (statistics(x, token) for x in (z[clear], logits(FP32)[0]))
+    wants = {name: tier1(exact[name], plain[name]) for name in ("logprob", "entropy")}
+    return Case("sample", label, t, n, {"token": within(token, 0)} | wants)
 
 
 def linear_case(g: torch.Generator, dtype: torch.dtype, label: str, shape: tuple[int, int, int]) -> Case:
@@ -131,22 +128,17 @@ def linear_case(g: torch.Generator, dtype: torch.dtype, label: str, shape: tuple
     N, K, M = shape
     dense = [randn(g, *sizes, dtype=dtype) for sizes in ((N, K), (M, K), (M,), (N, M))]
 
-    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
-        x, weight, bias, dy = (t.to(dtype) for t in dense)
-        return {
-            "y": linear.forward(x, weight, bias),
-            "y_without_bias": linear.forward(x, weight, None),
-            "dx": linear.input_gradient(dy, weight),
-            "dW": linear.weight_gradient(dy, x),
-        }
+    def answers(wide: torch.dtype) -> dict[str, Tensor]:
+        x, weight, bias, dy = (t.to(FP32 if wide != FP64 else FP64) for t in dense)  # torch's sums in fp16 may be fp16
+        y, dx, dW = linear.forward(x, weight, bias), linear.input_gradient(dy, weight), linear.weight_gradient(dy, x)
+        out = {"y": y, "y_without_bias": linear.forward(x, weight, None), "dx": dx, "dW": dW}
+        return {name: value.to(wide) for name, value in out.items()}
 
     t = {
         name: F.pad(x, (0, 3), value=math.nan)
         for name, x in zip(("x", "weight", "dy"), dense[:2] + dense[3:], strict=True)
     }
-    plain = answers(FP32)  # torch's own sums in fp16 may be fp16
-    wants = {name: rounded(x, plain[name].to(dtype)) for name, x in answers(FP64).items()}
-    return Case("linear", label, t | {"bias": dense[2]}, {"K": K}, wants)
+    return Case("linear", label, t | {"bias": dense[2]}, {"K": K}, judged(answers, dtype))
 
 
 # ---- adapters and decoding -------------------------------------------------------------------------------------------
@@ -183,17 +175,15 @@ def lora_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtype, labe
     }
     on = torch.cat([torch.arange(start, end) for start, end, _ in lanes.runs])
 
-    def answers(wide: bool) -> dict[str, Tensor]:
-        x, y, dy = (t[k].double() if wide else t[k] for k in ("x", "y0", "dy"))
-        given = _doubled(lanes) if wide else lanes
+    def answers(wide: torch.dtype) -> dict[str, Tensor]:
+        x, y, dy = (t[k].to(wide, copy=True) for k in ("x", "y0", "dy"))
+        given = _doubled(lanes) if wide == FP64 else lanes
         delta = lora.forward(x, given)
-        y = y.clone()
         y[on] = (y[on].to(delta.dtype) + delta).to(y.dtype)
         grads = lora.backward(dy, x, given, True, [True, True], [True, True])
         return {"delta": delta, "y": y, **dict(zip(("dx", "dA0", "dA1", "dB0", "dB1"), grads, strict=True))}
 
-    exact, eager = answers(True), answers(False)
-    return Case("lora", label, t, numbers, {name: rounded(x, eager[name]) for name, x in exact.items()})
+    return Case("lora", label, t, numbers, judged(answers, dtype))
 
 
 def lora_decode_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtype, label: str) -> Case:
@@ -215,15 +205,10 @@ def lora_decode_case(g: torch.Generator, dtype: torch.dtype, adapter: torch.dtyp
 def decode_step_case(dtype: torch.dtype, label: str, seed: int) -> Case:
     s = Sizes(H=50, heads=3, kv_heads=1, D=10, mlp=33, head_norms=True, bias=True, windows=(4, None))
     decoder, adapters = make_decoder(s, dtype, seed=seed), make_adapters(s)
-    call = make_call(s, 19, dtype, len(adapters), seed=seed + 10)
-    call = call._replace(keys=[x.contiguous() for x in call.keys], values=[x.contiguous() for x in call.values])
+    call = make_call(s, 19, dtype, len(adapters), seed=seed + 10).dense()
 
-    def taken(wide: bool) -> dict[str, Tensor]:
-        def cast(x: Tensor) -> Tensor:
-            return x.double() if wide and x.is_floating_point() else x
-
-        mine = Call(*mapped(list(call), cast))
-        out = mine.take(mapped(decoder, cast), mapped(adapters, cast), "reference")
+    def answers(wide: torch.dtype) -> dict[str, Tensor]:
+        out = call.take_exactly(decoder, adapters) if wide == FP64 else call.take(decoder, adapters, "reference")
         return dict(zip(("hidden", "keys", "values"), out, strict=True))
 
     t = {k: getattr(call, k) for k in ("tokens", "positions", "slots", "cos", "sin", "table")}
@@ -242,5 +227,4 @@ def decode_step_case(dtype: torch.dtype, label: str, seed: int) -> Case:
         for i, pairs in enumerate(adapter.pairs):
             for name, (A, B) in pairs.items():
                 t |= {f"{slot}.{i}.{name}.A": A, f"{slot}.{i}.{name}.B": B}
-    exact, eager = taken(True), taken(False)
-    return Case("decode_step", label, t, n, {name: rounded(x, eager[name]) for name, x in exact.items()})
+    return Case("decode_step", label, t, n, judged(answers, dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,7 @@ from rlhf_kernels.ppo_loss import reference as ppo_loss
 from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 
-from .native_case_file import FP32, FP64, Case, randn, rounded, tier1, tier2, within
+from .native_case_file import FP32, FP64, Case, judged, randn, rounded, tier2, within
 
 ROW_GRADIENTS = ("logprob", "lse", "entropy", "mean_logit", "log_sum_sq_prob")
 
@@ -32,8 +33,8 @@ def gather_logprob_case(g: torch.Generator, dtype: torch.dtype, label: str) -> C
     t["target"][2] = -100
     t |= {f"g_{name}": randn(g, n) for name in ROW_GRADIENTS}
 
-    def answers(logits: Tensor) -> dict[str, Tensor]:
-        wide = FP64 if logits.dtype == FP64 else FP32
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
+        logits, wide = t["logits"].to(dtype), FP64 if dtype == FP64 else FP32
         rest = (t["target"], t["temperature"].to(wide), 1.0, -100)
         out = dict(zip(OUTPUTS, gather_logprob.forward(logits, *rest, ",".join(OUTPUTS)), strict=True))
         saved = (out["lse"], out["entropy"], out["log_sum_sq_prob"])
@@ -42,8 +43,7 @@ def gather_logprob_case(g: torch.Generator, dtype: torch.dtype, label: str) -> C
         gather_logprob.backward(logits, *rest, saved, tuple(t[f"g_{k}"].to(wide) for k in names), out["d_logits"])
         return out
 
-    exact, eager = answers(t["logits"].double()), answers(t["logits"])
-    return Case("gather_logprob", label, t, {}, {name: rounded(x, eager[name]) for name, x in exact.items()})
+    return Case("gather_logprob", label, t, {}, judged(answers, dtype))
 
 
 def decode_attention_case(g: torch.Generator, dtype: torch.dtype, label: str) -> Case:
@@ -76,84 +76,58 @@ def attention_case(g: torch.Generator, dtype: torch.dtype, label: str) -> Case:
         leaves = [t[name].to(dtype).detach().clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
         options = (n["scale"], int(n["window"]), n["softcap"], leaves[3])
         out = attention.in_its_dtype(*leaves[:3], lengths, parents, *options)
-        found = torch.autograd.grad(out, leaves, t["d_out"].to(dtype))
-        return dict(zip(("out", "d_q", "d_k", "d_v", "d_sinks"), (out.detach(), *found), strict=True))
+        gradients = torch.autograd.grad(out, leaves, t["d_out"].to(dtype))
+        return dict(zip(("out", "d_q", "d_k", "d_v", "d_sinks"), (out.detach(), *gradients), strict=True))
 
-    exact, eager = answers(FP64), answers(dtype)
-    wants = {name: rounded(x, eager[name]) for name, x in exact.items()}
+    wants = judged(answers, dtype)
     t |= {"lengths": torch.tensor(lengths), "parents": torch.tensor(parents)}
     return Case("attention", label, t, n, wants)
 
 
-def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    return torch.autograd.grad(function(x), x, dy)[0]
+def _block_case(
+    op: str, label: str, t: dict[str, Tensor], n: dict[str, float], function: Callable[..., Tensor], **gradients: str
+) -> Case:
+    """y = function(...) of tensors by name, and gradients by name of some of them."""
+
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
+        own = {name: x.detach().to(dtype, copy=True) for name, x in t.items()}
+        leaves = [own[name].requires_grad_() for name in gradients.values()]
+        y = function(**{name: x for name, x in own.items() if name != "dy"})
+        return {"y": y.detach(), **dict(zip(gradients, torch.autograd.grad(y, leaves, own["dy"]), strict=True))}
+
+    return Case(op, label, t, n, judged(answers, t["dy"].dtype))
 
 
 def block_cases(g: torch.Generator, dtype: torch.dtype, label: str) -> Iterator[Case]:
-    x, dy, weight = randn(g, 40, 129, dtype=dtype), randn(g, 40, 129, dtype=dtype), randn(g, 129, dtype=dtype)
-    wide, eps = x.double(), 1e-3
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    scaled, normal = dy.double() * weight.double(), wide * rstd
-    dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    wants = {
-        "y": rounded(normal * weight.double(), llama_ops.rms_norm(x, weight, eps)),
-        "dx": rounded(dx, _gradient(lambda x: llama_ops.rms_norm(x, weight, eps), x, dy)),
-        "rstd": rounded(rstd, rstd.float()),
-    }
-    yield Case("rms_norm", label, {"x": x, "dy": dy, "weight": weight}, {"eps": eps, "plus_one": 0.0}, wants)
+    sizes = {"x": (40, 129), "dy": (40, 129), "weight": (129,)}
+    t = {name: randn(g, *shape, dtype=dtype) for name, shape in sizes.items()}
+    eps = 1e-3
+    rstd = torch.rsqrt(t["x"].double().square().mean(-1, keepdim=True) + eps)
+    for name, plus_one in (("", False), ("-plus-one", True)):
 
-    def from_one(x: Tensor) -> Tensor:
-        return llama_ops.rms_norm(x, weight, eps, plus_one=True)
+        def norm(x: Tensor, weight: Tensor, plus_one: bool = plus_one) -> Tensor:
+            if x.dtype != FP64:
+                return llama_ops.rms_norm(x, weight, eps, plus_one)
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + plus_one)
 
-    scaled = dy.double() * (1 + weight.double())
-    dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    wants = {
-        "y": rounded(normal * (1 + weight.double()), from_one(x)),
-        "dx": rounded(dx, _gradient(from_one, x, dy)),
-        "rstd": rounded(rstd, rstd.float()),
-    }
-    numbers = {"eps": eps, "plus_one": 1.0}
-    yield Case("rms_norm", f"{label}-plus-one", {"x": x, "dy": dy, "weight": weight}, numbers, wants)
+        case = _block_case("rms_norm", label + name, t, {"eps": eps, "plus_one": float(plus_one)}, norm, dx="x")
+        yield case._replace(wants=case.wants | {"rstd": rounded(rstd, rstd.float())})
 
     shape = (2, 7, 3, 38)  # batch, tokens, heads, features
-    x, dy = randn(g, *shape, dtype=dtype), randn(g, *shape, dtype=dtype)
-    cos, sin = randn(g, 2, 7, 38, dtype=dtype), randn(g, 2, 7, 38, dtype=dtype)
+    t = {name: randn(g, *shape, dtype=dtype) for name in ("x", "dy")}
+    t |= {name: randn(g, 2, 7, 38, dtype=dtype) for name in ("cos", "sin")}
 
-    def turned(x: Tensor) -> Tensor:
-        angles = cos.to(x.dtype), sin.to(x.dtype)
-        return llama_ops.rotary(x.transpose(1, 2), x.transpose(1, 2), *angles)[0].transpose(1, 2)
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return llama_ops.rotary(x.transpose(1, 2), x.transpose(1, 2), cos, sin)[0].transpose(1, 2)
 
-    wants = {
-        "y": rounded(turned(x.double()), turned(x)),
-        "dx": rounded(_gradient(turned, x.double(), dy.double()), _gradient(turned, x, dy)),
-    }
-    yield Case("rotary", label, {"x": x, "dy": dy, "cos": cos, "sin": sin}, {}, wants)
+    yield _block_case("rotary", label, t, {}, turned, dx="x")
 
-    gate, up, dy = randn(g, 4099, scale=4, dtype=dtype), randn(g, 4099, dtype=dtype), randn(g, 4099, dtype=dtype)
-    wants = {
-        "y": rounded(llama_ops.swiglu(gate.double(), up.double()), llama_ops.swiglu(gate, up)),
-        "d_gate": rounded(
-            _gradient(lambda x: llama_ops.swiglu(x, up.double()), gate.double(), dy.double()),
-            _gradient(lambda x: llama_ops.swiglu(x, up), gate, dy),
-        ),
-        "d_up": rounded(
-            _gradient(lambda x: llama_ops.swiglu(gate.double(), x), up.double(), dy.double()),
-            _gradient(lambda x: llama_ops.swiglu(gate, x), up, dy),
-        ),
-    }
-    yield Case("swiglu", label, {"gate": gate, "up": up, "dy": dy}, {}, wants)
-
+    t = {name: randn(g, 4099, scale=scale, dtype=dtype) for name, scale in (("gate", 4.0), ("up", 1.0), ("dy", 1.0))}
+    yield _block_case("swiglu", label, t, {}, llama_ops.swiglu, d_gate="gate", d_up="up")
     for number, kind in enumerate(KINDS):
-
-        def activated(x: Tensor, kind: str = kind) -> Tensor:
-            return llama_ops.activation(x, kind)
-
-        wants = {
-            "y": rounded(activated(gate.double()), activated(gate)),
-            "dx": rounded(_gradient(activated, gate.double(), dy.double()), _gradient(activated, gate, dy)),
-        }
-        yield Case("activation", f"{label}-{kind}", {"x": gate, "dy": dy}, {"kind": float(number)}, wants)
+        activated = functools.partial(llama_ops.activation, kind=kind)
+        t = {"x": t.get("gate", t.get("x")), "dy": t["dy"]}
+        yield _block_case("activation", f"{label}-{kind}", t, {"kind": float(number)}, activated, dx="x")
 
 
 def _tokens(g: torch.Generator, n: int, *names: str) -> dict[str, Tensor]:
@@ -165,30 +139,27 @@ def ppo_loss_case(g: torch.Generator, label: str) -> Case:
     t = _tokens(g, 1003, "new_logprob", "old_logprob", "advantage", "ref_logprob", "entropy")
     n = {"denom": 701.0, "clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0, "kl_coef": 0.1, "entropy_coef": 0.01}
 
-    def answers(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
         new, old, advantage, ref, entropy, mask = (x.to(dtype) for x in t.values())
         denom = torch.tensor(n["denom"], dtype=dtype)
         options = PpoOptions(n["clip_low"], n["clip_high"], n["dual_clip"], "k3", n["kl_coef"], n["entropy_coef"])
         out = ppo_loss.forward(new, PpoTokens(old, advantage, mask, denom, ref), entropy, options)
         grads = ppo_loss.backward(torch.ones((), dtype=dtype), out[2], mask, denom, n["entropy_coef"], True, True)
-        return *out, grads[1]
+        return dict(zip(("loss", "statistics", "dloss", "d_entropy"), (*out, grads[1]), strict=True))
 
-    names = ("loss", "statistics", "dloss", "d_entropy")
-    wants = {k: tier1(x, plain) for k, x, plain in zip(names, answers(FP64), answers(FP32), strict=True)}
-    return Case("ppo_loss", label, t, n, wants)
+    return Case("ppo_loss", label, t, n, judged(answers, FP32))
 
 
 def value_loss_case(g: torch.Generator, label: str) -> Case:
     t = _tokens(g, 1003, "value", "old_value", "ret")
     n = {"denom": 701.0, "clip": 0.2}
 
-    def answers(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
         value, old, ret, mask = (x.to(dtype) for x in t.values())
-        return ppo_loss.value_forward(value, old, ret, mask, torch.tensor(n["denom"], dtype=dtype), n["clip"])
+        out = ppo_loss.value_forward(value, old, ret, mask, torch.tensor(n["denom"], dtype=dtype), n["clip"])
+        return dict(zip(("loss", "statistics", "dloss"), out, strict=True))
 
-    names = ("loss", "statistics", "dloss")
-    wants = {k: tier1(x, plain) for k, x, plain in zip(names, answers(FP64), answers(FP32), strict=True)}
-    return Case("value_loss", label, t, n, wants)
+    return Case("value_loss", label, t, n, judged(answers, FP32))
 
 
 def gae_case(g: torch.Generator, label: str) -> Case:
@@ -196,14 +167,13 @@ def gae_case(g: torch.Generator, label: str) -> Case:
     t = {k: randn(g, n, T) for k in ("reward", "value", "d_advantage", "d_ret")}
     t |= {"bootstrap": randn(g, n), "mask": torch.rand(n, T, generator=g) > 0.3}
 
-    def answers(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def answers(dtype: torch.dtype) -> dict[str, Tensor]:
         reward, value, d_advantage, d_ret, last = (t[k].to(dtype) for k in list(t)[:5])
-        forward = gae.forward(reward, value, t["mask"], last, 0.99, 0.95)
-        return *forward, *gae.backward(d_advantage, d_ret, t["mask"], 0.99, 0.95)
+        out = gae.forward(reward, value, t["mask"], last, 0.99, 0.95)
+        out = *out, *gae.backward(d_advantage, d_ret, t["mask"], 0.99, 0.95)
+        return dict(zip(("advantage", "ret", "d_reward", "d_value", "d_bootstrap"), out, strict=True))
 
-    names = ("advantage", "ret", "d_reward", "d_value", "d_bootstrap")
-    wants = {k: tier1(x, plain) for k, x, plain in zip(names, answers(FP64), answers(FP32), strict=True)}
-    return Case("gae", label, t, {"gamma": 0.99, "lam": 0.95}, wants)
+    return Case("gae", label, t, {"gamma": 0.99, "lam": 0.95}, judged(answers, FP32))
 
 
 def whiten_case(g: torch.Generator, label: str) -> Case:

@@ -28,7 +28,7 @@ from rlhf_kernels.sample import sample
 from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 
-from .decode_step_cases import Call, Sizes, make_adapters, make_call, make_decoder, mapped
+from .decode_step_cases import Sizes, make_adapters, make_call, make_decoder
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Function = Callable[..., Sequence[Tensor | None]]
@@ -140,9 +140,8 @@ def decoding() -> None:
         )
         slots, decoder = make_adapters(sizes), make_decoder(sizes, dtype)
         call = make_call(sizes, 5, dtype, len(slots), longest=6)
-        wide = [mapped(x, lambda t: t.double() if t.is_floating_point() else t) for x in (decoder, slots, list(call))]
-        exact = Call(*wide[2]).take(wide[0], wide[1], "reference")
-        parts = zip(call.take(decoder, slots), exact, call.take(decoder, slots, "reference"), strict=True)
+        takes = call.take(decoder, slots), call.take_exactly(decoder, slots), call.take(decoder, slots, "reference")
+        parts = zip(*takes, strict=True)
         for ours, truth, eager in parts:
             assert_ok((tier1 if dtype == FP32 else tier3)(ours, truth, eager), f"decode_step, {dtype}")
     _held.append("decode_step")

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rlhf_kernels.attention import attention, reference
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import native, registry, testing
@@ -62,14 +63,14 @@ def rows_seen(lengths, parents):
     return seen
 
 
-def decoded(q, k, v, lengths, parents, **options):
-    """decode_attention for every row: k and v are a cache of one position per block, so a prompt is shared there."""
-    seen = rows_seen(lengths, parents)
+def decoded_rows(q, k, v, lengths, parents, rows, **options):
+    """decode_attention for these rows: k and v are a cache of one position per block, so a prompt is shared there."""
+    seen = [rows_seen(lengths, parents)[row] for row in rows]
     table = torch.full((len(seen), max(map(len, seen))), 2**40)
     for row, keys in enumerate(seen):
         table[row, : len(keys)] = torch.tensor(keys)
     counts = torch.tensor([len(keys) for keys in seen])
-    return decode_attention(q, k[:, None], v[:, None], counts, table, **options)
+    return decode_attention(q[rows], k[:, None], v[:, None], counts, table, **options)
 
 
 def with_gradients(tensors, lengths, d_out, dtype=None, **options):
@@ -121,10 +122,10 @@ PARENTS = (-1, 0, -1, -1, 0, 3, 3, 2)
 def test_every_row_has_the_bits_of_decode_attention(isa, dtype, name, shared):
     lengths, parents = (FAMILIES, PARENTS) if shared else (LENGTHS, (-1,) * len(LENGTHS))
     for heads in HEADS:
-        tensors, options = case(heads, lengths, dtype), options_of(name, heads)
+        tensors, options, rows = case(heads, lengths, dtype), options_of(name, heads), list(range(sum(lengths)))
         with registry.use_backend("cpu"):
             got = attention(*tensors, lengths, parents=parents, **options)
-            assert torch.equal(got, decoded(*tensors, lengths, parents, **options)), heads
+            assert torch.equal(got, decoded_rows(*tensors, lengths, parents, rows, **options)), heads
 
 
 def test_bits_of_decode_attention_over_pages(isa):
@@ -173,17 +174,15 @@ def test_a_shared_prompt_gives_the_bits_of_copies(isa, name, prompt):
 @each("heads", HEADS)
 @each(("name", "size"), [("plain", 1.0), ("window", 1e-3), ("all", 1.0)])
 def test_tier1(isa, heads, name, size):
-    families = (LENGTHS, None), (FAMILIES, PARENTS)
-    options = options_of(name, heads)
-    hold("cpu", testing.tier1, families, heads, options, lambda lengths: [x * size for x in case(heads, lengths)])
+    given = ((LENGTHS, None), (FAMILIES, PARENTS)), heads, options_of(name, heads)
+    hold("cpu", testing.tier1, *given, lambda lengths: [x * size for x in case(heads, lengths)])
 
 
 @each("heads", HEADS)
 @each("name", ["plain", "all"])
 def test_tier3_bf16(isa, heads, name):
-    families = (LENGTHS, None), (FAMILIES, PARENTS)
-    options = options_of(name, heads)
-    hold("cpu", testing.tier3, families, heads, options, lambda lengths: case(heads, lengths, torch.bfloat16))
+    given = ((LENGTHS, None), (FAMILIES, PARENTS)), heads, options_of(name, heads)
+    hold("cpu", testing.tier3, *given, lambda lengths: case(heads, lengths, torch.bfloat16))
 
 
 @needs_native
@@ -210,11 +209,7 @@ def test_nan_stays_where_it_belongs(isa, heads):
     q, k, v = case(heads, lengths)
     options = {"scale": 0.2, "window": 18, "parents": parents, "backend": "cpu"}
     want = attention(q, k, v, lengths, **options)
-    spread = []
-    for x in (q, k, v):
-        room = torch.full((x.shape[0] + 2, x.shape[1] + 1, x.shape[2] + 3), math.nan)
-        room[1:-1, :-1, :-3] = x
-        spread.append(room[1:-1, :-1, :-3])
+    spread = [F.pad(x, (0, 3, 0, 1, 1, 1), value=math.nan)[1:-1, :-1, :-3] for x in (q, k, v)]
     assert torch.equal(attention(*spread, lengths, **options), want)
     dirty_q, dirty_k, dirty_v = (x.clone() for x in (q, k, v))
     dirty_q[45], dirty_k[45], dirty_v[45] = math.nan, math.nan, math.inf  # sequence 1, position 25
@@ -232,16 +227,14 @@ def test_views_of_a_projection(backend):
     wide = numbers(t, (4 + 2 + 2) * d)
     q, k, v = (x.unflatten(1, (-1, d)) for x in wide.split([4 * d, 2 * d, 2 * d], 1))
     d_out = numbers(4, t, d, seed=1).transpose(0, 1)
-    plain = with_gradients(
-        [x.contiguous() for x in (q, k, v)], [40, 20], d_out.contiguous(), scale=0.25, backend=backend
-    )
+    options = {"scale": 0.25, "backend": backend}
+    plain = with_gradients([x.contiguous() for x in (q, k, v)], [40, 20], d_out.contiguous(), **options)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     for views in ((q, k, v), turned, [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]):
         assert not any(x.is_contiguous() for x in views)
         leaves = [x.detach().requires_grad_() for x in views]
-        out = attention(*leaves, [40, 20], scale=0.25, backend=backend)
-        got = [out, *torch.autograd.grad(out, leaves, d_out)]
-        same_bits(got, plain)
+        out = attention(*leaves, [40, 20], **options)
+        same_bits([out, *torch.autograd.grad(out, leaves, d_out)], plain)
 
 
 @pytest.mark.parametrize("on", ["reference", pytest.param("cpu", marks=needs_native)])
@@ -258,10 +251,8 @@ def test_empty_batches(on):
         assert out.shape == (3, *shape)
         assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
     q, k, v = case((4, 2, 8), (3,))
-    assert torch.equal(
-        attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=on),
-        attention(q, k, v, [3], scale=1.0, backend=on),
-    )
+    behind_nothing = attention(q, k, v, [0, 3], scale=1.0, parents=[-1, 0], backend=on)
+    assert torch.equal(behind_nothing, attention(q, k, v, [3], scale=1.0, backend=on))
 
 
 def test_a_sink_of_minus_infinity_is_none(backend):
@@ -275,13 +266,11 @@ def test_a_sink_of_minus_infinity_is_none(backend):
 
 def test_peaked_and_very_negative_scores(backend):
     q, k, v = case((2, 1, 16), (40,))
-    for factor, shift in ((1000.0, 0.0), (1.0, -100.0)):
-        keys = k.clone()
-        queries = q * factor
-        if shift:
-            queries[..., 0], keys[..., 0] = shift, 10.0
-        got = attention(queries, keys, v, [40], scale=1.0, backend=backend)
-        want = attention(queries.double(), keys.double(), v.double(), [40], scale=1.0, backend="reference")
+    begins = ((q, -100.0), (k, 10.0))
+    low, ten = (torch.cat([torch.full_like(x[..., :1], value), x[..., 1:]], -1) for x, value in begins)
+    for given in ((1000 * q, k, v), (low, ten, v)):
+        got = attention(*given, [40], scale=1.0, backend=backend)
+        want = attention(*(x.double() for x in given), [40], scale=1.0, backend="reference")
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
@@ -327,11 +316,7 @@ def test_there_is_no_second_derivative():
         ({"parents": [-1]}, ValueError, "parents: expected one integer for each of 2 sequences, got 1"),
         ({"parents": [-1, 1]}, ValueError, "parents: expected -1 or an earlier sequence .*, got 1 for sequence 1"),
         ({"parents": [-2, -1]}, ValueError, "parents: expected -1 or an earlier sequence .*, got -2 for sequence 0"),
-        (
-            {"lengths": [2, 2, 1], "parents": [-1, 0, 1]},
-            ValueError,
-            "parents: expected .* without a parent, got 1 for sequence 2",
-        ),
+        ({"lengths": [2, 2, 1], "parents": [-1, 0, 1]}, ValueError, ".* without a parent, got 1 for sequence 2"),
         ({"window": 0}, ValueError, r"window: expected None or an integer from 1 to 2\^56, got 0"),
         ({"window": 2**70}, ValueError, r"window: expected None or an integer from 1 to 2\^56, got 1180591620"),
         ({"window": 2.5}, TypeError, "window: expected None or an integer, got 2.5"),

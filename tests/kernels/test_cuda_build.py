@@ -3,10 +3,8 @@
 import ctypes
 import ctypes.util
 import logging
-import os
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +14,7 @@ import torch
 from rlhf_kernels.runtime import aot, cuda_native, cuda_support, registry
 
 from . import native_build
-
-ROOT = Path(__file__).resolve().parents[2]
-UNITS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+from .native_build import ROOT
 
 
 def _nvcc():
@@ -35,11 +31,14 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a C
 # --- machine code ---------------------------------------------------------------------------------------------------
 
 
-def check_usage(target):
+@needs_nvcc
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["90a", "80", "90"])
+def test_machine_code(target):
     """No spills, no local memory, and registers that let a multiprocessor hold all blocks that its threads allow."""
     kernels = {}
-    for unit in UNITS:
-        kernels |= aot.ptxas_usage(unit, target)
+    for unit in (ROOT / "csrc/cuda").glob("*.cu"):
+        kernels |= aot.ptxas_usage(unit, f"arch=compute_{target},code=sm_{target}")
     names = "gae_forward_kernel gae_backward_kernel "
     names += "policy_kernel policy_statistics_kernel policy_gradient_kernel value_kernel value_statistics_kernel"
     for name in names.split():
@@ -55,77 +54,41 @@ def check_usage(target):
         assert usage["registers"] <= most, f"{kernel}: {usage}"
 
 
-@needs_nvcc
-@pytest.mark.long
-def test_machine_code_for_hopper():
-    check_usage("arch=compute_90a,code=sm_90a")
-
-
-@needs_nvcc
-@pytest.mark.long
-@pytest.mark.parametrize("target", ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"])
-def test_machine_code_for_others(target):
-    check_usage(target)
-
-
 # --- arithmetic on the CPU ------------------------------------------------------------------------------------------
 
 
-def run_under_sanitizers(tmp_path, program):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++ with its sanitizer libraries")
-    binary = tmp_path / "program"
-    include = ["-I", str(ROOT / "tests/kernels/cuda_on_host"), "-I", str(ROOT / "csrc")]
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *sanitize, *include]
-    command = ["g++", *flags, str(ROOT / "tests/kernels" / program), "-o", str(binary)]
-    build = subprocess.run(command, capture_output=True, text=True)
-    if build.returncode != 0 and "cannot find" in build.stderr and "san" in build.stderr:
-        pytest.skip("g++ is here without libasan or libubsan")
-    assert build.returncode == 0, build.stderr
-    run = subprocess.run([str(binary)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout.strip()
-
-
 def test_common_code_under_sanitizers(tmp_path):
-    assert run_under_sanitizers(tmp_path, "cuda_common_main.cpp") == "common code is clean"
+    flags = ("-O1", "-g1", *native_build.SANITIZE, *native_build.CUDA_ON_HOST)
+    program = tmp_path / "program"
+    sources = ROOT / "tests/kernels/cuda_common_main.cpp"
+    native_build.run([*native_build.linking(tmp_path, "g++", *flags), sources, "-o", program])
+    assert native_build.run([program]).strip() == "common code is clean"
 
 
 @pytest.mark.long
 def test_kernels_on_the_cpu_under_sanitizers(sanitized):
     """Compared with the CPU's own code, so it is linked with csrc/cpu."""
-    flags = ("-Wno-unknown-pragmas", "-I", str(ROOT / "tests/kernels/cuda_on_host"))
-    program = sanitized.program(ROOT / "tests/kernels/cuda_main.cpp", *flags)
+    program = sanitized.program(ROOT / "tests/kernels/cuda_main.cpp", *native_build.CUDA_ON_HOST)
     assert native_build.run([program]).strip() == "cuda code is clean"
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """What the command makes, with this machine's nvcc and no GPU."""
-    folder = tmp_path_factory.mktemp("library")
-    command = [sys.executable, "-W", "error", "-m", "rlhf_kernels.runtime.cuda_native", "--build", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    library = Path(run.stdout.strip())
-    assert [path.name for path in folder.iterdir()] == [library.name]
-    return library
-
-
 @needs_nvcc
 @pytest.mark.long  # compiles for three targets
-def test_built_library(built):
+def test_built_library(tmp_path):
+    """What the command makes, with this machine's nvcc and no GPU."""
+    command = [sys.executable, "-W", "error", "-m", "rlhf_kernels.runtime.cuda_native", "--build", tmp_path]
+    built = Path(native_build.run(command, PYTHONPATH=str(ROOT / "kernels")).strip())
+    assert list(tmp_path.iterdir()) == [built]
     library = cuda_native.load(built)  # every one of `functions` is there
     assert library.rlhf_workspace(0) == library.rlhf_workspace(1024) < library.rlhf_workspace(1025)
-    symbols = subprocess.run(["nm", "-D", "--defined-only", str(built)], capture_output=True, text=True, check=True)
-    exported = {line.split()[-1] for line in symbols.stdout.splitlines()}
+    symbols = native_build.run(["nm", "-D", "--defined-only", built])
+    exported = {line.split()[-1] for line in symbols.splitlines()}
     about = {"rlhf_source_key", "rlhf_error_string", "rlhf_probe", "rlhf_workspace"}
     assert exported == about | cuda_native.functions().keys()
-    linked = subprocess.run(["ldd", str(built)], capture_output=True, text=True, check=True).stdout
+    linked = native_build.run(["ldd", built])
     assert "cuda" not in linked.replace(str(built), "")  # the runtime is inside, the driver is opened when it is needed
     assert library.rlhf_gae_forward_float32(*[0] * 10, -1, 4, 1.0, 1.0, 0, 0, 0) == 1  # cudaErrorInvalidValue
     assert library.rlhf_gae_forward_float32(*[0] * 10, 0, 4, 1.0, 1.0, 0, 0, 0) == 0  # nothing to do
@@ -137,11 +100,7 @@ def test_built_library(built):
         rows = (address, 4, 1, address, 4, 1, address, 4, 1, 0)
         code = library.rlhf_gae_forward_float32(*rows, 1, 4, 1.0, 1.0, address, address, 0)
         assert code not in (0, 1)  # a launch without a driver says so
-
-
-@needs_nvcc
-@pytest.mark.long
-def test_library_of_other_sources_is_refused(built, tmp_path, monkeypatch):
+    # one of other sources is refused
     key = cuda_native.source_key(ROOT / "csrc")
     changed = tmp_path / "changed.so"
     changed.write_bytes(built.read_bytes().replace(key.encode(), b"0123456789abcdef"))

@@ -9,8 +9,7 @@ from rlhf_kernels.lora import DecodeLinear, Segments, cuda, decode_delta_, lora_
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier2
 
-from .checks import each
-from .cuda_graph import capture
+from .checks import capture, each, in_any_company
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,13 +40,15 @@ class Case:
         self.scales = [0.5 + i for i in range(len(ranks))]
         self.slots = ((torch.arange(n) * 7 + 1) % (len(ranks) + 1) - 1).to(device)
 
-    def run(self, rows=slice(None), **changes):
-        given = {"y": self.y, "x": self.x, "row_slot": self.slots} | changes
-        y = given["y"][rows].clone()
-        with torch.no_grad():
-            return decode_delta_(
-                y, given["x"][rows], self.A, self.B, self.scales, given["row_slot"][rows], backend="cuda"
-            )
+    def run(self, *, x=None, row_slot=None):
+        return self.rows(self.y, self.x if x is None else x, self.slots if row_slot is None else row_slot)[0]
+
+    def rows(self, y, x, row_slot):
+        return [self.added_to(y.clone(), x, row_slot)]
+
+    @torch.no_grad()
+    def added_to(self, y, x, row_slot):
+        return decode_delta_(y, x, self.A, self.B, self.scales, row_slot, backend="cuda")
 
     def expected(self, dtype):
         """y + delta in `dtype`, on the CPU."""
@@ -78,22 +79,16 @@ def test_y_is_rounded_once(device, dtype, adapter):
     case = Case(device, 12, 256, 64, (16, 8), dtype=dtype, adapter=adapter, scale=0.3)
     got, exact = case.run().cpu(), case.expected(torch.float64)
     assert got.dtype == dtype
-    if dtype == torch.float32:
-        assert_ok(tier1(got, exact, case.expected(torch.float32)), "y")
-    else:
-        kept = exact.abs() > 0.05  # where base and delta cancel, fp32's error is large in units of the small result
-        assert_ok(tier2(got[kept], exact[kept]), "y")
+    kept = exact.abs() > 0.05  # where base and delta cancel, fp32's error is large in units of the small result
+    fp32 = dtype == torch.float32
+    assert_ok(tier1(got, exact, case.expected(dtype)) if fp32 else tier2(got[kept], exact[kept]), "y")
 
 
 def test_neither_the_other_rows_nor_their_order_change_a_row_s_bits(device):
     case = Case(device, 40, 130, 40, (16, 5, 40))
-    whole = case.run()
-    assert torch.equal(case.run(), whole)
-    for n in (1, 15, 17):
-        assert torch.equal(case.run(slice(n)), whole[:n]), n
-        assert torch.equal(case.run(slice(n, None)), whole[n:]), n
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).to(device)
-    assert torch.equal(case.run(order), whole[order])
+    parts = [part for n in (1, 15, 17) for part in (slice(n), slice(n, None))]
+    in_any_company(case.rows, [case.y, case.x, case.slots], [slice(None), *parts, order])
 
 
 @each("dtype", DTYPES)
@@ -101,13 +96,12 @@ def test_off_rows_are_neither_read_nor_written(device, dtype):
     case = Case(device, 12, dtype=dtype)
     off = case.slots < 0
     want = case.run()
-    patterns = torch.randint(-(2**15), 2**15, case.y.shape, dtype=torch.int16).to(device)
-    case.y[off] = (patterns.view(torch.bfloat16) if dtype != torch.float32 else patterns.float()).to(dtype)[off]
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    case.y.view(integers)[off] = torch.randint(-(2**15), 2**15, case.y.shape, dtype=integers).to(device)[off]
     case.x[off] = NAN
     before = case.y.clone()
     got = case.run()
     assert torch.equal(got[~off], want[~off])
-    integers = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(got[off].view(integers), before[off].view(integers))
     nobody = case.run(row_slot=torch.full_like(case.slots, -1))
     assert torch.equal(nobody.view(integers), before.view(integers))
@@ -145,11 +139,7 @@ def test_any_rows_between_red_zones(device):
     for start, stride in ((0, 68), (1, 67), (3, 80)):
         x, y = (torch.full((11, stride), NAN, device=device) for _ in "xy")
         x[:, start : start + 64], y[:, start : start + 32] = case.x, case.y
-        with torch.no_grad():
-            got = decode_delta_(
-                y[:, start : start + 32], x[:, start : start + 64], case.A, case.B, case.scales, case.slots,
-                backend="cuda",
-            )  # fmt: skip
+        got = case.added_to(y[:, start : start + 32], x[:, start : start + 64], case.slots)
         assert torch.equal(got, want)
         assert y[:, :start].isnan().all()
         assert y[:, start + 32 :].isnan().all()
@@ -186,6 +176,7 @@ MIXED = Segments(starts=(0, 3, 5, 9), ends=(3, 5, 9, 10), slots=(1, -1, 0, 1))
 
 @each(("shape", "dtype"), [((11,), torch.float32), ((11, 1), torch.bfloat16), ((1, 11), torch.float16)])
 def test_decode_linear(device, dtype, shape):
+    """Off rows keep the bits of the base; tensors may change in place, and move."""
     case = Case(device, dtype=dtype, scale=0.3)
     given = linear(case, device, MIXED)
     decode = DecodeLinear(*given, backend="cuda")
@@ -201,35 +192,30 @@ def test_decode_linear(device, dtype, shape):
         assert torch.equal(got.view(11, -1)[off], base.view(11, -1)[off])
         x = (x * 0.5).contiguous()
         given[2][0].mul_(0.9)  # tensors may change in place
-    decode.__init__(given[0], None, *given[2:], backend="cuda")
-    torch.testing.assert_close(decode(x), lora_linear(x, given[0], None, *given[2:], backend="reference"), **tolerance)
-
-
-def test_decode_linear_follows_tensors_that_move(device):
-    case = Case(device)
-    given = linear(case, device, MIXED)
-    decode = DecodeLinear(*given, backend="cuda")
-    decode(case.x)
     for tensor in (*case.A, *case.B, given[0]):
         tensor.data = (tensor + 0.25).clone()
-    torch.testing.assert_close(decode(case.x), lora_linear(case.x, *given, backend="reference"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decode(x), lora_linear(x, *given, backend="reference"), **tolerance)
+    decode.__init__(given[0], None, *given[2:], backend="cuda")
+    torch.testing.assert_close(decode(x), lora_linear(x, given[0], None, *given[2:], backend="reference"), **tolerance)
 
 
 def test_decode_linear_says_what_it_cannot_do(device, clusters):
     case = Case(device, 5, 40, 20, (4, 200))
     segments = Segments(starts=(0,), ends=(5,), slots=(1,))
     given = linear(case, device, segments)
-    with pytest.raises(
-        registry.BackendUnavailableError, match=r"'cuda' cannot serve this decode: .*ranks from 1 to 128"
+    mixed = [case.A[0], case.A[1].half()]
+    one_slot = case.y, case.x, case.A[:1], case.B[:1], [1.0], case.slots
+    for message, call in (
+        (
+            "'cuda' cannot serve this decode: .*ranks from 1 to 128",
+            lambda: DecodeLinear(*given, backend="cuda")(case.x),
+        ),
+        ("adapters of one dtype", lambda: DecodeLinear(*given[:2], mixed, *given[3:], backend="cuda")(case.x)),
+        ("this decode: it is for up to 256 rows, not 257", lambda: Case(device, 257, 4, 4, (2,)).run()),
+        ("lora_decode_delta has no triton implementation", lambda: decode_delta_(*one_slot, backend="triton")),
     ):
-        DecodeLinear(*given, backend="cuda")(case.x)
-    case.A[1] = case.A[1].half()
-    with pytest.raises(registry.BackendUnavailableError, match="adapters of one dtype"):
-        DecodeLinear(*linear(case, device, segments), backend="cuda")(case.x)
-    with pytest.raises(registry.BackendUnavailableError, match="this decode: it is for up to 256 rows, not 257"):
-        Case(device, 257, 4, 4, (2,)).run()
-    with pytest.raises(registry.BackendUnavailableError, match="lora_decode_delta has no triton implementation"):
-        decode_delta_(case.y, case.x, case.A[:1], case.B[:1], [1.0], case.slots, backend="triton")
+        with pytest.raises(registry.BackendUnavailableError, match=message):
+            call()
     small, large = Case(device, ranks=(32,)), Case(device, ranks=(64,))
     assert cuda.serves(small.x, small.A, small.B)
     assert cuda.serves(large.x, large.A, large.B) == clusters
@@ -275,9 +261,8 @@ def test_at_size(n, rank):
 @pytest.mark.gpu
 def test_bits_at_size_in_ten_runs_whatever_the_batch():
     case = big(64, 32)
-    whole = case.run()
-    for n in (1, 2, 15, 17, *[64] * 10):
-        assert torch.equal(case.run(slice(n)), whole[:n]), n
+    companies = [slice(n) for n in (1, 2, 15, 17, *[64] * 10)]
+    in_any_company(case.rows, [case.y, case.x, case.slots], companies)
 
 
 @pytest.mark.gpu
@@ -286,9 +271,7 @@ def test_graph_replay_with_other_slots():
     y = torch.empty_like(case.y)
 
     def step():
-        with torch.no_grad():
-            y.copy_(case.y)
-            decode_delta_(y, case.x, case.A, case.B, case.scales, case.slots, backend="cuda")
+        case.added_to(y.copy_(case.y), case.x, case.slots)
 
     graph, _ = capture(step)
     for shift in (1, 2):

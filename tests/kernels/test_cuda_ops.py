@@ -7,11 +7,11 @@ import contextlib
 
 import pytest
 import torch
-from rlhf_kernels.gae import gae
-from rlhf_kernels.ppo_loss import ppo_loss, value_loss
+from rlhf_kernels import gae, ppo_loss, value_loss
 from rlhf_kernels.runtime import cuda_native, cuda_support, registry
 
-from .checks import each, same_bits
+from .checks import capture, each, same_bits
+from .test_direct_calls import opcheck
 from .test_gae import (  # noqa: F401
     hold,
     random_case,
@@ -25,6 +25,7 @@ from .test_gae import (  # noqa: F401
 )
 from .test_gae import test_gradcheck as test_gradcheck_of_gae  # noqa: F401
 from .test_ppo_loss import (  # noqa: F401
+    everything,
     test_extreme_values_as_in_the_reference,
     test_gradcheck,
     test_half_inputs_and_any_mask,
@@ -34,6 +35,7 @@ from .test_ppo_loss import (  # noqa: F401
     test_tier1_of_everything,
     tokens,
 )
+from .test_ppo_loss import hold as hold_losses
 
 
 @pytest.fixture
@@ -56,13 +58,10 @@ def test_gae_keeps_what_is_not_finite_where_it_is(backend, special, lam):
     assert torch.isfinite(advantage[2:]).all()
 
 
-def test_gae_opcheck(backend):
-    reward, value, mask, last = random_case(3, 6, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (reward, value, last)]
-    ops = torch.ops.rlhf_kernels
-    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, leaves[2], 0.9, 0.8, "cuda"))
-    torch.library.opcheck(ops.gae.default, (*leaves[:2], mask, None, 0.9, 0.8, "cuda"))
-    torch.library.opcheck(ops.gae_backward.default, (reward, value, mask, 0.9, 0.8, "cuda"))
+@each("name", ["gae", "gae_backward", "ppo_loss", "ppo_loss_backward", "value_loss", "value_loss_backward"])
+@each("plain", [False, True])
+def test_opcheck(backend, plain, name):
+    opcheck(name, backend, plain)
 
 
 def test_reductions_have_the_same_bits_for_unaligned_memory(device):
@@ -76,25 +75,12 @@ def test_reductions_have_the_same_bits_for_unaligned_memory(device):
         new, old, advantage, ref, entropy = (row[start : start + 4001] for row in memory)
         keep = torch.cat([mask[:start], mask[:4001]])[start:]
         new = new.detach().requires_grad_()
-        out = ppo_loss(
-            new, old, advantage, keep, denom=9, ref_logprob=ref, kl_coef=0.1, entropy=entropy, backend="cuda"
-        )
-        value = value_loss(new, old, advantage, keep, denom=9, clip=0.2, backend="cuda")
+        on = {"denom": 9, "backend": "cuda"}
+        out = ppo_loss(new, old, advantage, keep, ref_logprob=ref, kl_coef=0.1, entropy=entropy, **on)
+        value = value_loss(new, old, advantage, keep, clip=0.2, **on)
         (out.loss + value.loss).backward()
         results.append([*out, *value, new.grad])
     same_bits(*results)
-
-
-def test_losses_opcheck(backend):
-    ops = torch.ops.rlhf_kernels
-    new, old, advantage, ref, entropy, mask = tokens(9)
-    new, entropy, denom, two = new.requires_grad_(), entropy.requires_grad_(), torch.tensor(9.0), torch.tensor(2.0)
-    knobs = (0.2, 0.2, 3.0, "k3", 0.1, 0.1, "cuda")
-    torch.library.opcheck(ops.ppo_loss.default, (new, old, advantage, mask, denom, ref, entropy, *knobs))
-    torch.library.opcheck(ops.value_loss.default, (new, old, advantage, mask, denom, 0.2, "cuda"))
-    for needs in ((True, False), (False, True)):
-        torch.library.opcheck(ops.ppo_loss_backward.default, (two, torch.randn(9), mask, denom, 0.1, *needs, "cuda"))
-    torch.library.opcheck(ops.value_loss_backward.default, (two, torch.randn(9), "cuda"))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -151,3 +137,77 @@ def test_backend_is_there_and_chosen_on_cuda_tensors(device):
         assert registry.unsupported(op, "cuda", device, torch.float32) is None
         assert registry.resolve(op, "cuda", x) == "cuda"
         assert "not torch.int64" in registry.unsupported(op, "cuda", device, torch.int64)
+
+
+# --- what only a GPU shows: big sizes, equal bits run after run, CUDA graphs, streams ------------------------------
+
+N = 1_500_001  # more than one pass of the largest grid over the tokens, and a ragged end
+
+
+@pytest.fixture
+def on_cuda():
+    with registry.use_backend("cuda"), torch.device("cuda"):
+        yield
+
+
+def advantages(inputs):
+    return list(run_gae(inputs).values())
+
+
+def losses(inputs):
+    *case, mask = inputs
+    return list(everything(case, mask, torch.float32).values())
+
+
+def make_inputs(run, seed):
+    return tokens(N, seed, torch.float32) if run is losses else random_case(500, N // 500, seed=seed)
+
+
+@pytest.fixture(params=[advantages, losses])
+def run(request):
+    return request.param
+
+
+@pytest.mark.gpu
+def test_same_bits_in_ten_runs(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    first = run(inputs)
+    for _ in range(9):
+        torch.cuda.synchronize()
+        same_bits(first, run(inputs))
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_other_inputs(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    graph, outputs = capture(lambda: run(inputs))
+    for seed in (1, 2):
+        others = make_inputs(run, seed)
+        for x, other in zip(inputs, others, strict=True):
+            x.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        same_bits(outputs, run(others))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(on_cuda, run):
+    inputs = make_inputs(run, 0)
+    expected = run(inputs)
+    torch.cuda.synchronize()
+    late = [torch.zeros_like(x) for x in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds: work on another stream would read zeros
+        for x, real in zip(late, inputs, strict=True):
+            x.copy_(real)
+        outputs = run(late)
+    stream.synchronize()
+    same_bits(outputs, expected)
+
+
+@pytest.mark.gpu
+def test_tier1_at_size(on_cuda):
+    hold_losses(N)
+    hold(random_case(500, N // 500, seed=3))

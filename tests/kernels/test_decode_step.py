@@ -16,8 +16,9 @@ from rlhf_kernels.lora import Segments, lora_linear
 from rlhf_kernels.runtime import native, registry, testing
 from torch import Tensor
 
-from .checks import ISAS, each, needs_native, same_bits, threads_change_no_bit
-from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
+from .checks import ISAS, each, in_any_company, needs_native, same_bits, threads_change_no_bit
+from .decode_step_cases import SIZES, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
+from .dense import surrounded
 
 FP32, BF16 = torch.float32, torch.bfloat16
 PATHS = [(isa, dtype) for isa in ISAS for dtype in (FP32, BF16)]
@@ -32,9 +33,7 @@ def dtype(request):
 
 
 def assert_tiers(decoder, adapters, call, what=""):
-    wide = lambda x: mapped(x, lambda t: t.double() if t.is_floating_point() else t)  # noqa: E731
-    exact_call = Call(*mapped(list(call), lambda t: t.double() if t.is_floating_point() else t))
-    exact = exact_call.take(wide(decoder), wide(adapters), "reference")
+    exact = call.take_exactly(decoder, adapters)
     eager = call.take(decoder, adapters, "reference")
     tier = testing.tier1 if decoder.embedding.dtype == FP32 else testing.tier3
     for name, ours, truth, plain in zip(
@@ -85,17 +84,8 @@ def test_strided_weights_and_caches(dtype):
     """Rows of weights, adapters and embedding with NaN between them; a dense cache of another order."""
     s = SIZES[1]
     decoder, adapters, call = make_decoder(s, dtype), make_adapters(s), make_call(s, 9, dtype, 3)
-
-    def spread(t: Tensor) -> Tensor:
-        if t.dim() != 2:
-            return t
-        wide = torch.full((t.shape[0] + 2, t.shape[1] + 5), torch.nan, dtype=t.dtype)
-        wide[1:-1, 3:-2] = t
-        return wide[1:-1, 3:-2]
-
-    expected = call.take(decoder, adapters)
-    dense = call._replace(keys=[t.contiguous() for t in call.keys], values=[t.contiguous() for t in call.values])
-    same_bits(dense.take(mapped(decoder, spread), mapped(adapters, spread)), expected)
+    around = lambda t: surrounded(t) if t.dim() == 2 else t  # noqa: E731
+    same_bits(call.dense().take(mapped(decoder, around), mapped(adapters, around)), call.take(decoder, adapters))
 
 
 def families():
@@ -150,18 +140,11 @@ def decoder_of(model, config) -> Decoder:
 
     layers = []
     for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = {name: getattr(attention, name).weight for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-        layers.append(
-            DecoderLayer(
-                **{name: projection(getattr(attention, f"{name}_proj")) for name in "qkvo"},
-                **{name: projection(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")},
-                **norms,
-                input_norm=layer.input_layernorm.weight,
-                mlp_norm=layer.post_attention_layernorm.weight,
-                window=getattr(config, "sliding_window", None),
-            )
-        )
+        linears = {name: projection(getattr(layer.self_attn, f"{name}_proj")) for name in "qkvo"}
+        linears |= {name: projection(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down")}
+        norms = {"input_norm": layer.input_layernorm.weight, "mlp_norm": layer.post_attention_layernorm.weight}
+        norms |= {name: x.weight for name in ("q_norm", "k_norm") if (x := getattr(layer.self_attn, name, None))}
+        layers.append(DecoderLayer(**linears, **norms, window=getattr(config, "sliding_window", None)))
     attention = model.layers[0].self_attn
     return Decoder(
         embedding=model.embed_tokens.weight,
@@ -180,23 +163,19 @@ def decoder_of(model, config) -> Decoder:
 BIG = Sizes(H=160, heads=10, kv_heads=5, D=16, mlp=352, windows=(None, 7))  # enough for threads to share
 
 
-def pick(call: Call, rows: Tensor) -> Call:
-    return call._replace(
-        tokens=call.tokens[rows], positions=call.positions[rows], slots=call.slots[rows], table=call.table[rows]
-    )
-
-
 @needs_native
 @each("sizes", [SIZES[0], BIG])
 def test_a_row_s_bits_do_not_depend_on_its_company(dtype, sizes):
     decoder, adapters, call = make_decoder(sizes, dtype), make_adapters(sizes), make_call(sizes, 70, dtype, 3)
-    expected = call.take(decoder, adapters)
     shuffled = torch.randperm(70, generator=torch.Generator().manual_seed(0))
     companies = [shuffled, torch.arange(33), shuffled[:16], shuffled[16:33], *(torch.tensor([i]) for i in (0, 31, 69))]
     companies += [(call.slots == slot).nonzero()[:, 0] for slot in (-1, 1)]
-    for rows in companies:
-        for ours, want in zip(pick(call, rows).take(decoder, adapters), expected, strict=True):
-            assert torch.equal(ours, want[rows])
+
+    def run(tokens, positions, slots, table):
+        some = call._replace(tokens=tokens, positions=positions, slots=slots, table=table)
+        return some.take(decoder, adapters)
+
+    in_any_company(run, [call.tokens, call.positions, call.slots, call.table], companies)
 
 
 @needs_native
@@ -223,8 +202,7 @@ def test_shapes_that_change_in_place_are_seen(dtype):
     s = SIZES[0]
     for inference in (False, True):
         with torch.inference_mode(inference):
-            decoder, call = make_decoder(s, dtype), make_call(s, 20, dtype, 3)
-            call = call._replace(keys=[t.contiguous() for t in call.keys], values=[t.contiguous() for t in call.values])
+            decoder, call = make_decoder(s, dtype), make_call(s, 20, dtype, 3).dense()
             step = DecodeStep(decoder, make_adapters(s), backend="cpu")
             expected = step(*call).clone()
             for tensors, fewer, said in (
@@ -250,6 +228,13 @@ def test_a_prompt_in_one_call_is_its_tokens_one_by_one(dtype, sizes):
     one_by_one, *together = prompts_in_calls(sizes, dtype, "cpu")
     for results in together:
         same_bits(results, one_by_one)
+
+
+@each(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)])
+def test_a_prompt_in_one_call_of_the_reference(kind, tolerance):
+    one_by_one, *together = prompts_in_calls(SIZES[1], kind, "reference")
+    for results in together:
+        torch.testing.assert_close(results, one_by_one, rtol=0, atol=tolerance)
 
 
 @needs_native
@@ -313,14 +298,6 @@ def by_ops(decoder, adapters, tokens, positions, lengths, slots, cos, sin) -> Te
         u = norm(x, layer.mlp_norm)
         x = x + project(swiglu(project(u, i, "gate"), project(u, i, "up"), backend="cpu"), i, "down")
     return norm(x, decoder.final_norm)
-
-
-@each(("kind", "tolerance"), [(FP32, 1e-4), (BF16, 0.3)])
-def test_a_prompt_in_one_call_of_the_reference(kind, tolerance):
-    one_by_one, *together = prompts_in_calls(SIZES[1], kind, "reference")
-    for results in together:
-        for ours, want in zip(results, one_by_one, strict=True):
-            torch.testing.assert_close(ours, want, rtol=0, atol=tolerance)
 
 
 def prompts_in_calls(sizes: Sizes, dtype: torch.dtype, backend: str) -> list[list[Tensor]]:
@@ -413,11 +390,8 @@ def test_updates_and_moves_are_seen(dtype):
     on = call.slots == 0
     assert not torch.equal(updated[on], before[on])
     assert torch.equal(updated[~on], before[~on])
-    for t in (
-        decoder.layers[0].q.weight,
-        adapters[1].pairs[0]["down"][1],
-    ):  # the memory is another one, the tensor is not
-        t.data = t.data.clone().mul_(-1)
+    for t in (decoder.layers[0].q.weight, adapters[1].pairs[0]["down"][1]):
+        t.data = t.data.clone().mul_(-1)  # the memory is another one, the tensor is not
     assert torch.equal(run(), call.take(decoder, adapters)[0])
     caches = [[t.clone() for t in caches] for caches in (call.keys, call.values)]
     assert torch.equal(step(*call[:5], *caches, call.table), run())  # other caches
@@ -466,11 +440,7 @@ def at(x: Tensor, index: Any, value: int) -> Tensor:
         (lambda c: {"sin": c.sin[:9]}, ValueError, "sin: expected the shape of cos"),
         (lambda c: {"keys": c.keys[:1]}, ValueError, "keys: expected 2 caches"),
         (lambda c: {"values": [*c.values, c.values[0]]}, ValueError, "values: expected 2 caches"),
-        (
-            lambda c: {"values": [c.values[0], c.values[0].bfloat16()]},
-            TypeError,
-            r"values\[1\]: expected torch.float32",
-        ),
+        (lambda c: {"values": [c.values[0], c.values[0].half()]}, TypeError, r"values\[1\]: expected torch.float32"),
         (lambda c: {"keys": [c.keys[0], c.keys[0][:-1]]}, ValueError, r"keys\[1\]: expected the shape of keys\[0\]"),
         (lambda c: {"keys": [t.transpose(2, 3) for t in c.keys]}, ValueError, r"keys\[0\]: expected shape"),
         (lambda c: {"cos": c.cos.clone().requires_grad_()}, ValueError, "requires_grad: expected"),
@@ -528,6 +498,5 @@ def test_bad_adapters():
     refused(ValueError, r"\['q'\]\[0\]: expected shape \(1, 64\), got \(0, 64\)", [{"q": (A[:0], B[:, :0])}, {}])
     refused(TypeError, r"\['q'\]\[0\]: expected a floating dtype", [{"q": (A.int(), B)}, {}])
     if native.missing() is None:
-        refused(
-            TypeError, r"\['q'\]: expected torch.float32 or torch.bfloat16", [{"q": (A.half(), B)}, {}], backend="cpu"
-        )
+        half = [{"q": (A.half(), B)}, {}]
+        refused(TypeError, r"\['q'\]: expected torch.float32 or torch.bfloat16", half, backend="cpu")

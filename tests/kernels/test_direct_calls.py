@@ -17,12 +17,31 @@ from rlhf_kernels.runtime import native, registry
 from . import native_build
 from .checks import BACKENDS, each, needs_native
 from .decode_step_cases import Sizes, make_call, make_decoder
-from .direct_calls import CALLS, FREE, WITHOUT_REFERENCE, mutated, ops
+from .direct_calls import CALLS, FREE, OPS, WITHOUT_REFERENCE, mutated
 from .hostile_targets import LAYERS
 
-OPS = ops()
 OF_KERNELS = {"attention", "attention_backward"}
 """Ops whose reference is differentiated by autograd, so that it has no op."""
+
+
+INFERENCE = {"sample", "decode_attention", "masked_moments"}
+PLAIN = {
+    "linear_ppo_loss": {"kl_coef": 0.0, "entropy_coef": 0.0, "needs": ""},
+    "linear_backward": {"need_weight": False},
+    "lora_delta": {"p": [0.0, 0.0]},
+    "lora_linear": {"p": [0.0, 0.0]},
+    "lora_delta_backward": {"p": [0.0, 0.0], "need_A": [True, False]},
+    "lora_linear_backward": {"p": [0.0, 0.0], "need_x": False, "need_A": [False, True]},
+    "linear_logprob": {"outputs": "logprob", "ahead": False},
+    "linear_logprob_backward": {"needs": "hidden"},
+    "linear_logprob_pair": {"ahead": ""},
+    "ppo_loss": {"kl_coef": 0.0, "entropy_coef": 0.0},
+    "ppo_loss_backward": {"need_entropy": False},
+    "rms_norm": {"plus_one": False},
+    "rms_norm_gradient": {"plus_one": True},
+    "value_loss": {"clip": None},
+}
+"""Arguments of a second call, in which all tensors that may be None are."""
 
 
 def call(name, arguments, backend):
@@ -35,8 +54,27 @@ def call(name, arguments, backend):
     return OPS[name](**arguments, **({"backend": backend} if "backend" in named else {}))
 
 
-def test_every_op_is_here():
-    assert set(CALLS) == set(OPS)
+def opcheck(name, backend, plain=False):
+    """Schema, fake tensors, autograd formula and traces of an op, where the backend has one."""
+    schema = {argument.name: str(argument.type) for argument in OPS[name]._schema.arguments}
+    if backend == "reference" and (name in WITHOUT_REFERENCE or name in OF_KERNELS or "backend" not in schema):
+        return
+    given = CALLS[name]() | ({"backend": backend} if "backend" in schema else {})
+    trained = name not in INFERENCE and not name.rstrip("_").endswith(("_backward", "_gradient"))
+    if plain:
+        given |= {n: None for n, kind in schema.items() if kind == "Optional[Tensor]"} | PLAIN.get(name, {})
+    elif trained:
+        for x in [x for value in given.values() for x in (value if isinstance(value, list) else [value])]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
+                x.requires_grad_()
+    torch.library.opcheck(OPS[name], (), given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
+@each("name", OPS)
+def test_opcheck(backend, plain, name):
+    opcheck(name, backend, plain)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,6 +101,7 @@ def test_wrong_tensors_are_refused(name, backend):
     [
         ("gae", {"backend": "auto"}, "backend: expected one of .*, got 'auto'"),
         ("attention", {"backend": "reference"}, "backend: expected one that has kernels, got 'reference'"),
+        ("swiglu", {"backend": "reference"}, "backend: expected one that has kernels, got 'reference'"),
         ("ppo_loss", {"kl": "k4"}, "kl: expected one of"),
         ("linear_ppo_loss", {"kl": ""}, "kl: expected one of"),
         ("sample", {"forbids": None}, "forbids: expected it together with forbidden"),
@@ -164,6 +203,9 @@ HUGE = 2**31
         ("activation_apply_float32", (8, 0, 2**62, 1, 8), "count"),
         ("activation_gradient_bfloat16", (8, 8, 4, 1, 1, 8), "kind"),
         ("head_forward", ((0,) * 12, (0,) * 10, (0,) * 6, None, 0, 0, 1), "head"),
+        ("masked_moments_float32", (0, 8, 4, 1, 8), "x"),
+        ("masked_moments_float32", (8, 8, -1, 1, 8), "count"),
+        ("masked_moments_float32", (8, 8, 4, 0, 8), "threads"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, -1, 1, 1.0, 1.0, 1, 0, 0), "rows"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, HUGE - 1, 0, 0), "threads"),
         ("gae_forward_float32", (0, 0, 0, 0, 0, 0, 0, 1, 1, 1.0, 1.0, 1, 0, 0), "reward.data"),

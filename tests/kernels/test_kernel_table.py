@@ -17,7 +17,7 @@ from rlhf_kernels import Segments, linear_logprob, lora_linear
 from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry, KernelTable, KernelTableError
 
-from .checks import each, needs_native
+from .checks import each, needs_native, same_bits
 
 ISA = native.isa() or "portable"
 QUICK_CPU, QUICK_REFERENCE = {"cpu": 1.0, "reference": 4.0}, {"cpu": 3.0, "reference": 1.0}
@@ -108,10 +108,7 @@ DAMAGED = {
     "no times": ({"ms": {}}, r"entries\[0\]: expected the name of a set and times"),
     "one time": ({"ms": {"a": {"cpu": 1.0}}}, r"entries\[0\].ms\['a'\]: expected a time for each of"),
     "a time of nothing": ({"ms": {"a": {"cpu": 0, "reference": 1}}}, r"entries\[0\].ms\['a'\]: expected a time"),
-    "a time no float holds": (
-        {"ms": {"a": {"cpu": 10**400, "reference": 1}}},
-        r"entries\[0\].ms\['a'\]: expected a time",
-    ),
+    "a time no float holds": ({"ms": {"a": {"cpu": 10**400, "reference": 1}}}, r"\.ms\['a'\]: expected a time"),
     "nested without end": ("[" * 100_000, "expected a JSON file, got RecursionError"),
     "another set": ({"isa": "another"}, rf"isa: expected entries for {ISA}, got \['another'\]"),
 }
@@ -124,11 +121,8 @@ def test_a_damaged_or_foreign_table_is_ignored_in_one_line(name, tmp_path):
     if isinstance(content, dict) and "format" not in content:
         given = {"op": "gae"} if name == "a field missing" else {**entry().to_dict(), **content}
         content = {"format": 1, "machines": {}, "entries": [given]}
-    path.write_bytes(
-        content
-        if isinstance(content, bytes)
-        else (content if isinstance(content, str) else json.dumps(content)).encode()
-    )
+    content = json.dumps(content) if isinstance(content, (dict, list)) else content
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(KernelTableError, match=message):
         kernel_table.read(path, registry.ops(), isa=ISA)
     if native.missing() is not None and name == "another set":
@@ -237,17 +231,14 @@ def test_rows_never_decide_and_the_backward_is_of_the_forward_s_backend(chosen, 
     with registry.use_table(written(tmp_path, entry("linear_logprob", shape=(300, 40), ms=ms))):
         registry.begin_run()
         for n in (1, 7, 130):
-            found = []
+            made = []
             for backend in ("auto", chosen):
                 hidden = torch.randn(n, 40, generator=torch.Generator().manual_seed(n)).requires_grad_()
                 logprob = linear_logprob(hidden, weight, torch.arange(n), backend=backend).logprob
-                if backend == "auto":  # a choice between forward and backward changes nothing
-                    with registry.use_backend("reference" if chosen == "cpu" else "cpu"):
-                        found += [logprob, *torch.autograd.grad(logprob.sum(), hidden)]
-                else:
-                    found += [logprob, *torch.autograd.grad(logprob.sum(), hidden)]
-            assert torch.equal(found[0], found[2])
-            assert torch.equal(found[1], found[3])
+                other = "reference" if chosen == "cpu" else "cpu"  # between forward and backward it changes nothing
+                with registry.use_backend(other if backend == "auto" else "auto"):
+                    made.append([logprob, *torch.autograd.grad(logprob.sum(), hidden)])
+            same_bits(*made)
         assert registry.choices() == [registry.Choice("linear_logprob", "float32", (300, 40), chosen)]
 
 

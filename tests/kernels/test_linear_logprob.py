@@ -11,16 +11,12 @@ import sys
 
 import pytest
 import torch
-from rlhf_kernels import sample
+from rlhf_kernels import BackendUnavailableError, HeadLora, linear_logprob, linear_logprob_pair, linear_ppo_loss, sample
 from rlhf_kernels.linear import packed
-from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
-from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.runtime.registry import BackendUnavailableError
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS, row_chunks
 
-from .checks import alike, each, largest_allocation, needs_native, same_bits, threads_change_no_bit
+from .checks import alike, each, in_any_company, largest_allocation, needs_native, same_bits, threads_change_no_bit
 from .dense import DIFFERENTIABLE, dense, double, every_gradient, make, make_all, red_zone, surrounded, turned
 
 ALL_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.3}
@@ -101,7 +97,7 @@ SHAPES += [(40, 560, 100), (300, 20, 40)]  # the depth, and the rows of a gradie
 def test_tier1_of_every_output_input_and_option(backend, options, scale):
     if backend == "triton" and options == "none":
         pytest.skip("the interpreter is slow")
-    for n, h, v in [(70, 37, 517)] if backend == "triton" else SHAPES:
+    for n, h, v in [(70, 37, 300)] if backend == "triton" else SHAPES:
         tensors, target = make_all(n, h, v, scale=scale, grad=True)
         if n > 6:
             target[5] = -100
@@ -118,7 +114,7 @@ def test_tier1_of_every_output_input_and_option(backend, options, scale):
             assert_ok(tier1(g, g64, g32), f"d_{name} of {n}, {h}, {v}")
 
 
-TRITON_SIZES = [(1, 1), (129, 1), (2, 17), (127, 17), (15, 517), (1, 4131), (15, 4131)]
+TRITON_SIZES = [(1, 1), (129, 1), (2, 17), (127, 17), (15, 517), (1, 4131), (15, 1031)]
 
 
 def test_ragged_sizes(backend):
@@ -162,7 +158,7 @@ def test_half_precision_is_tier3_and_its_logprob_is_not_rounded(backend):
     """With the gradient ahead, and the one by recomputing."""
     cases = itertools.product([(2, 32, 17), (33, 64, 700), (64, 96, 4099), (290, 64, 130)], KINDS, [torch.bfloat16])
     if backend == "triton":
-        cases = itertools.product([(65, 48, 600)], ["random"], [torch.bfloat16, torch.float16])
+        cases = itertools.product([(65, 48, 300)], ["random"], [torch.bfloat16, torch.float16])
     for (n, h, v), kind, dtype in cases:
         hidden, weight, target = make(n, h, v, dtype=dtype)
         options = {"softcap": 20.0} if kind == "random" else {}
@@ -408,15 +404,13 @@ def test_what_surrounds_a_call_changes_no_bit(backend, around):
     hidden, weight, target = make(9, 40, 100)
     lora = HeadLora(torch.randn(4, 40, requires_grad=True), torch.randn(100, 4, requires_grad=True), 0.5)
     plain = every_head(hidden, weight, target, lora)
-    if around == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            results = every_head(hidden, weight, target, lora)
-    else:
+    if around == "default dtype":
         torch.set_default_dtype(torch.bfloat16)
-        try:
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "autocast"):
             results = every_head(hidden, weight, target, lora)
-        finally:
-            torch.set_default_dtype(torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert [x.dtype for x in results] == [x.dtype for x in plain]
     same_bits(results, plain)
 
@@ -431,24 +425,20 @@ def test_bits_of_a_row_depend_on_that_row_alone(isa, dtype):
     gradient = torch.randn(n)
     lora = HeadLora(torch.randn(16, 1024), torch.randn(1500, 16), 0.1)
 
-    def run(rows, lora=None):
-        h = hidden[rows].clone().requires_grad_()
+    def run(hidden, target, gradient, lora=None):
+        h = hidden.clone().requires_grad_()
         detach = OUTPUTS[1:2] + OUTPUTS[3:]
-        out = linear_logprob(h, weight, target[rows], lora=lora, outputs=OUTPUTS, detach=detach, backend="cpu")
-        out.logprob.backward(gradient[rows])
+        out = linear_logprob(h, weight, target, lora=lora, outputs=OUTPUTS, detach=detach, backend="cpu")
+        out.logprob.backward(gradient)
         return [*(x.detach() for x in out), h.grad]
 
-    whole = run(slice(None))
-    order = torch.randperm(n)[:37]
-    for a, b in zip(run(order), whole, strict=True):
-        assert torch.equal(a, b[order])
-    for some in ([0], [3, 4], list(range(5, 130))):
-        for a, b in zip(run(some, lora)[:6], run(slice(None), lora)[:6], strict=True):
-            assert torch.equal(a, b[some])
-    threads_change_no_bit(lambda: run(slice(None)), 1, 2)
+    rows = [hidden, target, gradient]
+    in_any_company(run, rows, [torch.randperm(n)[:37]])
+    in_any_company(lambda *some: run(*some, lora)[:6], rows, ([0], [3, 4], list(range(5, 130))))
+    threads_change_no_bit(lambda: run(*rows), 1, 2)
     with torch.no_grad():  # scoring and training see the same log-probs
         scored = linear_logprob(hidden, weight, target, backend="cpu").logprob
-    assert torch.equal(scored, whole[0])
+    assert torch.equal(scored, run(*rows)[0])
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
@@ -522,7 +512,7 @@ def test_no_piece_overtakes_what_it_builds_on(isa, vocab):
 
 MEMORY = """
 import resource, sys, torch
-from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels import linear_logprob
 torch.manual_seed(0)
 N, H, V = 512, 256, 65536
 h = torch.randn(N, H).bfloat16().requires_grad_()

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import HeadLora, linear_logprob
-from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
-from rlhf_kernels.ppo_loss import PpoLossOutputs, ppo_loss
+from rlhf_kernels import HeadLora, LinearPpoLossOutputs, PpoLossOutputs, linear_logprob, linear_ppo_loss, ppo_loss
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
@@ -93,18 +91,18 @@ def test_gradcheck_every_input(kl):
 @each("loss", [LOSS, NO_ENTROPY, NO_ENTROPY | {"kl_coef": 0.0}])
 @each(("scale", "trained"), [(1.0, True), (1e-3, False)])
 def test_tier1(backend, scale, trained, loss):
-    n = 70
-    batch, ref = make(n, 37, 517, scale=scale)
+    n, v = 70, 300 if backend == "triton" else 517
+    batch, ref = make(n, 37, v, scale=scale)
     batch[4][10:20] = 0.0  # advantages
     options = {"denom": 7.0, "temperature": torch.linspace(0.5, 1.5, n), "softcap": 6.0, **loss}
     got, exact, plain = run_all(batch, ref, trained, **options)
-    judge(got, exact, plain, 517, largest=(6.0 / 0.5 + math.log(517)) * (backend == "triton"))
+    judge(got, exact, plain, v, largest=(6.0 / 0.5 + math.log(v)) * (backend == "triton"))
     if not loss["entropy_coef"] and not loss["kl_coef"]:
         assert (got[1][0][10:20] == 0).all()
 
 
 def test_ragged_sizes(backend):
-    sizes = [(1, 17), (2, 1), (127, 17), (129, 300), (15, 4131)]
+    sizes = [(1, 17), (2, 1), (127, 17), (129, 300), (15, 2100)]
     for n, v in sizes if backend == "triton" else [*sizes, (15, 32001)]:
         batch, ref = make(n, 20, v)
         judge(*run_all(batch, ref, False, denom=7.0, **NO_ENTROPY), v)
@@ -167,7 +165,7 @@ def test_half_precision_is_tier3(backend, dtype):
 
 
 def test_logprob_is_that_of_linear_logprob_and_ratio_is_exactly_one(backend):
-    for n, v in ((16, 517), (70, 517)) if backend == "triton" else ((70, 517), (129, 32001)):
+    for n, v in ((16, 300), (70, 300)) if backend == "triton" else ((70, 517), (129, 32001)):
         (hidden, weight, target, _, advantage, mask), _ = make(n, 20, v)
         old = linear_logprob(hidden.detach(), weight.detach(), target).logprob
         for trained, loss in ((False, {}), (True, {}), (False, {"entropy_coef": 0.1})):
@@ -321,11 +319,6 @@ def test_no_grad_and_empty_batches(backend):
 )
 def test_bad_arguments_are_named(change, error, message):
     arguments = {"hidden": torch.randn(3, 2), "weight": torch.randn(5, 2), "target": torch.tensor([0, 1, 2])}
-    arguments |= {
-        "old_logprob": torch.zeros(3),
-        "advantage": torch.ones(3),
-        "mask": torch.ones(3),
-        "denom": 1.0,
-    } | change
+    arguments |= {"old_logprob": torch.zeros(3), "advantage": torch.ones(3), "mask": torch.ones(3), "denom": 1.0}
     with pytest.raises(error, match=message):
-        linear_ppo_loss(**arguments)
+        linear_ppo_loss(**(arguments | change))

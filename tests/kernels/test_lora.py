@@ -5,8 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels.linear import linear
-from rlhf_kernels.lora import Dropout, Segments, lora_delta_, lora_linear
+from rlhf_kernels import Dropout, Segments, linear, lora_delta_, lora_linear
 from rlhf_kernels.runtime import native, philox, registry, testing
 
 from .checks import alike, each, tier_of_dtype
@@ -99,12 +98,12 @@ def test_delta_equals_linear_and_leading_dims_are_rows(backend, shape):
         torch.testing.assert_close(got, want)
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @each("autocast", [False, True])
 @each("shape", [(N,), (1, N)])
 def test_off_rows_keep_the_bits_of_the_base(dtype, autocast, shape, backend):
-    if dtype == torch.float64 and backend != "reference":
-        pytest.skip("float64 is the reference's")
+    if (backend, dtype) in (("cpu", torch.float16), ("cpu", torch.float64), ("triton", torch.float64)):
+        pytest.skip("it is the reference's")
     x, weight, bias, A, B = tensors(dtype, torch.float32, grad=False)
     x = x.view(*shape, K)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -317,7 +316,7 @@ SHAPES = {  # rows, K, M, ranks
     ],
     "triton": [
         (50, 40, 33, (2, 3, 5)),
-        *((n, 40, 33, (2, 3, 5)) for n in (1, 2, 15, 127, 129, 400)),  # 400: tiles of 64 rows
+        *((n, 40, 33, (2, 3, 5)) for n in (1, 15, 129, 400)),  # 400: tiles of 64 rows
         (37, 16, 1, (1, 1, 1)),
         (37, 65, 130, (16, 2, 17)),
         (37, 31, 48, (33, 2, 64)),
@@ -347,18 +346,8 @@ def test_tiers_of_half_types(backend, dtype, adapter, delta):
         Case(*shape, dtype=dtype, adapter=adapter, scale=0.3, drop=True).check(delta=delta)
 
 
-FROZEN = [
-    ("weight", "bias"),
-    ("weight", "bias", "x"),
-    ("weight", "bias", "A0", "A2"),
-    ("weight", "bias", "x", "A0", "A2"),
-    ("weight", "bias", "B0", "B2"),
-    ("weight", "bias", "x", "B0", "B2"),
-    ("weight", "bias", "A2", "B2"),
-    ("weight", "bias", "x", "A2", "B0"),
-    ("x", "A0", "A1", "A2", "B0", "B1", "B2"),
-    ("weight", "bias", "A0", "A1", "A2", "B0", "B1", "B2"),
-]
+FROZEN = ["", "x", "A0 A2", "x A0 A2", "B0 B2", "x B0 B2", "A2 B2", "x A2 B0", "A0 A1 A2 B0 B1 B2"]
+FROZEN = [("weight", "bias", *names.split()) for names in FROZEN] + [("x", "A0", "A1", "A2", "B0", "B1", "B2")]
 
 
 @each("frozen", FROZEN)
@@ -450,34 +439,24 @@ def test_dropout_draws_the_words_of_philox(backend, dtype, k):
 
 
 @each(
-    ("runs", "message"),
+    ("kind", "fields", "message"),
     [
-        (((0, 4), (5, 6), (0, 1)), r"run 1 = \[4, 6\) where the rows before 5 are taken"),
-        (((4, 0), (6, 2), (0, 1)), "expected sorted runs"),
-        (((3,), (2,), (0,)), "expected sorted runs"),
-        (((-1,), (2,), (0,)), "expected sorted runs"),
-        (((0,), (2, 4), (0,)), "of one length, got 1, 2 and 1"),
-        (((0,), (2,), (-2,)), r"slots >= -1 \(-1 is off\), got slots\[0\] = -2"),
+        (Segments, ((0, 4), (5, 6), (0, 1)), r"run 1 = \[4, 6\) where the rows before 5 are taken"),
+        (Segments, ((4, 0), (6, 2), (0, 1)), "expected sorted runs"),
+        (Segments, ((3,), (2,), (0,)), "expected sorted runs"),
+        (Segments, ((-1,), (2,), (0,)), "expected sorted runs"),
+        (Segments, ((0,), (2, 4), (0,)), "of one length, got 1, 2 and 1"),
+        (Segments, ((0,), (2,), (-2,)), r"slots >= -1 \(-1 is off\), got slots\[0\] = -2"),
+        (Dropout, ((1.0,), 0, torch.arange(3), 0), r"0 <= p < 1, got p\[0\] = 1.0"),
+        (Dropout, ((0.1,), 2**63, torch.arange(3), 0), "signed 64-bit"),
+        (Dropout, ((0.1,), 0, torch.arange(3), -1), "Dropout.stream"),
+        (Dropout, ((0.1,), 0, torch.arange(3).int(), 0), r"int64 \[N\], got torch.int32"),
     ],
 )
-def test_bad_segments(runs, message):
-    with pytest.raises(ValueError, match=message):
-        Segments(starts=runs[0], ends=runs[1], slots=runs[2])
-
-
-@each(
-    ("change", "message"),
-    [
-        ({"p": (1.0,)}, r"0 <= p < 1, got p\[0\] = 1.0"),
-        ({"seed": 2**63}, "signed 64-bit"),
-        ({"stream": -1}, "Dropout.stream"),
-        ({"row_ids": torch.arange(3, dtype=torch.int32)}, r"int64 \[N\], got torch.int32"),
-    ],
-)
-def test_bad_dropout(change, message):
-    good = {"p": (0.1,), "seed": 0, "row_ids": torch.arange(3), "stream": 0}
+def test_bad_segments_and_dropout(kind, fields, message):
+    names = ("starts", "ends", "slots") if kind is Segments else ("p", "seed", "row_ids", "stream")
     with pytest.raises((ValueError, TypeError), match=message):
-        Dropout(**(good | change))
+        kind(**dict(zip(names, fields, strict=True)))
 
 
 @each(

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import linear_logprob
+from rlhf_kernels import HeadLora, SampleOutputs, linear_logprob, sample
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.philox import gumbel
 from rlhf_kernels.runtime.testing import assert_ok, tier1
-from rlhf_kernels.sample import SampleOutputs, reference, sample
+from rlhf_kernels.sample import reference
 from rlhf_kernels.sample.reference import STREAM
-from rlhf_kernels.vocab.logits import HeadLora
 
 from . import dense as vocabulary
 from .checks import ISAS, alike, each, largest_allocation, needs_native, threads_change_no_bit
@@ -71,17 +70,9 @@ def every_option(n, h, v):
 # ---- the definition --------------------------------------------------------------------------------------------------
 
 
-SHAPES = [
-    (1, 3, 2),
-    (1, 1, 1),
-    (2, 17, 17),
-    (15, 64, 511),
-    (16, 32, 512),
-    (17, 70, 513),
-    (33, 33, 1031),
-    (130, 96, 2100),
-]
-TRITON_SHAPES = [(1, 3, 2), (1, 1, 1), (2, 17, 17), (15, 64, 129), (17, 70, 300), (33, 33, 517), (66, 40, 700)]
+SHAPES = [(1, 3, 2), (1, 1, 1), (2, 17, 17), (15, 64, 511), (16, 32, 512), (17, 70, 513), (33, 33, 1031)]
+SHAPES += [(130, 96, 2100)]
+TRITON_SHAPES = [(1, 3, 2), (1, 1, 1), (2, 17, 17), (15, 64, 129), (17, 70, 300), (33, 33, 517), (35, 40, 400)]
 
 
 def test_tokens_are_the_references(backend):
@@ -128,14 +119,14 @@ def test_lora_on_a_bf16_head_is_not_rounded_to_bf16(backend, adapter, rank):
 @each("order", ["rising", "falling"])
 def test_every_column_a_new_best(backend, order):
     """Logits that rise with the column, so that the best one changes all the time; and its mirror image."""
-    v = 1500 if backend == "triton" else 3000
+    v = 600 if backend == "triton" else 3000
     bias = torch.linspace(-300, 300, v)
     check(*make(5, 8, v), bias=bias if order == "rising" else bias.flip(0))
 
 
 def test_tokens_of_a_flat_head(backend):
     """Equal logits: the noise alone decides, and among 50 000 words its largest values are those of u near 0."""
-    for n, v in [(20, 6001)] if backend == "triton" else [(40, 50_001)] * 3:
+    for n, v in [(20, 2501)] if backend == "triton" else [(40, 50_001)] * 3:
         seed, position = torch.randint(-(2**63), 2**63 - 1, (n,)), torch.randint(0, 2**40, (n,))
         out = sample(torch.zeros(n, 1), torch.ones(v, 1), seed=seed, position=position)
         assert torch.equal(out.token, gumbel(seed, position, STREAM, v).argmax(-1))
@@ -170,14 +161,18 @@ def test_frequencies_follow_the_softmax(backend, temperature):
 # ---- filters ---------------------------------------------------------------------------------------------------------
 
 
+def likeliest(p, order, size):
+    """Probabilities of the first of the sorted words alone."""
+    return torch.zeros_like(p).index_put_((order[:size],), p[:size] / p[:size].sum())
+
+
 def test_top_k_and_top_p(backend):
     n = 20000
     logits = many_draws(1)[1].double()
     p, order = logits.softmax(-1).sort(descending=True)
 
     out, _ = many_draws(n, top_k=3, outputs=("token", "logprob", "entropy"))
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:3]] = p[:3] / p[:3].sum()
+    kept = likeliest(p, order, 3)
     check_frequencies(out.token, kept)
     torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
     entropy = torch.distributions.Categorical(probs=kept[order[:3]]).entropy()
@@ -186,11 +181,7 @@ def test_top_k_and_top_p(backend):
     mass = 0.8
     size = int((p.cumsum(-1) < mass).sum()) + 1  # the token that crosses the border belongs to the set
     assert 1 < size < 11
-    out, _ = many_draws(n, top_p=mass)
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:size]] = p[:size] / p[:size].sum()
-    check_frequencies(out.token, kept)
-
+    check_frequencies(many_draws(n, top_p=mass)[0].token, likeliest(p, order, size))
     assert (many_draws(50, top_k=1)[0].token == order[0]).all()
     assert (many_draws(50, top_p=1e-6)[0].token == order[0]).all()
     everything = many_draws(50)[0]
@@ -233,8 +224,7 @@ def test_min_p(backend):
     p, order = logits.softmax(-1).sort(descending=True)
     size = 4
     share = float((p[size - 1] + p[size]) / 2 / p[0])
-    kept = torch.zeros(11, dtype=torch.float64)
-    kept[order[:size]] = p[:size] / p[:size].sum()
+    kept = likeliest(p, order, size)
     out, _ = many_draws(n, min_p=share)
     check_frequencies(out.token, kept)
     torch.testing.assert_close(out.logprob.double(), kept.log()[out.token], rtol=1e-5, atol=1e-5)
@@ -256,9 +246,8 @@ def test_filters_are_the_references():
         )
         assert torch.equal(auto.token, reference.token)
         assert torch.equal(auto.logprob, reference.logprob)
-        with pytest.raises(
-            registry.BackendUnavailableError, match="'cpu' cannot serve sample: top_k, top_p and min_p need all"
-        ):
+        message = "'cpu' cannot serve sample: top_k, top_p and min_p need all"
+        with pytest.raises(registry.BackendUnavailableError, match=message):
             sample(hidden, weight, seed=seed, position=position, backend="cpu", **options)
         with registry.use_backend("cpu"), pytest.raises(registry.BackendUnavailableError, match="cannot serve sample"):
             sample(hidden, weight, seed=seed, position=position, **options)
@@ -283,7 +272,7 @@ def test_float64_on_either_side_is_the_references():
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("options", ["none", "all"])
 def test_the_rest_of_the_batch_does_not_change_the_bits(backend, dtype, options):
-    n, h, v = (82, 24, 300) if backend == "triton" else (82, 96, 5003)
+    n, h, v = (82, 24, 200) if backend == "triton" else (82, 96, 5003)
     hidden, weight, seed, position = make(n, h, v, dtype=dtype)
     knobs = {} if options == "none" else every_option(n, h, v)
 
@@ -295,13 +284,14 @@ def test_the_rest_of_the_batch_does_not_change_the_bits(backend, dtype, options)
         return sample(hidden[rows], weight, seed=seed[rows], position=position[rows] + later, outputs=ALL, **own)
 
     whole = run(slice(None))
-    for rows in ([81], [36, 1, 8], list(range(60, 75)), list(range(17)), list(range(49, 82))):
+    first = list(range(17))
+    for rows in ([81], [36, 1, 8], list(range(49, 82)), *([] if backend == "triton" else (list(range(60, 75)), first))):
         some = run(rows)
         assert torch.equal(some.token, whole.token[rows])
         alike(backend, some[1:], [x[rows] for x in whole[1:]])
-    assert not torch.equal(run(slice(None), later=1).token, whole.token)
+    assert not torch.equal(run(first, later=1).token, whole.token[first])
     seed += 1
-    assert not torch.equal(run(slice(None)).token, whole.token)
+    assert not torch.equal(run(first).token, whole.token[first])
     if backend == "cpu":
         threads_change_no_bit(lambda: run(slice(None)), 1, 2, 3, 2)
 
@@ -336,17 +326,12 @@ def test_a_logprob_has_the_bits_of_linear_logprob(dtype, options, scale, backend
     options = {**options, **({"bias": torch.randn(vocabulary)} if "bias" in options else {})}
     temperature = torch.tensor([1.0, 0.7, 1.3]).repeat(n)[:n]
     for heat in (1.0, temperature):
-        drawn = sample(
-            hidden, weight, seed=seed, position=position, greedy=torch.arange(n) % 5 == 0, temperature=heat, **options
-        )
-        scored = linear_logprob(hidden, weight, drawn.token, temperature=heat, **options).logprob
-        assert torch.equal(drawn.logprob, scored)
-        some = slice(3, 20)  # other neighbours
-        heat = heat if isinstance(heat, float) else heat[some]
-        assert torch.equal(
-            drawn.logprob[some],
-            linear_logprob(hidden[some], weight, drawn.token[some], temperature=heat, **options).logprob,
-        )
+        keys = {"seed": seed, "position": position, "greedy": torch.arange(n) % 5 == 0, "temperature": heat}
+        drawn = sample(hidden, weight, **keys, **options)
+        for some in (slice(None), slice(3, 20)):  # other neighbours
+            own = heat if isinstance(heat, float) else heat[some]
+            scored = linear_logprob(hidden[some], weight, drawn.token[some], temperature=own, **options).logprob
+            assert torch.equal(drawn.logprob[some], scored)
 
 
 # ---- greedy rows, forbidden tokens -----------------------------------------------------------------------------------
@@ -363,7 +348,7 @@ def test_greedy_is_the_first_maximum_before_the_temperature(backend):
     weight = x[pair : pair + 2, None]
     assert sample(torch.ones(1, 1), weight, **row).token == 1
     assert sample(torch.ones(1, 1), weight * torch.tensor([[0.0], [-0.0]]), **row).token == 0
-    hidden, weight, seed, position = make(40, 33, 1301)
+    hidden, weight, seed, position = make(40, 33, 300 if backend == "triton" else 1301)
     greedy = torch.arange(40) % 2 == 0
     keys = {"seed": seed, "position": position, "temperature": 5.0}
     drawn, mixed = sample(hidden, weight, **keys), sample(hidden, weight, greedy=greedy, **keys)
@@ -388,19 +373,20 @@ def test_first_of_equal_maxima_across_strips_and_chunks(backend):
 
 @each("lanes", [5, 40])
 def test_some_rows_never_draw_what_is_forbidden(backend, lanes):
-    hidden, weight, seed, position = make(lanes, 8, 600)
+    v = 300 if backend == "triton" else 600
+    hidden, weight, seed, position = make(lanes, 8, v)
     forbids, greedy = torch.arange(lanes) % 3 != 0, torch.arange(lanes) % 2 == 0
     keys = {"seed": seed, "position": position, "greedy": greedy, "outputs": ALL, "temperature": 0.8}
     free = sample(hidden, weight, **keys)
-    forbidden = torch.cat([free.token, torch.tensor([599, 0])])  # what they would draw, and both ends
+    forbidden = torch.cat([free.token, torch.tensor([v - 1, 0])])  # what they would draw, and both ends
     out = sample(hidden, weight, forbidden=forbidden, forbids=forbids, **keys)
     for got, want in zip(out, free, strict=True):
         assert torch.equal(got[~forbids], want[~forbids])
-    left = torch.ones(600, dtype=torch.bool)
+    left = torch.ones(v, dtype=torch.bool)
     left[forbidden] = False
     rest = sample(hidden, weight[left], **keys)
     assert torch.equal(out.token[forbids & greedy], left.nonzero()[rest.token][:, 0][forbids & greedy])
-    noise = gumbel(seed, position, 1, 600) + hidden @ weight.T / 0.8
+    noise = gumbel(seed, position, 1, v) + hidden @ weight.T / 0.8
     drawn = noise.masked_fill(~left, -torch.inf).argmax(-1)
     assert torch.equal(out.token[forbids & ~greedy], drawn[forbids & ~greedy])
     z = (hidden @ weight.T / 0.8).double().masked_fill(~left, -torch.inf)
@@ -447,7 +433,8 @@ def test_forbidding_needs_both_arguments():
 @each("vocab", [1, 17, 517])
 def test_sizes_and_hostile_rows(backend, vocab):
     """Peaked, all at −200, and a padded column at −inf, which is never drawn."""
-    for n in (0, 1, 15, 33) if backend == "triton" else (0, 1, 2, 127):
+    vocab = min(vocab, 200) if backend == "triton" else vocab
+    for n in (0, 1, 33) if backend == "triton" else (0, 1, 2, 127):
         hidden, weight, seed, position = make(n, 6, vocab, scale=30.0)
         keys = {"seed": seed, "position": position, "outputs": ALL}
         out = sample(hidden, weight, **keys)
@@ -468,14 +455,14 @@ def test_sizes_and_hostile_rows(backend, vocab):
 
 def test_values_that_are_not_finite(backend):
     """Rows with NaN, infinite logits, nothing but −inf; tokens and places of NaN as the reference has them."""
-    n, v = 20, 700
+    n, v = 20, 300 if backend == "triton" else 700
     hidden, weight, seed, position = make(n, 4, v)
     hidden[3, 1], hidden[4] = torch.nan, torch.inf
     biases = {name: torch.zeros(v) for name in ("plain", "one", "two", "none", "half")}
-    biases["one"][600] = torch.nan
-    biases["two"][550:552] = torch.inf
+    biases["one"][v - 100] = torch.nan
+    biases["two"][v - 150 : v - 148] = torch.inf
     biases["none"][:] = -torch.inf
-    biases["half"][:650] = -torch.inf
+    biases["half"][: v - 50] = -torch.inf
     # inf - inf among the products of row 4 is NaN in one order of additions and may be an infinity in another
     kept = torch.arange(n) != 4
     rows = {"seed": seed, "position": position, "greedy": torch.arange(n) % 2 == 0}
@@ -485,7 +472,7 @@ def test_values_that_are_not_finite(backend):
         for a, b in zip(got[1:], want[1:], strict=True):
             torch.testing.assert_close(a[kept], b[kept], rtol=1e-5, atol=1e-5, equal_nan=True)
     one = sample(hidden, weight, bias=biases["one"], **rows).token
-    assert (one[kept & (torch.arange(n) != 3)] == 600).all()
+    assert (one[kept & (torch.arange(n) != 3)] == v - 100).all()
     assert one[3] == 0
 
 

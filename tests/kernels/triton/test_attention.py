@@ -4,19 +4,18 @@ from itertools import accumulate
 
 import pytest
 import torch
-from rlhf_kernels.attention import attention
+from rlhf_kernels import attention
 from rlhf_kernels.attention import triton as ours
-from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.runtime import registry, testing
 
 from tests.kernels.checks import each, tier_of_dtype
 from tests.kernels.test_attention import (  # noqa: F401
     bits_of_families,
     case,
+    decoded_rows,
     hold,
     numbers,
     options_of,
-    rows_seen,
     test_a_sink_of_minus_infinity_is_none,
     test_peaked_and_very_negative_scores,
     test_views_of_a_projection,
@@ -28,19 +27,12 @@ HEADS = [(2, 2, 8), (4, 2, 40), (7, 1, 64)]
 LENGTHS = (1, 32, 0, 67)
 SHARED, PARENTS = (17, 20, 0, 33, 7), (-1, 0, -1, -1, 0)
 FAMILIES = (LENGTHS, None), (SHARED, PARENTS)
-# numpy speaks of −inf − (−inf) in places that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def decoded(q, k, v, lengths, parents, rows, **options):
+def decoded(*given, **options):
     """decode_attention in exact mode for these rows."""
-    seen = [rows_seen(lengths, parents)[row] for row in rows]
-    table = torch.full((len(seen), max(map(len, seen))), 2**30)
-    for row, keys in enumerate(seen):
-        table[row, : len(keys)] = torch.tensor(keys)
-    counts = torch.tensor([len(keys) for keys in seen])
     with registry.use_exact():
-        return decode_attention(q[rows], k[:, None], v[:, None], counts, table, backend="triton", **options)
+        return decoded_rows(*given, backend="triton", **options)
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (66, 1, 16)], ids=str)
@@ -85,10 +77,8 @@ def test_bits_depend_on_nothing_beside_a_family(on_triton, dtype):
     ids=str,
 )
 def test_tier1(on_triton, heads, name, size):
-    def tensors_of(lengths):
-        return [x * size for x in case(heads, lengths)]
-
-    hold("triton", testing.tier1, FAMILIES, heads, options_of(name, heads), tensors_of)
+    given = FAMILIES, heads, options_of(name, heads)
+    hold("triton", testing.tier1, *given, lambda lengths: [x * size for x in case(heads, lengths)])
 
 
 @pytest.mark.parametrize(
@@ -96,11 +86,8 @@ def test_tier1(on_triton, heads, name, size):
 )
 def test_half_precision(on_triton, dtype, name):
     heads = (4, 2, 40)
-
-    def tensors_of(lengths):
-        return case(heads, lengths, dtype)
-
-    hold("triton", tier_of_dtype, FAMILIES, heads, options_of(name, heads), tensors_of)
+    given = FAMILIES, heads, options_of(name, heads)
+    hold("triton", tier_of_dtype, *given, lambda lengths: case(heads, lengths, dtype))
 
 
 def test_what_is_not_seen_is_not_read(on_triton):
@@ -123,16 +110,6 @@ def test_nothing(on_triton):
         tensors = case((4, 2, 8), lengths)
         got = with_gradients(tensors, lengths, torch.zeros(0, 4, 8), scale=1.0, backend="triton")
         assert [x.shape[0] for x in got] == [0] * 4
-
-
-def test_opcheck(on_triton):
-    q, k, v = case((2, 1, 8), (3, 4))
-    sinks = torch.tensor([0.3, -1.0])
-    rest = ([3, 4], [-1, 0], 0.3, 2, 1.5, "triton")
-    for x in (sinks, None):
-        torch.library.opcheck(torch.ops.rlhf_kernels.attention.default, (q, k, v, x, *rest))
-    saved = (q, q, k, v, sinks, *torch.ops.rlhf_kernels.attention(q, k, v, sinks, *rest))
-    torch.library.opcheck(torch.ops.rlhf_kernels.attention_backward.default, (*saved, *rest))
 
 
 @pytest.mark.gpu

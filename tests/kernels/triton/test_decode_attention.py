@@ -6,7 +6,7 @@ from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_attention import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
-from tests.kernels.cuda_graph import capture
+from tests.kernels.checks import capture, in_any_company
 from tests.kernels.test_decode_attention import (  # noqa: F401
     CLOSE,
     by_row,
@@ -30,9 +30,6 @@ from tests.kernels.test_decode_attention import (  # noqa: F401
     test_used_nan_stays_in_its_row_and_head,
     test_wild_table_entries_are_never_used,
 )
-
-# numpy speaks of −inf − (−inf) and 0 / 0 in rows that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(params=[256, 64], ids=["one split", "splits"])
@@ -65,16 +62,17 @@ def test_neither_batch_nor_table_change_a_row_s_bits(on_triton, monkeypatch, dty
     lengths = (200, 20, 130, 128, 1, 0)
     q, k_cache, v_cache, lengths, table = case((4, 2, 16), lengths=lengths, block=16, dtype=dtype)
     sinks = sinks_of(q) if has_sinks else None
-    whole = run(q, k_cache, v_cache, lengths, table, window=window, sinks=sinks)
-    for rows in ([0], [4, 2], [5, 0, 1], [3, 3]):
-        got = run(q[rows], k_cache, v_cache, lengths[rows], table[rows], window=window, sinks=sinks)
-        assert torch.equal(got, whole[rows])
+
+    def taken(q, lengths, table):
+        return [run(q, k_cache, v_cache, lengths, table, window=window, sinks=sinks)]
+
+    (whole,) = taken(q, lengths, table)
+    in_any_company(taken, [q, lengths, table], ([0], [4, 2], [5, 0, 1], [3, 3]))
     for n, length in enumerate(lengths.tolist()):  # no wider than it must be, and much wider
         narrow = table[n : n + 1, : max(1, -(-length // 16))]
         wide = torch.cat([table[n : n + 1], torch.full((1, 70), -1)], 1)
         for own in (narrow, wide):
-            got = run(q[n : n + 1], k_cache, v_cache, lengths[n : n + 1], own, window=window, sinks=sinks)
-            assert torch.equal(got, whole[n : n + 1])
+            assert torch.equal(taken(q[n : n + 1], lengths[n : n + 1], own)[0], whole[n : n + 1])
 
 
 def test_splits_grow_with_the_table_alone(on_triton, monkeypatch):
@@ -91,14 +89,6 @@ def test_a_length_beyond_the_table_reads_no_further(on_triton):
     want = run(q, k_cache, v_cache, lengths, table)
     assert torch.equal(run(q, k_cache, v_cache, lengths + 2**33, table), want)
     assert torch.equal(run(q, k_cache, v_cache, -lengths, table), torch.zeros_like(q))
-
-
-def test_opcheck(on_triton):
-    op = torch.ops.rlhf_kernels.decode_attention.default
-    for window, softcap in ((None, None), (3, 5.0)):
-        torch.library.opcheck(op, (*case(garbage=0.0), 0.3, window, softcap, None, "triton"))
-    args = case(garbage=0.0)
-    torch.library.opcheck(op, (*args, 0.3, None, None, sinks_of(args[0]), "triton"))
 
 
 def big(n=32, longest=4096, heads=(32, 8, 128), dtype=torch.bfloat16):
@@ -123,9 +113,8 @@ def test_at_size(on_triton, heads, window):
 @pytest.mark.gpu
 def test_bits_at_size_whatever_the_batch_in_ten_runs(on_triton):
     q, k_cache, v_cache, lengths, table = big()
-    whole = run(q, k_cache, v_cache, lengths, table, scale=0.1)
-    for n in (1, 2, 15, 17, *[32] * 10):
-        assert torch.equal(run(q[:n], k_cache, v_cache, lengths[:n], table[:n], scale=0.1), whole[:n]), n
+    taken = lambda q, lengths, table: [run(q, k_cache, v_cache, lengths, table, scale=0.1)]  # noqa: E731
+    in_any_company(taken, [q, lengths, table], [slice(n) for n in (1, 2, 15, 17, *[32] * 10)])
 
 
 @pytest.mark.gpu

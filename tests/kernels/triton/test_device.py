@@ -1,4 +1,4 @@
-"""Every launch goes to the device of its tensors: a stand-in for a second GPU, in the interpreter."""
+"""Every launch goes to the device of its tensors, a stand-in for a second GPU in the interpreter; registered ops."""
 
 import contextlib
 from types import SimpleNamespace
@@ -21,8 +21,11 @@ from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.sample import sample
 from rlhf_kernels.vocab.logits import HeadLora
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU's launches cannot be watched from here")
+from tests.kernels.checks import each
+from tests.kernels.test_direct_calls import opcheck
+
 ON = {"backend": "triton"}
+HEADS = ("linear_logprob", "linear_logprob_pair", "linear_ppo_loss")
 
 
 def leaf(*shape):
@@ -88,6 +91,7 @@ def attention():
     attention_in_order(q, q, q, [2, 4], parents=[-1, 0], scale=0.25, **ON).sum().backward()
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU's launches cannot be watched from here")
 def test_every_launch_has_its_tensors_device(monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -114,3 +118,9 @@ def test_every_launch_has_its_tensors_device(monkeypatch):
     assert set(launched) == {case.kernel.__name__ for op in aot.OPS for case in aot.cases(op)}
     assert {name for name, devices in launched.items() if devices != {1}} == set()
     assert current == [0]
+
+
+@each("name", ["attention", "attention_backward", "decode_attention", "sample", *HEADS])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_opcheck(on_triton, plain, name):
+    opcheck(name, on_triton, plain)

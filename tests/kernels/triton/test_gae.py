@@ -4,7 +4,7 @@ import pytest
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gae import triton as ours
 
-from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.checks import repeated_and_captured
 from tests.kernels.test_gae import (  # noqa: F401
     hold,
     test_coefficients,

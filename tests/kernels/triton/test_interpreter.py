@@ -1,13 +1,17 @@
 """The interpreter's `tl.dot`, as the tests of this folder have it: right, and of the same bits at every place."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
+from tests.conftest import PER_PUSH
 from tests.kernels.checks import each
 from tests.kernels.triton.conftest import ordered_product
+from tests.test_measures import CEILINGS
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="it is the interpreter's product that is looked at")
 
@@ -57,3 +61,9 @@ def test_bf16_that_nobody_upcast_is_refused():
     x = torch.zeros(2, 2).to(torch.bfloat16).view(torch.uint16).numpy()
     with pytest.raises(TypeError, match="expected floating point operands, got uint16"):
         ordered_product(x, x)
+
+
+def test_items_of_this_lane_are_below_their_ceiling(request):
+    if request.config.args != [str(Path(__file__).parent.relative_to(request.config.rootpath))]:
+        pytest.skip("counts the items of the whole folder, and this is a part")
+    assert request.config.stash[PER_PUSH] <= CEILINGS["tests: items in the interpreter"]

@@ -9,8 +9,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
-from tests.kernels.checks import each, tier_of_dtype
-from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.checks import each, in_any_company, repeated_and_captured, tier_of_dtype
 from tests.kernels.test_linear import (  # noqa: F401
     make,
     products,
@@ -23,8 +22,6 @@ from tests.kernels.test_linear import (  # noqa: F401
 )
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# numpy speaks of 0 · inf and inf − inf
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @each("n", [1, 65])
@@ -85,11 +82,9 @@ def test_in_a_graph(on_triton):
 def test_large_bits_on_a_gpu(on_triton, dtype, k, m):
     """Wide and narrow tiles, few rows and many; more than once."""
     x, weight, bias, dy = make(3000, k, m, dtype, scale=0.1)
-    y, dx, dw = products(ours, x, weight, bias, dy)
-    for n in (1, 2, 16, 63, 64, 65, 129, 1000):
-        rows = torch.randperm(3000)[:n]
-        assert torch.equal(ours.forward(x[rows], weight, bias), y[rows])
-        assert torch.equal(ours.input_gradient(dy[rows], weight), dx[rows])
+    y, _, dw = products(ours, x, weight, bias, dy)
+    companies = [torch.randperm(3000)[:n] for n in (1, 2, 16, 63, 64, 65, 129, 1000)]
+    in_any_company(lambda x, dy: (ours.forward(x, weight, bias), ours.input_gradient(dy, weight)), [x, dy], companies)
     assert torch.equal(ours.weight_gradient(dy, x), dw)
     few = torch.arange(0, 3000, 300)
     exact = F.linear(x[few].double(), weight.double(), bias.double())

@@ -4,17 +4,15 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.runtime.registry import BackendUnavailableError
+from rlhf_kernels import BackendUnavailableError, linear_logprob
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_sweep as sweep
 from rlhf_kernels.vocab.logits import OUTPUTS
 
-from tests.kernels.checks import same_bits
-from tests.kernels.cuda_graph import detached, repeated_and_captured
-from tests.kernels.dense import DIFFERENTIABLE, dense, double, make, make_all
+from tests.kernels.checks import detached, repeated_and_captured
+from tests.kernels.dense import DIFFERENTIABLE, dense, double, make
 from tests.kernels.test_linear_logprob import (  # noqa: F401
     test_all_rows_ignored_and_empty_batches,
     test_any_layout_and_ignored_rows_that_hold_nan,
@@ -28,9 +26,6 @@ from tests.kernels.test_linear_logprob import (  # noqa: F401
 )
 
 OPS = torch.ops.rlhf_kernels
-
-# numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def force(monkeypatch, path):
@@ -91,7 +86,7 @@ def eager_gradient(hidden, weight, target, temperature, on_logprob, on_lse=0.0, 
 def test_tier3_where_the_target_is_nearly_certain(backend, dtype):
     """Its own column, rounded in a tile of probabilities, would be an error far above the gradient's size."""
     n = 65
-    hidden, weight, target = nearly_certain(n, 48, 600, dtype, 0.7)
+    hidden, weight, target = nearly_certain(n, 48, 300, dtype, 0.7)
     cotangents = torch.randn(2, n, 1)
     # With the gradient of lse d_hidden is as large as W and its last rounding decides; the interpreter truncates bf16
     for count in (1,) if INTERPRETED and dtype == torch.bfloat16 else (1, 2):
@@ -110,7 +105,7 @@ def test_float64_is_refused(on_triton):
 
 
 def test_the_gradient_ahead_and_outputs_do_not_change_a_bit(backend):
-    hidden, weight, target = make(129, 20, 517, grad=True)
+    hidden, weight, target = make(65, 20, 300, grad=True)
     frozen = weight.detach()
     plain = linear_logprob(hidden.detach(), frozen, target)
     ahead = linear_logprob(hidden, frozen, target)
@@ -150,15 +145,6 @@ def test_a_frozen_head_gets_no_product(backend, monkeypatch):
     assert [set(x) for x in made] == [{"hidden"}]
 
 
-def test_opcheck(on_triton):
-    (hidden, weight, bias, A, B), target = make_all(4, 3, 5, grad=True)
-    tensors = (hidden, weight, target, bias, A, B, torch.rand(4) + 0.5)
-    numbers = (0.5, 1.0, 2.0, 1.5, -100)
-    torch.library.opcheck(OPS.linear_logprob.default, (*tensors, *numbers, ",".join(OUTPUTS), False, "triton"))
-    plain = (hidden, weight.detach(), target, None, None, None, None)
-    torch.library.opcheck(OPS.linear_logprob.default, (*plain, *numbers, "logprob", True, "triton"))
-
-
 def test_temporaries_are_an_eighth_of_the_logits():
     for n, v in itertools.product((129, 512, 1000, 8192, 32768), (32001, 50264, 129920, 151936)):
         rows, columns = cost.tile_shape(n, v)
@@ -190,33 +176,18 @@ def test_ragged_vocabularies_in_bf16(on_triton, n, vocab):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [100, 2000])
-def test_ten_runs_have_the_same_bits(on_triton, n):
+def test_ten_runs_and_a_graph_have_the_same_bits(on_triton, n):
     hidden, weight, target = make(n, 1024, 50264, scale=0.1, dtype=torch.bfloat16, grad=True)
-    runs = []
-    for _ in range(10):
+
+    def step():
         out = linear_logprob(hidden, weight, target, outputs=OUTPUTS)
         loss = sum(getattr(out, name).sum() for name in DIFFERENTIABLE)
         ahead = linear_logprob(hidden, weight.detach(), target).logprob
-        runs.append(
-            (*out, *torch.autograd.grad(loss, (hidden, weight)), *torch.autograd.grad(ahead.sum(), hidden), ahead)
-        )
-    assert torch.equal(runs[0][0], runs[0][-1])
-    for run in runs[1:]:
-        same_bits(run, runs[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [100, 2000])
-def test_cuda_graph(on_triton, n):
-    hidden, weight, target = make(n, 512, 32001, scale=0.1, dtype=torch.bfloat16, grad=True)
-
-    def step():
-        out = linear_logprob(hidden, weight, target, outputs=("logprob", "entropy"))
-        ahead = linear_logprob(hidden, weight.detach(), target).logprob
-        grads = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (hidden, weight))
-        return detached(*out[:2], *grads, *torch.autograd.grad(ahead.sum(), hidden))
+        grads = torch.autograd.grad(loss, (hidden, weight))
+        return detached(*out, *grads, *torch.autograd.grad(ahead.sum(), hidden), ahead)
 
     expected = step()
+    assert torch.equal(expected[0], expected[-1])
     repeated_and_captured(step, expected)
 
 

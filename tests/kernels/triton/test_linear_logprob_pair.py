@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
+from rlhf_kernels import linear_logprob, linear_logprob_pair
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
-from tests.kernels.checks import same_bits
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured, same_bits
 from tests.kernels.dense import double
 from tests.kernels.test_linear_logprob_pair import (  # noqa: F401
     dense,
@@ -28,9 +26,6 @@ from tests.kernels.triton.test_linear_logprob import eager_gradient, force, near
 
 OPS = torch.ops.rlhf_kernels
 
-# numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 @pytest.fixture(params=["fused", "tiled", "small tiles"])
 def backend(request, monkeypatch, on_triton):
@@ -41,7 +36,7 @@ def backend(request, monkeypatch, on_triton):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tier3_where_the_target_is_nearly_certain(backend, dtype):
     n, temperature = 65, 0.7
-    hidden_a, weight, target = nearly_certain(n, 48, 600, dtype, temperature)
+    hidden_a, weight, target = nearly_certain(n, 48, 300, dtype, temperature)
     hidden_r = (0.7 * hidden_a.detach() + 0.03 * torch.randn(n, 48)).to(dtype)
     on_logprob, on_kl = torch.randn(2, n, 1)
     inputs = (hidden_a, hidden_r, weight, target)
@@ -55,13 +50,6 @@ def test_tier3_where_the_target_is_nearly_certain(backend, dtype):
         exact = eager_gradient(a64, w64, target, temperature, hidden_r=r64, **wide)
         eager = eager_gradient(hidden_a, weight, target, temperature, hidden_r=hidden_r, **scales)
         assert_ok(tier3(got, exact, eager), f"d_hidden, {options['detach']} detached")
-
-
-def test_opcheck(on_triton):
-    inputs = make(4, 3, 5)
-    for ahead in ("", "logprob,kl"):
-        arguments = (*inputs, None, None, None, None, 0.5, 1.0, 2.0, 1.5, -100, ahead, "triton")
-        torch.library.opcheck(OPS.linear_logprob_pair.default, arguments)
 
 
 @pytest.mark.gpu

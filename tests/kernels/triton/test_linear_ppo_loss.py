@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
-from rlhf_kernels.ppo_loss import ppo_loss
+from rlhf_kernels import linear_logprob, linear_ppo_loss, ppo_loss
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.vocab import triton_sweep as sweep
 
-from tests.kernels.cuda_graph import detached, repeated_and_captured
+from tests.kernels.checks import detached, repeated_and_captured
 from tests.kernels.dense import dense as dense_logprob
 from tests.kernels.test_linear_ppo_loss import (  # noqa: F401
     NO_ENTROPY,
@@ -28,9 +26,6 @@ from tests.kernels.test_linear_ppo_loss import (  # noqa: F401
 from tests.kernels.triton.test_linear_logprob import eager_gradient, force, nearly_certain
 
 OPS = torch.ops.rlhf_kernels
-
-# numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(params=["fused", "tiled", "small tiles"])
@@ -88,13 +83,6 @@ def test_both_products_are_the_library_s_and_rows_without_a_gradient_get_none(ba
     assert (moved[17:] != 0).any(1).all()
     mask.zero_()
     assert (gradient() == 0).all()
-
-
-def test_opcheck(on_triton):
-    batch, ref = make(4, 3, 5)
-    tensors = (batch[0], batch[1].detach(), *batch[2:], torch.tensor(2.0), ref, None, None, None, None)
-    numbers = (0.5, 1.0, 3.0, 1.2, -100, 0.2, 0.2, None, "k3", 0.1, 0.0)
-    torch.library.opcheck(OPS.linear_ppo_loss.default, (*tensors, *numbers, "hidden", "triton"))
 
 
 @pytest.mark.gpu

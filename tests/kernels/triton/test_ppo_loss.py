@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_kernels.ppo_loss import triton as ours
 
-from tests.kernels.cuda_graph import repeated_and_captured
+from tests.kernels.checks import repeated_and_captured
 from tests.kernels.test_ppo_loss import (  # noqa: F401
     everything,
     hold,

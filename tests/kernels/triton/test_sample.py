@@ -4,18 +4,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from rlhf_kernels.linear_logprob import linear_logprob
-from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
-from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
+from rlhf_kernels import BackendUnavailableError, linear_logprob, linear_logprob_pair, linear_ppo_loss, sample
 from rlhf_kernels.runtime import philox, philox_triton, registry
-from rlhf_kernels.runtime.registry import BackendUnavailableError
-from rlhf_kernels.sample import sample
 from rlhf_kernels.sample import triton as ours
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab import cost
 
-from tests.kernels.checks import each, same_bits
-from tests.kernels.cuda_graph import capture
+from tests.kernels.checks import capture, each, in_any_company, same_bits
 from tests.kernels.test_sample import (  # noqa: F401
     ALL,
     check,
@@ -36,8 +31,6 @@ from tests.kernels.test_sample import (  # noqa: F401
 )
 
 STREAM_WORD = tl.constexpr(STREAM)
-# numpy speaks of log 0 and −inf − (−inf) in rows that the interpreter computes and nobody reads
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(params=[132, 3], ids=["a tile per share", "several"])
@@ -87,13 +80,13 @@ def test_gumbel_is_that_of_its_word(on_triton, monkeypatch):
 @each(("options", "dtype"), [("none", torch.float32), ("all", torch.bfloat16)])
 def test_exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with(on_triton, dtype, options):
     """By linear_logprob, the pair and the loss's ratio, whatever the number of rows."""
-    n, h, v = 50, 24, 300
+    n, h, v = 36, 24, 150
     hidden, weight, seed, position = make(n, h, v, dtype=dtype)
     knobs = {} if options == "none" else every_option(n, h, v)
     drawn = sample(hidden, weight, seed=seed, position=position, outputs=ALL, **knobs)
     knobs.pop("greedy", None)
     with registry.use_exact():
-        for rows in (slice(None), [3], list(range(20, 37))):
+        for rows in (slice(None), [3], list(range(14, 31))):
             own = {k: x[rows] if k == "temperature" else x for k, x in knobs.items()}
             token = drawn.token[rows]
             scored = linear_logprob(hidden[rows], weight, token, outputs=("logprob", "entropy"), **own)
@@ -114,7 +107,7 @@ def test_exact_mode_gives_a_row_the_gradient_of_itself(on_triton, monkeypatch, o
     """Through linear_logprob, the pair and the loss, alone and among other rows."""
     monkeypatch.setattr(cost, "SMALL_TILE", 2**10)  # so that the number of rows would decide about tiles at once
     monkeypatch.setattr(cost, "MIN_TILE_COLUMNS", 64)
-    n, h, v = 40, 24, 300
+    n, h, v = 24, 24, 150
     hidden, weight, *_ = make(n, h, v, dtype=torch.bfloat16)
     target = torch.arange(n) % v
     knobs = {} if options == "none" else every_option(n, h, v)
@@ -137,7 +130,7 @@ def test_exact_mode_gives_a_row_the_gradient_of_itself(on_triton, monkeypatch, o
 
     with registry.use_exact():
         whole = run(list(range(n)))
-        for rows in ([17], [39, 2, 11]):
+        for rows in ([17], [23, 2, 11]):
             for alone, among in zip(run(rows), whole, strict=True):
                 assert alone.abs().max() > 0
                 assert torch.equal(alone, among[rows])
@@ -165,17 +158,6 @@ def test_what_it_leaves_to_the_reference(on_triton):
         sample(hidden.double(), weight, **rows)
 
 
-def test_opcheck(on_triton):
-    hidden, weight, seed, position = make(4, 3, 7)
-    tensors = [torch.randn(*shape) for shape in ((7,), (2, 3), (7, 2))]
-    greedy = torch.tensor([True, False] * 2)
-    tensors = (greedy, torch.tensor([1, 5]), ~greedy, *tensors, torch.rand(4) + 0.5)
-    op = torch.ops.rlhf_kernels.sample.default
-    torch.library.opcheck(
-        op, (hidden, weight, seed, position, *tensors, 0.5, 1.0, 2.0, 1.5, 0, 1.0, 0.0, True, "triton")
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 4096, 128256), (64, 2048, 151936), (200, 896, 50264)])
 def test_at_size(on_triton, shape):
@@ -186,12 +168,9 @@ def test_at_size(on_triton, shape):
 def test_bits_at_size_whatever_the_batch_in_ten_runs(on_triton):
     hidden, weight, seed, position = make(300, 2048, 32001, dtype=torch.bfloat16, scale=0.02)
 
-    def run(n):
-        return sample(hidden[:n], weight, seed=seed[:n], position=position[:n], outputs=ALL)
-
-    whole = run(300)
-    for n in (1, 2, 15, 16, 17, 64, 65, 128, *[300] * 10):
-        assert all(torch.equal(a, b[:n]) for a, b in zip(run(n), whole, strict=True)), n
+    run = lambda hidden, *keys: sample(hidden, weight, seed=keys[0], position=keys[1], outputs=ALL)  # noqa: E731
+    companies = [slice(n) for n in (1, 2, 15, 16, 17, 64, 65, 128, *[300] * 10)]
+    in_any_company(run, [hidden, seed, position], companies)
 
 
 @pytest.mark.gpu
