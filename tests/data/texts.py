@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -78,6 +79,7 @@ def family(name: str) -> PreTrainedTokenizerFast:
 
 
 FAMILIES = ("unigram", "bpe", "first", "bytes", "wordpiece")
+EACH_FAMILY = [pytest.param(name, marks=[pytest.mark.long] * (name != "bpe")) for name in FAMILIES]
 
 
 def loss_of_text(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, row: dict[str, str]) -> tuple[float, int]:

@@ -24,7 +24,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
-from tests.data.texts import family, loss_of_text
+from tests.data.texts import EACH_FAMILY, family, loss_of_text
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -112,10 +112,11 @@ def test_all_models_are_in_one_table_with_intervals(evaluated, place, capsys):
         assert word in shown
 
 
-def test_perplexity_is_that_of_the_text(tmp_path):
-    """Of references in strings, beside a plain loop over whole texts; other tokenizers in tests/data."""
+@pytest.mark.parametrize("name", EACH_FAMILY)
+def test_perplexity_is_that_of_the_text(name, tmp_path):
+    """Of references in strings, whatever the tokenizer does at a border, beside a plain loop over whole texts."""
     write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
-    tokenizer, plain = family("bpe"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [
         {"prompt": "Once upon a time", "completion": "? She said."},

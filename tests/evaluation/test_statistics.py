@@ -100,3 +100,25 @@ def test_two_policies_of_a_real_model(stories, tmp_path):
     _, low, high = few["win_rate"]
     assert low <= truth <= high
     assert high - low < 0.35
+
+
+@pytest.mark.long
+def test_the_demos_known_preference(tmp_path):
+    """The demo judges its policies itself, by a preference that no training step sees."""
+    demo = tmp_path / "demo"
+    assert main(["demo", "--output_dir", str(demo)]) == 0
+    own = json.loads((demo / "result.json").read_text())
+    (tmp_path / "judge.py").write_text(
+        "from rlhf_engine.commands.demo.task import prefer\n\n\ndef judge(prompts, completions):\n"
+        "    return [1.0 - prefer(prompt, a, b) for prompt, (a, b) in zip(prompts, completions, strict=True)]\n"
+    )
+    argv = ["evaluate", "--model_name_or_path", str(demo / "sft"), "--models", f"ppo={demo / 'rl'}", "--dataset_name",
+            str(demo / "heldout.jsonl"), "--judge", f"{tmp_path / 'judge.py'}:judge", "--reward_funcs", "reward_model",
+            "--output_dir", str(tmp_path / "evaluation"), "--max_completion_length", "40", "--temperature", "0.7",
+            "--seed", "1"]  # fmt: skip
+    assert main(argv) == 0
+    results = json.loads((tmp_path / "evaluation" / "results.json").read_text())
+    _, low, high = results["models"]["ppo"]["win_rate"]
+    assert low <= own["win_rate"] <= high
+    assert results["models"]["base"]["reward"][0] == pytest.approx(own["reward_before"], abs=0.3)
+    assert results["models"]["ppo"]["reward"][0] == pytest.approx(own["reward_after"], abs=0.3)

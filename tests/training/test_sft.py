@@ -20,7 +20,7 @@ from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
 from tests.conftest import tiny_llama
-from tests.data.texts import family, loss_of_text
+from tests.data.texts import EACH_FAMILY, family, loss_of_text
 from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
@@ -54,10 +54,11 @@ def gradients(model: HydraModel, examples, **options) -> dict[str, torch.Tensor]
     return found
 
 
-def test_the_loss_is_transformers_on_the_text(tmp_path):
-    """Rows of strings from a file, beside transformers on the whole texts; other tokenizers in tests/data."""
+@pytest.mark.parametrize("name", EACH_FAMILY)
+def test_the_loss_is_transformers_on_the_text(name, tmp_path):
+    """Rows of strings from a file, whatever the tokenizer does at a border, beside transformers on the whole texts."""
     write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
-    tokenizer, plain = family("bpe"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [
         {"prompt": "Once upon a time", "completion": "? She said."},
