@@ -371,3 +371,11 @@ def test_requests_that_contradict_themselves(model, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             train_config(model, tmp_path / "run", **options)
+
+
+def test_bytes_of_a_publication(model, tmp_path):
+    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3, critic_warmup_steps=1)
+    slot = sum(p.numel() * p.element_size() for p in trainer.model.backbone().slot("actor").parameters())
+    assert [row["async/published_bytes"] for row in rows] == [0, slot, slot]  # while only the critic learns, none
+    _, rows = steps_of(model, tmp_path / "replay", async_mode="replay", max_steps=1)
+    assert "async/published_bytes" not in rows[0]

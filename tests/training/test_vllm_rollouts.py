@@ -421,3 +421,9 @@ def test_what_does_not_go_together(model, server, tmp_path):
         beside(model, tmp_path, server, async_mode="ray")
     with pytest.raises(ConfigError, match="async_policy: expected 'fixed' or 'newest' with async 'ray' or vllm"):
         beside(model, tmp_path, server, async_policy="in_flight")
+
+
+def test_lora_on_the_head_is_refused_before_a_step(model, server, tmp_path):
+    with pytest.raises(ConfigError, match="lora_target_modules: expected no LM head for a vLLM server"):
+        RlTrainer(config(model, tmp_path / "run", server, lora_target_modules=["q_proj", "lm_head"]))
+    assert server.log == []
