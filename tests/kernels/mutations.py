@@ -618,7 +618,7 @@ MUTATIONS = read("""
 +mask=at < n, other=1).to(tl.float32)
 +    live = weight != 0.0
 +    new =
-# masked tokens in the largest ratio | triton/test_ppo_loss.py::test_tier1_of_everything
+# masked tokens in the largest ratio | triton/test_ppo_loss.py::test_largest_ratio_is_that_of_a_live_token
 -ratio_max = tl.max(tl.where(live, ratio, 0.0), 0)
 +ratio_max = tl.max(ratio, 0)
 # last partial sums missing | triton/test_ppo_loss.py::test_many_partial_sums

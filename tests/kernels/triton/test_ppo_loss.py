@@ -10,6 +10,7 @@ from tests.kernels.test_ppo_loss import (  # noqa: F401
     hold,
     test_extreme_values_as_in_the_reference,
     test_half_inputs_and_any_mask,
+    test_largest_ratio_is_that_of_a_live_token,
     test_masked_garbage_is_never_seen,
     test_nothing_live_and_empty,
     test_one_advantage_for_a_sequence,
