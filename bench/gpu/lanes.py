@@ -122,7 +122,7 @@ PLANS = {  # beginnings of lanes' names, in their order; benches before sanitize
 }
 ON_A_GPU = (  # tests that put tensors on a GPU if there is one
     "tests/kernels/triton",
-    *(f"tests/kernels/test_{name}.py" for name in ("cuda_ops", "cuda_lora_decode", "cuda_device", "gae", "whiten")),
+    *(f"tests/kernels/test_{name}.py" for name in ("cuda_ops", "cuda_lora_decode", "gae", "whiten")),
     *(f"tests/hydra/test_{name}.py" for name in ("on_gpu", "shares", "varlen")),
     "tests/generators/test_overlap_on_gpu.py",
     "tests/bench/test_timing_on_gpu.py",
