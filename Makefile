@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 QUANTISED := .venv/bitsandbytes/.installed
 OLDEST_TRL := .venv/trl-1.15.0/.installed
 VERL := .venv/verl-0.9.1/.installed
-# The packages of the GPU machine that lanes are rehearsed for, without those that it may lack.
+# The packages of the GPU machine that measure.py is rehearsed for, without those that it may lack.
 GPU_LIKE := .venv/gpu/.installed
 SITE := .venv/docs/.installed
 RELEASE := .venv/release/.installed
@@ -61,11 +61,13 @@ ifeq ($(ARGS),)
 	PYTHONPATH=$(dir $(VERL)) $(TEST) tests/integrations/test_verl.py -m "not gpu"
 	TRITON_INTERPRET=1 PYTHONPATH=$(dir $(OLDEST_TRL)) $(TEST) tests/integrations -k trl -m "not gpu"
 	TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "long and not gpu" $(SPREAD)
+	TRITON_INTERPRET=1 PYTHONPATH=kernels:bench:. $(subst $(VENV),$(dir $(GPU_LIKE))bin,$(TEST)) tests/kernels/triton \
+		-m "not long and not gpu" $(SPREAD)
 endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
 
 gpu:
-	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu/lanes.py $(ARGS)
+	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu/measure.py $(ARGS)
 
 # needs nvcc and no GPU: RLHF_ENGINE_CUDA_LIBRARY names what it prints, on a machine with a GPU and without nvcc
 gpu-library: $(INSTALLED)

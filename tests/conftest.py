@@ -196,35 +196,6 @@ def pytest_runtest_call() -> Iterator[None]:
         return (yield)
 
 
-class OneOfEach:
-    """The plugin of `--one-of-each`: whether tests run in another environment, in a fraction of their time."""
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep of every test function the first item that is not skipped here, else the first."""
-        kept: dict[str, pytest.Item] = {}
-        for item in items:
-            function = item.nodeid.split("[")[0]
-            if function not in kept or (_is_skipped(kept[function]) and not _is_skipped(item)):
-                kept[function] = item
-        chosen = set(map(id, kept.values()))
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-        items[:] = [item for item in items if id(item) in chosen]
-
-
-def _is_skipped(item: pytest.Item) -> bool:
-    return item.get_closest_marker("skip") is not None or any(m.args[0] is True for m in item.iter_markers("skipif"))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-of-each", action="store_true", help="of a test's parameters, the first that can run here")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("one_of_each"):
-        config.pluginmanager.register(OneOfEach())
-
-
 def _words(callspec: Any) -> Iterator[str]:
     """The strings among a test's parameters, also those in tuples."""
     for value in [] if callspec is None else callspec.params.values():

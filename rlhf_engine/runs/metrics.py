@@ -149,7 +149,7 @@ def git_commit(file: Path) -> dict[str, Any] | None:
 
 
 def is_rehearsal() -> bool:
-    """Whether this process rehearses measurements without their device (`bench/gpu/lanes.py --rehearse`)."""
+    """Whether this process rehearses measurements without their device (`bench/gpu/measure.py --rehearse`)."""
     return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
 
 

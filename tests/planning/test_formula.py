@@ -37,7 +37,7 @@ def setting(model: str = "llama-3.2-1b", **changes) -> Setting:
     return Setting(**{**options, **changes})
 
 
-GPU = {  # GiB by torch's allocator in whole steps of bench/studies/whole_step.py: NVIDIA H200, torch 2.11, Triton 3.6
+GPU = {  # GiB by torch's allocator in whole steps of a Llama 1B: NVIDIA H200, torch 2.11, Triton 3.6
     "ppo": ({}, False, 23.43),
     "ppo, micro-batches of 32": ({"micro_batch": 32}, False, 43.87),
     "ppo in exact mode": ({}, True, 21.87),
