@@ -154,6 +154,14 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama; no test writes into it."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""

@@ -13,24 +13,12 @@ import pytest
 from rlhf_engine import http
 from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.http import RequestGroup, Transport
-from rlhf_engine.hydra import HydraModel
 from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
-from tests.conftest import build, tiny_llama
-from tests.rollout.stand_in import StandIn
+from tests.rollout import test_vllm
 from tests.rollout.test_vllm import PROMPTS, connect, sampling
 
+model, server = test_vllm.model, test_vllm.server
 LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
-
-
-@pytest.fixture
-def server():
-    with StandIn(tiny_llama(), name="base", root="models/tiny") as stand_in:
-        yield stand_in
-
-
-@pytest.fixture
-def model() -> HydraModel:
-    return build()
 
 
 @contextmanager

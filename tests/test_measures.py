@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 58,
-    "bench: lines": 12352,
+    "CHANGELOG.md: lines": 59,
+    "bench: lines": 11524,
     "csrc: lines": 11848,
-    "docs: words of notes": 63595,
+    "docs: words of notes": 64100,
     "docs: words of pages": 29990,
     "engine: arrows between rooms": 139,
     "engine: files": 162,
@@ -50,7 +50,7 @@ CEILINGS = {
     "step: types of records": 39,
     "tests: items in the interpreter": 300,
     "tests: items per push": 2560,
-    "tests: lines": 46392,
+    "tests: lines": 46000,
 }
 
 

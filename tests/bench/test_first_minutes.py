@@ -1,6 +1,5 @@
 """The ways in of a new user: their commands stand in the documentation, and the shortest of them leads to its curve."""
 
-import importlib
 import json
 import re
 import subprocess
@@ -9,24 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.test_bench import load_script
 from tests.test_docs import DOCS, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 
 
-@pytest.fixture(scope="module")
-def study():
-    """The study's module, as a script has it."""
-    sys.path.insert(0, str(ROOT / "bench" / "studies"))
-    try:
-        yield importlib.import_module("first_minutes")
-    finally:
-        sys.path.remove(str(ROOT / "bench" / "studies"))
-
-
-def test_every_command_stands_in_the_documentation(study):
+def test_every_command_stands_in_the_documentation():
     """Word for word, whatever the model is called there."""
+    study = load_script("studies/first_minutes")
     found = {line for page in DOCS for kind in ("bash", "sh") for b in blocks(page, kind) for line in b.splitlines()}
     named = {re.sub(r"(?<=--model_name_or_path )\S+", study.MODEL, line) for line in found}
     commands = [command for way in study.WAYS.values() for command in way.commands]

@@ -6,24 +6,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
+from tests.policy.test_build import classifier_on
 from tests.training.test_data import write_model
 
 PROMPTS = ["red cat", "the dog runs"]
 N = 6
-
-
-def classifier(folder, seed=4):
-    torch.manual_seed(seed)
-    found = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
-    with torch.no_grad():
-        found.score.weight.normal_()
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +34,13 @@ def drawn(model):
 
 def lora_reward(model, folder):
     config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")
-    theirs = get_peft_model(classifier(model), config)
+    theirs = get_peft_model(classifier_on(model), config)
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:
                 p.normal_(std=0.3)
     theirs.save_pretrained(folder)
-    return PeftModel.from_pretrained(classifier(model), folder).eval()
+    return PeftModel.from_pretrained(classifier_on(model), folder).eval()
 
 
 @pytest.mark.parametrize("source", ["adapter", "head", "other"])
@@ -58,7 +50,7 @@ def test_the_favourite_of_several_answers_is_kept(source, model, drawn, tmp_path
     if source == "adapter":
         judge = lora_reward(model, folder)
     else:
-        judge = classifier(model if source == "head" else write_model(tmp_path / "other", seed=9))
+        judge = classifier_on(model if source == "head" else write_model(tmp_path / "other", seed=9))
         judge.save_pretrained(folder)
         if source == "other":
             drawn[1].save_pretrained(folder)
@@ -119,7 +111,7 @@ def test_a_reward_that_is_not_finite_chooses_nothing(model, tmp_path, capsys):
 
 
 def test_prompts_are_as_long_as_the_reward_model_can_read(model, tmp_path, capsys):
-    other = classifier(model)
+    other = classifier_on(model)
     other.config.max_position_embeddings = 6
     other.save_pretrained(tmp_path / "rm")
     flags = ["--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "4", "--best_of", "2"]

@@ -24,9 +24,10 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
 from tests.conftest import randomise
-from tests.data.texts import EACH_FAMILY, family, loss_of_text
+from tests.data.texts import EACH_FAMILY, loss_of_text
 from tests.evaluation.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
+from tests.training.test_sft import BORDERS, base_of_family
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
@@ -115,20 +116,14 @@ def test_all_models_are_in_one_table_with_intervals(evaluated, place, capsys):
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_perplexity_is_that_of_the_text(name, tmp_path):
     """Of references in strings, whatever the tokenizer does at a border, beside a plain loop over whole texts."""
-    write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
-    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    rows = [
-        {"prompt": "Once upon a time", "completion": "? She said."},
-        {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
-    ]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    tokenizer, plain = base_of_family(tmp_path / "base", name)
+    data = write_rows(tmp_path / "rows.jsonl", BORDERS)
     config = EvaluateConfig(
         model_name_or_path=str(tmp_path / "base"), models=[], dataset_name=str(data), output_dir=str(tmp_path / "out"),
         max_completion_length=1,
     )  # fmt: skip
     (of,) = Evaluation(config).run().values()
-    for i, row in enumerate(rows):
+    for i, row in enumerate(BORDERS):
         loss, n = loss_of_text(plain, tokenizer, row)
         assert of.reference_tokens[i] == n
         assert of.surprise[i] == pytest.approx(loss, rel=1e-5)

@@ -4,6 +4,7 @@
 flash-attn 2.8.3, flash-attn 3 (its Hopper folder), flash-attn-4 4.0.0b36 and torch 2.11 and 2.13.
 """
 
+import importlib
 import itertools
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def install(name: str, site: Path, code: str | None = None) -> None:
     metadata = site / f"{distribution}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    importlib.invalidate_caches()
 
 
 def varlen_of_torch_211(

@@ -31,13 +31,6 @@ RANK = 4
 every = pytest.mark.parametrize("method", METHODS)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_llama().save_pretrained(folder)
-    return folder
-
-
 def make(method: str, base, **options) -> HydraModel:
     roles = METHODS[method]()
     slots = {role.slot: SlotConfig(r=RANK) for role in roles.values() if role.slot is not None}

@@ -77,7 +77,6 @@ def test_without_flash_attn_torch_serves_all_but_softcaps(site):
 @pytest.mark.parametrize("name", FLASH)
 def test_what_is_installed_comes_first(site, name):
     stand_ins.install(name, site)
-    importlib.invalidate_caches()
     assert chosen() == chosen(windowed=True) == chosen(softcapped=True) == name
     assert chosen(capability=AMPERE) == ("flash-attn 2" if name == "flash-attn 2" else "torch varlen")
     assert chosen(head_size=60, value_size=60) == varlen.SDPA
@@ -86,7 +85,6 @@ def test_what_is_installed_comes_first(site, name):
 def test_all_of_them_installed(site):
     for name in FLASH:
         stand_ins.install(name, site)
-    importlib.invalidate_caches()
     assert chosen() == "flash-attn 3"
     assert chosen(capability=(10, 0)) == "flash-attn 4"
     assert chosen(capability=(10, 0), head_size=192, value_size=192) == "flash-attn 2"
@@ -97,7 +95,6 @@ def test_all_of_them_installed(site):
 
 def test_a_package_that_does_not_load_is_named_and_left_out(site):
     stand_ins.install("flash-attn 2", site, code="raise ImportError('undefined symbol: _ZN3c10')")
-    importlib.invalidate_caches()
     found = varlen.report()
     assert found["attention"] == found["window"] == "torch varlen"
     assert found["softcap"] == "FlexAttention"
@@ -127,7 +124,6 @@ def test_a_cpu_has_none(monkeypatch):
 def test_sinks_go_through_flex_attention_alone(site):
     for name in FLASH:
         stand_ins.install(name, site)
-    importlib.invalidate_caches()
     assert chosen(sinks=True) == chosen(sinks=True, windowed=True) == "FlexAttention"
     assert chosen(capability=AMPERE, sinks=True, softcapped=True) == "FlexAttention"
     assert varlen.report()["sinks"] == "FlexAttention"
@@ -135,7 +131,6 @@ def test_sinks_go_through_flex_attention_alone(site):
 
 def test_shared_prompts_go_through_flex_attention_alone(site):
     stand_ins.install(FLASH[0], site)
-    importlib.invalidate_caches()
     assert chosen(shared=True) == chosen(shared=True, windowed=True, softcapped=True) == "FlexAttention"
     assert varlen.report()["shared prompts"] == "FlexAttention"
     assert "it gives every sequence keys of its own" in str(varlen._varlen(layer(shared=True)))
@@ -175,7 +170,6 @@ def test_flash_attn_gives_the_model_s_numbers_without_padding(site, monkeypatch,
     assert not stand_ins.CALLS
     monkeypatch.setattr(varlen, "is_gpu", "cpu".__eq__)
     stand_ins.install(name, site)
-    importlib.invalidate_caches()
     assert_same_function(numbers(model), expected)
     rows = random_batch(LENGTHS).n_tokens
     assert stand_ins.CALLS
@@ -362,7 +356,6 @@ def test_answers_share_a_prompt_where_flex_attention_serves(site, monkeypatch):
 def test_neighbours_do_not_change_a_sequence(site):
     """Rows of a packed call are cut by `starts` alone: a sequence alone and among others is the same call's row."""
     stand_ins.install("flash-attn 2", site)
-    importlib.invalidate_caches()
     rows = [torch.randn(1, 2, 12, 8).bfloat16() for _ in "qkv"]
 
     def run(lengths: list[int], first: int, last: int) -> torch.Tensor:

@@ -17,13 +17,6 @@ from tests.conftest import random_batch, randomise, tiny_llama
 RATES = {"actor": 1e-2, "critic": 1e-2}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_llama().save_pretrained(folder)
-    return folder
-
-
 def make(base, *, seed: int = 0, roles=None, **slot) -> tuple[HydraModel, RoleOptimizer]:
     """A model on the base folder whose slots and heads are not zero, with optimizer state."""
     roles = roles or hydra_roles()

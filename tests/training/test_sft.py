@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,15 +55,26 @@ def gradients(model: HydraModel, examples, **options) -> dict[str, torch.Tensor]
     return found
 
 
+BORDERS = [
+    {"prompt": "Once upon a time", "completion": "? She said."},
+    {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
+]
+
+
+def base_of_family(folder: Path, name: str) -> tuple[Any, Any]:
+    """A tokenizer of a family and a model beside it, which lie in the folder."""
+    write_model(folder, reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
+    tokenizer = family(name)
+    tokenizer.save_pretrained(folder)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_the_loss_is_transformers_on_the_text(name, tmp_path):
     """Rows of strings from a file, whatever the tokenizer does at a border, beside transformers on the whole texts."""
-    write_model(tmp_path / "base", reward_head=False, vocab_size=512, bos_token_id=1, eos_token_id=2)
-    tokenizer, plain = family(name), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    tokenizer, plain = base_of_family(tmp_path / "base", name)
     rows = [
-        {"prompt": "Once upon a time", "completion": "? She said."},
-        {"prompt": "The sky is blue.\n", "completion": "The answer is 42."},
+        *BORDERS,
         {"prompt": "", "completion": "Hello world!"},
         {"prompt": "She said:", "completion": " Hello world!"},
     ]
