@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from rlhf_engine.commands.main import main
-from tests.commands.test_best_of import classifier
+from tests.policy.test_build import classifier_on
 from tests.test_docs import CONFIGS
 from tests.training.test_data import PROMPTS, write_model, write_rows
 
@@ -161,7 +161,7 @@ def test_published_layouts_become_rows():
 def test_a_gold_model_labels_sampled_pairs(runner, tmp_path):
     """The better answer is first, by transformers' own classifier; equal ones are left out, held-out prompts apart."""
     write_model(tmp_path / "base")
-    gold = classifier(tmp_path / "base").double()
+    gold = classifier_on(tmp_path / "base").double()
     gold.save_pretrained(tmp_path / "gold")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "gold")
