@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import httpx2
-
 from rlhf_engine.errors import ConfigError, RolloutServerError
 
 
@@ -97,6 +95,8 @@ class Transport:
 
     def __init__(self, base_url: str, server: Server, *, timeout: float) -> None:
         """Make a client of http(s)://host:port, with or without /v1; `timeout` seconds include attempts that failed."""
+        import httpx2  # in three places: most processes call no server
+
         self.server, self.url, self.timeout = server, base_url, timeout
         try:
             url = httpx2.URL(base_url)
@@ -123,6 +123,8 @@ class Transport:
         group: RequestGroup | None = None,
     ) -> tuple[int, bytes]:
         """(status, body) of one request; `again` after a lost or refused connection, 502, 503 or 504."""
+        import httpx2
+
         group = RequestGroup() if group is None else group
         content = None if body is None else json.dumps(body).encode()
         deadline = time.monotonic() + self.timeout
@@ -167,5 +169,7 @@ class Transport:
                 if max(length, len(body)) > MOST_BYTES:
                     raise self.error(f"expected an answer of at most {MOST_BYTES} bytes from {path}, got more")
                 if time.monotonic() >= deadline:  # of a body without a length, breaking off looks like the end
+                    import httpx2
+
                     raise httpx2.ReadTimeout("the time is over")
                 return response.status_code, bytes(body)

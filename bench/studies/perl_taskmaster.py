@@ -343,7 +343,9 @@ def _reward_flags(study: Study, arm: str, folder: Path) -> dict[str, Any]:
 
 def _cost(study: Study, output: Path, command: str) -> dict[str, Any]:
     """Cost of a run's steps, with the sizes, versions and command of the run."""
-    rows, record = read_metrics(output / "metrics.jsonl"), json.loads((output / "run.json").read_text())
+    record = json.loads((output / "run.json").read_text())
+    # without the evaluation before the first step
+    rows = [row for row in read_metrics(output / "metrics.jsonl") if "peak_memory_bytes" in row]
     return {
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
         "seconds_per_step": statistics.median(study.reward_batch / row["samples_per_second"] for row in rows),
@@ -395,7 +397,9 @@ def train_policy(study: Study, folder: Path, out: Path, seed: int) -> None:
             "resume_from_checkpoint": "auto",
         },
     )
-    rows, record = read_metrics(output / "metrics.jsonl"), json.loads((output / "run.json").read_text())
+    record = json.loads((output / "run.json").read_text())
+    # without the evaluation before the first step
+    rows = [row for row in read_metrics(output / "metrics.jsonl") if "peak_memory_bytes" in row]
     write_json_atomic(
         out / "rl" / f"seed-{seed}.json",
         {

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -223,7 +224,7 @@ STUDIES = {
     "off_policy.py": ("--work work --quick --seeds 0 --batches 1 --out out", "| "),
     "perl_taskmaster.py": (f"--data {THUMBS} --work work --quick --out out", "| lora_r1 | 0.00"),
     "hydra_table.py": (f"{SIZES} --device cpu --methods lora_ppo hydra_ppo --out out", "| hydra_ppo |"),
-    "exact.py": ("--tokens 1 --models mistral --dtypes bf16 --json out.jsonl", "mistral"),
+    "exact.py": ("--tokens 1 --models 'mistral, window' --dtypes bf16 --json out.jsonl", "mistral"),
     "exact_runs.py": (
         f"--modes overlap --dtypes bf16 --steps 2 --stories {STORIES} --json out.jsonl",
         "2 steps, 1024 tokens, largest difference 0",
@@ -241,7 +242,7 @@ def test_a_study_runs_and_leaves_its_record(script, tmp_path):
     if script.startswith("perl") and not THUMBS.is_dir():
         pytest.skip("Taskmaster's reward files are not beside the checkout")
     words, said = STUDIES[script]
-    assert said in run(script, *words.split(), cwd=tmp_path).stdout
+    assert said in run(script, *shlex.split(words), cwd=tmp_path).stdout
     assert [
         json.loads(path.read_text().splitlines()[0] if path.suffix == ".jsonl" else path.read_text())
         for path in (*tmp_path.glob("*.jsonl"), *tmp_path.glob("out/**/*.json"))
