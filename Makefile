@@ -149,7 +149,7 @@ BOUNDS := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["pr
 $(GPU_LIKE):
 	test -x $(dir $@)bin/python || $(PYTHON) -m venv $(dir $@)
 	$(dir $@)bin/python -m pip install -q torch==2.11.0 triton==3.6.0 transformers==5.17.0 "numpy<2.4" accelerate \
-		safetensors rich matplotlib pyyaml pytest pytest-xdist
+		safetensors rich matplotlib pyyaml scipy pyarrow pytest pytest-xdist
 	touch $@
 
 .venv/newest/.installed: $(INSTALLED)
