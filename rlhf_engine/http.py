@@ -169,7 +169,5 @@ class Transport:
                 if max(length, len(body)) > MOST_BYTES:
                     raise self.error(f"expected an answer of at most {MOST_BYTES} bytes from {path}, got more")
                 if time.monotonic() >= deadline:  # of a body without a length, breaking off looks like the end
-                    import httpx2
-
-                    raise httpx2.ReadTimeout("the time is over")
+                    raise ConnectionAbortedError("the time is over")
                 return response.status_code, bytes(body)

@@ -26,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
-    "CHANGELOG.md: lines": 59,
-    "bench: lines": 11524,
+    "CHANGELOG.md: lines": 60,
+    "bench: lines": 11528,
     "csrc: lines": 11848,
     "docs: words of notes": 64100,
     "docs: words of pages": 29990,
     "engine: arrows between rooms": 139,
     "engine: files": 162,
-    "engine: lines of code": 20390,
-    "engine: lines of the core": 18989,
-    "engine: lines": 31992,
+    "engine: lines of code": 20396,
+    "engine: lines of the core": 18995,
+    "engine: lines": 32000,
     "engine: longest file": 800,
     "engine: longest function": 82,
     "examples: lines": 539,

@@ -56,6 +56,7 @@ class _Prefix:
 
     blocks: list[int]
     waiting: int  # requests that have not been admitted yet
+    version: int  # of the policy that the prompt went through
     hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
 
 
@@ -98,8 +99,13 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def next_rows(self, most: int) -> Admitted:
-        """The next rows that fit, up to so many, with their blocks."""
+    def next_rows(self, most: int, version: int) -> Admitted:
+        """The next rows that fit, up to so many, with their blocks. Prompts of a slot's older version are forgotten."""
+        self._version = version
+        for key, prefix in list(self._prefixes.items()):
+            if key[0] is not None and prefix.version != version:
+                self.pool.give_back(self._prefixes.pop(key).blocks)
+                self._sharing[key] = prefix.waiting
         admitted = Admitted([], [], [])
         tokens = 0
         while self._waiting and len(admitted.rows) < most:
@@ -152,7 +158,7 @@ class Admission:
         if prefix is None:
             if held + need - full > pool.free:
                 return False
-            prefix = _Prefix(blocks=pool.take(held), waiting=self._sharing[row.prefix])
+            prefix = _Prefix(pool.take(held), self._sharing[row.prefix], self._version)
             self._prefixes[row.prefix] = prefix
         kept = held if prefix.waiting == 1 else full
         if need - kept > pool.free:
@@ -353,7 +359,7 @@ class RolloutEngine:
             free = self._max_rows - len(self._live)
             if len(self._live) and free < self._places_to_wait_for:
                 break
-            admitted = self._admission.next_rows(free)
+            admitted = self._admission.next_rows(free, self.policy_version)
             if not admitted.rows:
                 break
             hidden = self._admission.last_states(admitted, self._prefill(admitted.prompts))
