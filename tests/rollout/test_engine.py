@@ -195,11 +195,10 @@ def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
     requests = [Request(prompt=tuple(LONG), sample_id=i) for i in range(3)]
     engine = RolloutEngine(model, how, requests, options=EngineOptions(max_rows=1, decode_step=step))
-    while not (first := engine.step()):
-        pass
+    first = next(engine.run())
     randomise(model, "actor")
     engine.policy_version = 1
-    found = [answer.logprobs for answer in (*first, *engine.run())]
+    found = [answer.logprobs for answer in (first, *engine.run())]
     alone = RolloutEngine(model, how, requests, options=EngineOptions(max_rows=1, decode_step=step)).run()
     assert [a == b.logprobs for a, b in zip(found, alone, strict=True)] == [False, True, True]
 
