@@ -102,10 +102,10 @@ class Admission:
     def next_rows(self, most: int, version: int) -> Admitted:
         """The next rows that fit, up to so many, with their blocks. Prompts of a slot's older version are forgotten."""
         self._version = version
-        for key, prefix in list(self._prefixes.items()):
-            if key[0] is not None and prefix.version != version:
+        for key, known in list(self._prefixes.items()):
+            if key[0] is not None and known.version != version:
                 self.pool.give_back(self._prefixes.pop(key).blocks)
-                self._sharing[key] = prefix.waiting
+                self._sharing[key] = known.waiting
         admitted = Admitted([], [], [])
         tokens = 0
         while self._waiting and len(admitted.rows) < most:
