@@ -27,7 +27,7 @@ ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
 CEILINGS = {
     "CHANGELOG.md: lines": 60,
-    "bench: lines": 11528,
+    "bench: lines": 11532,
     "csrc: lines": 11848,
     "docs: words of notes": 64100,
     "docs: words of pages": 29990,

@@ -282,13 +282,16 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def main(file: Path, about: dict[str, Any], calls: Sequence[str]) -> None:
-    """Call one function after the other."""
+def main(file: Path, about: dict[str, Any], calls: Sequence[str]) -> int:
+    """Call one function after the other; 1 if something in one of them failed."""
+    rc = 0
     for call in calls:
         print(call, flush=True)
         function, *words = call.split()
 
         def say(call: str = call, **row: Any) -> None:
+            nonlocal rc
+            rc = max(rc, int("failed" in row))
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**about, "call": call, **row}) + "\n")
 
@@ -296,7 +299,8 @@ def main(file: Path, about: dict[str, Any], calls: Sequence[str]) -> None:
         gc.collect()  # the next one's model needs the room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    return rc
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
+    raise SystemExit(main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]))
