@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu
@@ -23,6 +23,7 @@ from rlhf_engine.distributed.launch import launched
 from rlhf_engine.errors import RankError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 SECONDS = 1800.0  # seconds that a process waits for the others before it gives the run up
 
@@ -68,12 +69,12 @@ class World:
             dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # all of them are there
 
-    def run_on_all_ranks(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, what: str, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """This rank's result of `what`, once every rank has its own; RankError with the message of one that failed."""
         if self.size == 1:
-            return work()
+            return work(*args, **options)
         try:
-            result = self.in_step(work)  # it may be drawing from a sharded base
+            result = self.in_step(lambda: work(*args, **options))  # it may be drawing from a sharded base
         except Exception as error:  # whatever it is: it is raised again, once the others know
             with contextlib.suppress(RankError):  # of others that are gone by then: this one is what is to be told
                 self.gather(f"{type(error).__name__}: {error}")

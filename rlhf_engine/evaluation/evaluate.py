@@ -211,12 +211,14 @@ class Evaluation:
             return str(tokenizer.decode(tokens))
 
         stops = StopTexts(sampling.stop, decode)
-        engine = RolloutEngine(model, sampling, requests, options=EngineOptions.of(self.config), decode=decode)
+        backbone = model.roles[candidates[0].role].backbone
+        engine = RolloutEngine.of(model, backbone, EngineOptions.of(self.config))
+        first = engine.submit(requests, sampling, decode=decode).start
         own = tokenizer.get_vocab() == self.tokenizer.get_vocab()
         what = "answers" if len(candidates) > 1 else f"answers of {candidates[0].name}"
         done = total - len(missing)
         for answer in engine.run():
-            candidate, i, draw = missing[answer.index]
+            candidate, i, draw = missing[answer.index - first]
             text = stops.cut(str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
             finished = answer.finish_reason != "length"
             room = self._context - len(self.prompts.ids[i])

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ from rlhf_engine.generators.sources import Connect
 from rlhf_engine.generators.thread import Worker
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR, build_generator_model
-from rlhf_engine.rollout import EngineOptions
+from rlhf_engine.rollout import EngineOptions, PromptBatch, SamplingConfig
+from rlhf_engine.rollout.backend import LocalRollouts
 from rlhf_engine.scoring.score import FrozenRoles
 
 _BEAT = 1.0  # seconds between two questions whether a generator is at work
@@ -62,14 +63,19 @@ class Room(NamedTuple):
 
 
 class Generator:
-    """Draws work items by policies that it was sent: a Ray actor, with a thread for `beat` and one for the rest."""
+    """Draws answers by policies that it was sent: a Ray actor, with a thread for `beat` and one for the rest."""
 
     def __init__(self) -> None:
         self._store, self._digests = work.VersionStore(), dict[int, str]()
         self._worker: Worker | None = None
 
     def build(
-        self, config: Mapping[str, Any], frozen: Mapping[str, str], threads: int | None, kernels: Sequence[Any]
+        self,
+        config: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        frozen: Mapping[str, str],
+        threads: int | None,
+        kernels: Sequence[Any],
     ) -> tuple[int, str]:
         """Load the model of a TrainConfig's values; process id and host. ConfigError where `frozen` parts differ."""
         options = TrainConfig(**config)
@@ -84,26 +90,26 @@ class Generator:
         work.require_same_parts(work.fixed_parts(model), frozen)
         self._device = model.role_backbone(BEHAVIOUR).device
         score = FrozenRoles(model, options, past=BEHAVIOUR, reward="reward" in model.roles)
-        self._worker = Worker(model, self._store, EngineOptions.of(options), score=score)
+        rollouts = LocalRollouts(model, EngineOptions.of(options), BEHAVIOUR)
+        self._worker = Worker(rollouts, self._store, SamplingConfig(**sampling), score=score)
         return os.getpid(), socket.gethostname()
 
     def hold(self, version: int, digest: str, data: bytes) -> str:
-        """Hold a policy for later work items, EngineError for a damaged one; the digest of what arrived."""
+        """Hold a policy for later answers, EngineError for a damaged one; the digest of what arrived."""
         self._store.add(work.unpack_policy(work.Parcel(version, digest, data), self._device))
         self._digests[version] = digest
         return digest
 
-    def draw(self, item: Mapping[str, Any], keep: Sequence[int]) -> dict[str, Any]:
+    def draw(self, prompts: Mapping[str, Any], version: int, keep: Sequence[int]) -> dict[str, Any]:
         """Answers, the digest of the policy that drew them, and kernels chosen so far; only versions in `keep` stay."""
         if self._worker is None:
             raise EngineError("generator: expected `build` before `draw`")
         torch.set_num_threads(self._threads)  # of this thread, which need not be the one that has built the model
         self._store.keep(keep)
         self._digests = {version: digest for version, digest in self._digests.items() if version in keep}
-        asked = work.unpack_item(item)
-        rollout = work.pack_rollout(self._worker(asked))
+        rollout = work.pack_rollout(self._worker(PromptBatch(**prompts), version))
         kernels = [tuple(choice) for choice in registry.choices()]
-        return {"rollout": rollout, "digest": self._digests[asked.version], "kernels": kernels}
+        return {"rollout": rollout, "digest": self._digests[version], "kernels": kernels}
 
     def beat(self) -> float:
         """Seconds since it was last seen at work."""
@@ -127,6 +133,7 @@ class RayTransport(GeneratorTransport):
         self,
         ray: Any,
         config: Mapping[str, Any],
+        sampling: SamplingConfig,
         frozen: Mapping[str, str],
         *,
         generators: int,
@@ -136,7 +143,8 @@ class RayTransport(GeneratorTransport):
         device: torch.device | str = "cpu",
     ) -> None:
         """Start so many generators, of which `restarts` are replaced when they are lost or silent for too long."""
-        self._ray, self._config, self._frozen, self._room = ray, dict(config), dict(frozen), room
+        self._ray, self._room = ray, room
+        self._given = (dict(config), asdict(sampling), dict(frozen), room.threads)
         self._restarts, self._device = restarts, device
         self._beat, self._start_limit = min(_BEAT, timeout / 4), max(_START, timeout)
         self._class = ray.remote(concurrency_groups={"beat": 1})(Generator)
@@ -160,26 +168,26 @@ class RayTransport(GeneratorTransport):
         return len(parcel.data) * len(receivers)
 
     def keep(self, versions: frozenset[int]) -> None:
-        with self._lock:  # generators hear of it with their next work item
+        with self._lock:  # generators hear of it with their next prompts
             self._held = {version: sent for version, sent in self._held.items() if version in versions}
 
-    def submit(self, worker: str, item: work.WorkItem) -> None:
-        """Send a generator its work item, after the policies that were published before."""
+    def submit(self, worker: str, prompts: PromptBatch, version: int) -> None:
+        """Send a generator its prompts, after the policies that were published before."""
         with self._lock:
             generator = self._workers.get(worker)
             if generator is None:
                 return  # lost: the scheduler is about to hear of it
             generator.seen = time.monotonic()
-            digest, _ = self._held[item.version]
+            digest, _ = self._held[version]
 
             def drawn(values: dict[str, Any]) -> Event:
                 if values["digest"] != digest:
-                    raise EngineError(f"{worker} has drawn {item.name} by another policy")
+                    raise EngineError(f"{worker} has drawn by another policy than version {version}")
                 rollout = work.unpack_rollout(values["rollout"], self._device)
                 registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
-                return Drawn(worker, item, rollout)
+                return Drawn(worker, rollout)
 
-            self._ask(generator, "draw", work.pack_item(item), sorted(self._held), then=drawn)
+            self._ask(generator, "draw", asdict(prompts), version, sorted(self._held), then=drawn)
 
     def silent_for(self, worker: str) -> float:
         """Seconds since the last token that it reported."""
@@ -222,7 +230,7 @@ class RayTransport(GeneratorTransport):
             return Joined(worker.name)
 
         kernels = [tuple(choice) for choice in registry.choices()]
-        self._ask(worker, "build", self._config, self._frozen, self._room.threads, kernels, then=built)
+        self._ask(worker, "build", *self._given, kernels, then=built)
         return worker.name
 
     def _send(self, worker: _Worker, version: int) -> None:
@@ -324,10 +332,11 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
         whole = {name: str(Path(path).resolve()) for name, path in paths.items() if Path(path).exists()}
         theirs = replace(config, **whole, device=device.type, shard_base=False)  # type: ignore[arg-type]
 
-        def connect(model: HydraModel) -> RayTransport:
+        def connect(model: HydraModel, sampling: SamplingConfig) -> RayTransport:
             return RayTransport(
                 ray,
                 replace(theirs, exact=registry.is_exact()).to_dict(),
+                sampling,
                 work.fixed_parts(model),
                 generators=config.ray_generators,
                 room=room,

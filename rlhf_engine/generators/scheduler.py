@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol
 
 from rlhf_engine.config.rollout import AsyncOptions
 from rlhf_engine.errors import GeneratorError
-from rlhf_engine.generators.work import Snapshot, WorkItem, join
-from rlhf_engine.rollout import Rollout
+from rlhf_engine.generators.work import Snapshot, join
+from rlhf_engine.rollout import PromptBatch, Rollout
 
 SILENCE = 600.0  # seconds without a token after which a generator is given up
 _LOOK = 0.2  # seconds between two looks at generators that may hang
@@ -79,15 +79,14 @@ def newest_after(known: Collection[int], done: int) -> int:
 
 
 class Drawn(NamedTuple):
-    """A generator has drawn the answers of a work item."""
+    """A generator has drawn its answers."""
 
     worker: str
-    item: WorkItem
     rollout: Rollout
 
 
 class Lost(NamedTuple):
-    """A generator has ended, by this cause; its work item, if it had one, has to be drawn by another."""
+    """A generator has ended, by this cause; what it was drawing, if anything, goes to another."""
 
     worker: str
     cause: BaseException
@@ -103,7 +102,7 @@ Event = Drawn | Lost | Joined
 
 
 class GeneratorTransport(Protocol):
-    """Generators, each of which draws one work item at a time. Its methods are called by one thread at a time."""
+    """Generators, each of which draws answers to one batch of prompts at a time. One thread at a time calls it."""
 
     _notes: queue.SimpleQueue[Callable[[], Event | None]]
     """Of what has happened; what is made of it is an event, or nothing."""
@@ -112,10 +111,10 @@ class GeneratorTransport(Protocol):
         """Let every generator draw by a policy, and those that join later as well; the bytes that it sends."""
 
     def keep(self, versions: frozenset[int]) -> None:
-        """Forget policies that no work item will name any more: all but these."""
+        """Forget policies that will draw nothing any more: all but these."""
 
-    def submit(self, worker: str, item: WorkItem) -> None:
-        """Have an idle generator draw a work item, by a policy that was published."""
+    def submit(self, worker: str, prompts: PromptBatch, version: int) -> None:
+        """Have an idle generator draw answers, by a policy that was published."""
 
     def next_event(self, timeout: float) -> Event | None:
         """Wait up to `timeout` seconds for what happens next; None: nothing. May be called while other methods are."""
@@ -161,7 +160,7 @@ class Scheduler:
     def __init__(
         self,
         transport: GeneratorTransport,
-        make_items: Callable[[int, int, int], list[WorkItem]],
+        make_shares: Callable[[int, int], list[PromptBatch]],
         rule: StalenessRule,
         policies: Mapping[int, Snapshot],
         *,
@@ -172,8 +171,8 @@ class Scheduler:
         drawn_by: Mapping[int, int] | None = None,
         hurry: threading.Event | None = None,
     ) -> None:
-        """Take what makes items of (step, version, shares), the policies by steps done, and the steps to draw."""
-        self._transport, self._make_items, self._rule = transport, make_items, rule
+        """Take what makes the prompts of (step, number of shares), the policies by steps done, the steps to draw."""
+        self._transport, self._make_shares, self._rule = transport, make_shares, rule
         self._total, self._n_shares, self._timeout = total_steps, n_shares, timeout
         self._done, self._next_step = step, step
         self._after = {done: snapshot.version for done, snapshot in sorted(policies.items())}
@@ -181,10 +180,14 @@ class Scheduler:
         self._drawn_by: dict[int, int] = {}
         self._asked = dict(drawn_by or {})
         self._hurry = hurry or threading.Event()
-        self._waiting: deque[WorkItem] = deque()
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Shares that nobody draws yet: step, and number of the share."""
         self._idle: list[str] = []
-        self._running: dict[str, tuple[WorkItem, float]] = {}
-        self._shares: dict[int, dict[int, Drawn]] = {}
+        self._running: dict[str, tuple[tuple[int, int], float]] = {}
+        """Share that a worker draws, and since when."""
+        self._prompts: dict[int, list[PromptBatch]] = {}
+        self._drawn: dict[int, dict[int, Rollout]] = {}
+        """Prompts and answers of each step, by share."""
         self._busy = 0.0
         self._failure: BaseException | None = None
         self._closed = False
@@ -220,11 +223,12 @@ class Scheduler:
                 self._hurry.set()
                 self._changed.wait()
             self._hurry.clear()
-            shares = self._shares.pop(step)
-            ready = sum(self._complete(later) for later in self._shares)
+            shares = self._drawn.pop(step)
+            del self._prompts[step]
+            ready = sum(self._complete(later) for later in self._drawn)
             now = time.perf_counter()
             busy = self._busy + sum(now - since for _, since in self._running.values())
-        rollout = join([shares[i].rollout for i in range(len(shares))])
+        rollout = join([shares[i] for i in range(len(shares))])
         return Taken(rollout, wait_seconds=now - began, ready=ready, busy_seconds=busy)
 
     def policies(self) -> dict[int, int]:
@@ -245,11 +249,10 @@ class Scheduler:
         self._transport.close()
 
     def _complete(self, step: int) -> bool:
-        shares = self._shares.get(step, {})
-        return bool(shares) and len(shares) == next(iter(shares.values())).item.n_shares
+        return step in self._drawn and len(self._drawn[step]) == len(self._prompts[step])
 
     def _forget(self) -> None:
-        """Policies that no work item can name, and that no answers waiting to be learned from are of."""
+        """Policies that draw nothing any more, and that no answers waiting to be learned from are of."""
         first = newest_after(self._after, self._rule.earliest(self._done))
         drawn = {version for step, version in self._drawn_by.items() if step >= self._done}
         asked = {version for step, version in self._asked.items() if step >= self._done}
@@ -260,14 +263,14 @@ class Scheduler:
     def _dispatch(self) -> None:
         """Work to generators that are idle."""
         while self._idle and not self._closed:
-            item = self._next_item()
-            if item is None:
+            task = self._next_task()
+            if task is None:
                 return
-            worker = self._idle.pop(0)
-            self._running[worker] = (item, time.perf_counter())
-            self._transport.submit(worker, item)
+            worker, (step, share) = self._idle.pop(0), task
+            self._running[worker] = (task, time.perf_counter())
+            self._transport.submit(worker, self._prompts[step][share], self._drawn_by[step])
 
-    def _next_item(self) -> WorkItem | None:
+    def _next_task(self) -> tuple[int, int] | None:
         if not self._waiting:
             step = self._next_step
             if step >= min(self._total, self._rule.drawable(self._done)):
@@ -276,7 +279,8 @@ class Scheduler:
             if version is None:
                 version = self._after[newest_after(self._after, self._rule.drawn_after(step, self._done))]
             self._drawn_by[step] = version
-            self._waiting.extend(self._make_items(step, version, self._n_shares))
+            self._prompts[step], self._drawn[step] = self._make_shares(step, self._n_shares), {}
+            self._waiting.extend((step, share) for share in range(len(self._prompts[step])))
             self._next_step += 1
         return self._waiting.popleft()
 
@@ -299,30 +303,27 @@ class Scheduler:
         if isinstance(event, Joined):
             self._idle.append(event.worker)
             return
-        item = self._stop_running(event.worker)
+        task = None
+        if event.worker in self._running:
+            task, since = self._running.pop(event.worker)
+            self._busy += time.perf_counter() - since
         if isinstance(event, Drawn):
-            if item is event.item:
-                self._shares.setdefault(item.step, {})[item.share] = event
+            if task is not None:
+                self._drawn[task[0]][task[1]] = event.rollout
                 self._idle.append(event.worker)
             return
         assert isinstance(event, Lost)
-        if item is not None:
-            self._waiting.appendleft(item)
+        if task is not None:
+            self._waiting.appendleft(task)
         if event.worker in self._idle:
             self._idle.remove(event.worker)
         if not self._idle and not self._running and not self._transport.expects_more():
             self._failure = event.cause
 
-    def _stop_running(self, worker: str) -> WorkItem | None:
-        if worker not in self._running:
-            return None
-        item, since = self._running.pop(worker)
-        self._busy += time.perf_counter() - since
-        return item
-
     def _give_up_silent(self) -> None:
-        for worker, (item, _) in list(self._running.items()):
-            silent = self._transport.silent_for(worker)
+        for worker, ((step, share), _) in list(self._running.items()):
+            silent, n_shares = self._transport.silent_for(worker), len(self._prompts[step])
             if silent > self._timeout:
-                said = f"{worker} has drawn no token of {item.name} for {silent:.0f} seconds"
+                part = f", share {share + 1} of {n_shares}" if n_shares > 1 else ""
+                said = f"{worker} has drawn no token of the answers of step {step + 1}{part} for {silent:.0f} seconds"
                 self._transport.give_up(worker, TimeoutError(said))

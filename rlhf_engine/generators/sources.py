@@ -12,10 +12,8 @@ checkpoint that is written now, and `close()` lets go of what draws.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,19 +23,17 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.scheduler import SILENCE, GeneratorTransport, Scheduler, StalenessRule, newest_after
-from rlhf_engine.generators.thread import GeneratorThread, ServedWorker, Worker
+from rlhf_engine.generators.thread import GeneratorThread, Worker
 from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put, take
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.policy.build import BEHAVIOUR, PAST
-from rlhf_engine.rollout import EngineOptions, Rollout
-from rlhf_engine.rollout.backend import Rollouts
-from rlhf_engine.rollout.vllm.backend import VllmRollouts
+from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
 from rlhf_engine.scoring.score import FrozenRoles
 
 Lap = Callable[[str], None]  # called with the name of a phase at its end
-Connect = Callable[[HydraModel], GeneratorTransport]  # starts generators in other processes, for the learner's model
-Serve = Callable[[Callable[[], bool]], VllmRollouts]
-"""Makes the backend by which a server draws for the role `behaviour`; it is given what says whether to stop."""
+Connect = Callable[[HydraModel, SamplingConfig], GeneratorTransport]
+"""Starts generators in other processes, for the learner's model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,14 +56,11 @@ class OwnPolicy:
         synced = self._rollouts.sync(version)
         if synced:
             lap("sync")
-        (item,) = self._prompts.items(step, version)
         began = time.perf_counter()
-        rollout = self._rollouts.generate(
-            item.prompts.prompts, item.sampling, sample_ids=item.prompts.sample_ids, greedy=item.prompts.greedy
-        )
+        rollout = self._rollouts.generate(self._prompts.own(step), self._prompts.sampling)
         lap("generate")
-        stats = dataclasses.replace(rollout.stats, seconds=time.perf_counter() - began)
-        return dataclasses.replace(rollout, stats=stats), synced
+        rollout.stats.seconds = time.perf_counter() - began
+        return rollout, synced
 
     def learned(self, done: int, version: int) -> dict[str, float]:
         """Do nothing: the next draw is by the weights that train."""
@@ -86,17 +79,16 @@ class _ByPast:
 
     def __init__(
         self,
-        model: HydraModel,
+        rollouts: Rollouts,
         prompts: StepPrompts,
         past: PastState,
         *,
         version: int,
         reward: bool,
         connect: Connect | None,
-        serve: Serve | None,
     ) -> None:
         """Take the arguments of `make_source`, and a snapshot of the present policy beside the past ones."""
-        config = prompts.config
+        config, model = prompts.config, rollouts.model
         self._model, self._prompts, self._config = model, prompts, config
         self._rule, self._store, self._connect = StalenessRule.of(config), VersionStore(), connect
         spec = model.roles["actor"]
@@ -111,12 +103,10 @@ class _ByPast:
             self._store.add(snapshot)
         self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
         self._threads = _generator_threads(config, model.role_backbone(BEHAVIOUR).device)
-        self._served = None if serve is None else ServedWorker(model, self._store, serve)
-        self._worker: Worker | ServedWorker | None = self._served  # then the learner scores: no pass is made beside it
-        if self._served is None and config.async_mode != "ray":
+        score = None  # by the learner, of what a server draws: no pass is made beside it
+        if isinstance(rollouts, LocalRollouts):
             score = FrozenRoles(model, config, past=None if self._mixed else BEHAVIOUR, reward=reward)
-            options = EngineOptions.of(config)
-            self._worker = Worker(model, self._store, options, in_flight=self._mixed, score=score)
+        self._worker = Worker(rollouts, self._store, prompts.sampling, in_flight=self._mixed, score=score)
 
     def _now(self, version: int) -> Snapshot:
         """Snapshot of the present policy, taken once per version, where it may draw."""
@@ -128,7 +118,7 @@ class _ByPast:
     def _hold(self, policy: Snapshot) -> dict[str, float]:
         """Put a policy where the learner scores answers by it, and check that a server draws by it; metrics by name."""
         put(policy, self._model.role_backbone(PAST).slot(PAST))
-        return {} if self._served is None else self._served.check(policy.version)
+        return self._worker.rollouts.check(policy.version)
 
 
 class PastPolicies(_ByPast):
@@ -139,10 +129,12 @@ class PastPolicies(_ByPast):
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Draw on this thread, by the policy that the rule names rather than by `version`."""
         policy = self._after[newest_after(self._after, self._rule.earliest(step))]
-        (item,) = self._prompts.items(step, policy.version)
-        assert self._worker is not None
-        with self._generator_threads():
-            rollout = self._worker(item)
+        self._all_threads = self._all_threads or torch.get_num_threads()
+        torch.set_num_threads(self._threads or self._all_threads)
+        try:
+            rollout = self._worker(self._prompts.own(step), policy.version)
+        finally:
+            torch.set_num_threads(max(1, self._all_threads - (self._threads or 0)))
         lap("generate")
         return rollout, self._hold(policy) if rollout.frozen is None else {}
 
@@ -160,32 +152,16 @@ class PastPolicies(_ByPast):
 
     def close(self) -> None:
         """Give the learner all threads back, and let go of what draws."""
-        assert self._worker is not None
-        self._worker.close()
-        if self._all_threads is not None:
-            torch.set_num_threads(self._all_threads)
-            self._all_threads = None
-
-    @contextlib.contextmanager
-    def _generator_threads(self) -> Iterator[None]:
-        """A block with the generator's threads, after which the learner has its own."""
-        if self._threads is None:
-            yield
-            return
-        if self._all_threads is None:
-            self._all_threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(max(1, self._all_threads - self._threads))
+        self._worker.rollouts.close()
+        torch.set_num_threads(self._all_threads or torch.get_num_threads())
+        self._all_threads = None
 
 
 class Concurrent(_ByPast):
     """Generators draw ahead, as far as the rule lets them, while the learner learns. They begin with the first draw."""
 
-    def __init__(self, model: HydraModel, prompts: StepPrompts, past: PastState, **options: Any) -> None:
-        super().__init__(model, prompts, past, **options)
+    def __init__(self, rollouts: Rollouts, prompts: StepPrompts, past: PastState, **options: Any):
+        super().__init__(rollouts, prompts, past, **options)
         self._drawn_by = dict(past.drawn_by)
         self._n_shares = self._config.ray_generators if self._config.async_mode == "ray" else 1
         self._scheduler: Scheduler | None = None
@@ -196,9 +172,8 @@ class Concurrent(_ByPast):
         hurry = None
         if self._config.async_mode == "ray":
             assert self._connect is not None
-            transport = self._connect(self._model)
+            transport = self._connect(self._model, self._prompts.sampling)
         else:
-            assert self._worker is not None
             # who asks the frozen lanes must not show in their bits
             if self._threads is None or torch.get_num_threads() in (1, 2 * self._threads):
                 hurry = self._worker.hurry
@@ -206,7 +181,7 @@ class Concurrent(_ByPast):
             transport = GeneratorThread(self._worker, self._store, device=device, threads=self._threads)
         return Scheduler(
             transport,
-            self._prompts.items,
+            self._prompts.shares,
             self._rule,
             self._after,
             step=self._prompts.first_step,
@@ -272,7 +247,6 @@ AnswerSource = OwnPolicy | PastPolicies | Concurrent
 
 
 def make_source(
-    model: HydraModel,
     rollouts: Rollouts,
     prompts: StepPrompts,
     past: PastState,
@@ -280,16 +254,15 @@ def make_source(
     version: int,
     reward: bool,
     connect: Connect | None = None,
-    serve: Serve | None = None,
 ) -> AnswerSource:
-    """Make the source of a run's answers; `connect` serves async_mode 'ray', and with `serve` a server draws."""
+    """Make the source of a run's answers; `connect` serves async_mode 'ray'."""
     config = prompts.config
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)
     if config.async_mode == "ray" and connect is None:
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
     kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
-    return kind(model, prompts, past, version=version, reward=reward, connect=connect, serve=serve)
+    return kind(rollouts, prompts, past, version=version, reward=reward, connect=connect)
 
 
 def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:

@@ -1,10 +1,9 @@
-"""Workers that draw the answers of a work item, and a thread that does so beside the learner.
+"""A worker that draws answers by past policies, and a thread in which it does so beside the learner.
 
-A `Worker` draws on a model, a `ServedWorker` on a vLLM server, each by the policy that the item names. In the thread
-one copy of the base serves learner and generator, which share nothing that changes: the generator draws in a slot of
-its own, into which it copies published policies between two tokens. The gate by which layers find their slot is a
-thread's own. On a GPU it has a stream of its own with the higher priority: its small kernels slip in between the
-learner's large ones.
+In the thread one copy of the base serves learner and generator, which share nothing that changes: the generator draws
+in a slot of its own, into which it copies published policies between two tokens. The gate by which layers find their
+slot is a thread's own. On a GPU it has a stream of its own with the higher priority: its small kernels slip in between
+the learner's large ones.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ import torch
 
 from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
-from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem, put
-from rlhf_engine.hydra import HydraModel, Scores
+from rlhf_engine.generators.work import Snapshot, VersionStore, put
+from rlhf_engine.hydra import Scores
 from rlhf_engine.policy.build import BEHAVIOUR
-from rlhf_engine.rollout import EngineOptions, Request, Rollout, RolloutEngine
-from rlhf_engine.rollout.generate import collect
+from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
+from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
 
 WORKER = "generator"
-_PAUSE = 1.0  # seconds before a server that has failed is looked for again
-_ATTEMPTS = 3  # times that a work item is drawn, where the server fails meanwhile
+_ATTEMPTS = 3  # times that answers are drawn, where the server fails meanwhile
 
 
 class StoppedError(Exception):
@@ -37,132 +35,71 @@ class StoppedError(Exception):
 
 
 class Worker:
-    """Draws work items in the lane of `behaviour`, one at a time."""
+    """Draws answers in the lane of `behaviour`, again from the same seeds where a server fails."""
 
     def __init__(
         self,
-        model: HydraModel,
+        rollouts: Rollouts,
         store: VersionStore,
-        options: EngineOptions | None = None,
+        sampling: SamplingConfig,
         *,
         in_flight: bool = False,
         score: Callable[[Rollout], Scores | None] | None = None,
     ) -> None:
-        """Take a model and the policies that may draw.
+        """Take what draws, and the policies that may.
 
         With `in_flight`, answers that are being written go on with each newer policy. `score` scores the answers by
         frozen roles, unless `hurry` is set: the learner waits and does so itself. `stop` is looked at before every
         token.
         """
-        self._model, self._options, self._store = model, options, store
-        self._slot = model.role_backbone(BEHAVIOUR).slot(BEHAVIOUR)
+        self.rollouts, self._store, self._sampling = rollouts, store, sampling
+        self._slot = rollouts.model.role_backbone(BEHAVIOUR).slot(BEHAVIOUR)
         self._in_flight, self._score = in_flight, score
         self._held: Snapshot | None = None
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.beat = time.monotonic()  # time at which it was last seen at work
+        rollouts.look = self._look
 
-    def __call__(self, item: WorkItem) -> Rollout:
-        """The answers of a work item. Raises StoppedError after `stop`, and what drawing raises."""
-        began, prompts = time.perf_counter(), item.prompts
-        self.beat = time.monotonic()
-        self._hold(self._store.newest() if self._in_flight else self._store.get(item.version))
-        requests = [
-            Request(prompt=prompt, sample_id=sample_id, role=BEHAVIOUR, greedy=greedy)
-            for prompt, sample_id, greedy in zip(prompts.prompts, prompts.sample_ids, prompts.greedy, strict=True)
-        ]
-        engine = RolloutEngine(self._model, item.sampling, requests, options=self._options)
-        answers = []
-        while not engine.finished:
-            if self.stop.is_set():
-                raise StoppedError(item.name)
-            if self._in_flight:
-                self._hold(self._store.newest())
-            assert self._held is not None
-            engine.policy_version = self._held.version
-            answers += engine.step()
-            self.beat = time.monotonic()
-        rollout = collect(requests, answers, engine.backbone.device, stats=engine.stats)
-        frozen = None
+    def __call__(self, prompts: PromptBatch, version: int) -> Rollout:
+        """Answers by a version's policy. Raises StoppedError after `stop`, and what drawing raises."""
+        began, self._version = time.perf_counter(), version
+        rollout = self._draw(prompts, _ATTEMPTS)
         if self._score is not None and not self.hurry.is_set():
             drawn = prompts.drawn
             frozen = self._score(rollout if len(drawn) == len(prompts) else rollout.select(drawn))
-        return dataclasses.replace(_timed(rollout, began), frozen=frozen)
+            rollout = dataclasses.replace(rollout, frozen=frozen)
+        rollout.stats.seconds = time.perf_counter() - began
+        return rollout
 
-    def close(self) -> None:
-        """Do nothing: the model is the learner's."""
+    def _draw(self, prompts: PromptBatch, attempts: int) -> Rollout:
+        try:
+            self.rollouts.sync(self._look())
+            return self.rollouts.generate(prompts, self._sampling)
+        except RolloutServerError:
+            self._look()
+            if attempts == 1 or not isinstance(self.rollouts, VllmRollouts):
+                raise
+        self.rollouts.wait_for_server()
+        return self._draw(prompts, attempts - 1)
 
-    def _hold(self, snapshot: Snapshot) -> None:
+    def _look(self) -> int:
+        """Put the policy that draws now into the slot; its version."""
+        self.beat = time.monotonic()
+        if self.stop.is_set():
+            raise StoppedError
+        snapshot = self._store.newest() if self._in_flight else self._store.get(self._version)
         if self._held is not snapshot:
             put(snapshot, self._slot)
             self._held = snapshot
-
-
-def _timed(rollout: Rollout, began: float) -> Rollout:
-    return dataclasses.replace(rollout, stats=dataclasses.replace(rollout.stats, seconds=time.perf_counter() - began))
-
-
-class ServedWorker:
-    """Sends a policy to a server and has it draw, again from the same seeds where the server fails."""
-
-    def __init__(
-        self, model: HydraModel, store: VersionStore, serve: Callable[[Callable[[], bool]], VllmRollouts]
-    ) -> None:
-        """serve: makes the backend by which a server draws for `behaviour`; it is given what says whether to stop."""
-        self.stop, self.hurry = threading.Event(), threading.Event()
-        self._store, self._rollouts = store, serve(self.stop.is_set)
-        self._slot = model.role_backbone(BEHAVIOUR).slot(BEHAVIOUR)
-        self._is_drawing = False
-        self._beat = time.monotonic()
-
-    @property
-    def beat(self) -> float:
-        """Time when it last was seen at work. A request under way has a timeout of its own."""
-        if self._is_drawing:
-            self._beat = time.monotonic()
-        return self._beat
-
-    def __call__(self, item: WorkItem) -> Rollout:
-        """Draw a work item; StoppedError where the run has stopped meanwhile."""
-        began, prompts = time.perf_counter(), item.prompts
-        self._is_drawing = True
-        try:
-            put(self._store.get(item.version), self._slot)
-            for left in reversed(range(_ATTEMPTS)):
-                try:
-                    self._rollouts.sync(item.version)
-                    ids, greedy = prompts.sample_ids, prompts.greedy
-                    draw = self._rollouts.generate
-                    drawn = draw(prompts.prompts, item.sampling, role=BEHAVIOUR, sample_ids=ids, greedy=greedy)
-                    return _timed(drawn, began)
-                except RolloutServerError:
-                    if not left or self.stop.is_set():
-                        raise
-                time.sleep(_PAUSE)
-                self._rollouts.forget()  # a server that failed may have forgotten every adapter
-                self._rollouts.wait_for_server()
-        except RolloutServerError:
-            if self.stop.is_set():
-                raise StoppedError(item.name) from None
-            raise
-        finally:
-            self._is_drawing = False
-        raise AssertionError("unreachable")
-
-    def check(self, version: int) -> dict[str, float]:
-        """Compare the server's log-probs with those of the past policy; no metrics where that was done before."""
-        return self._rollouts.check(version)
-
-    def close(self) -> None:
-        """Unload and remove the adapters of this worker."""
-        self._rollouts.close()
+        return snapshot.version
 
 
 class GeneratorThread(GeneratorTransport):
-    """The transport to the thread: work items and policies go over as objects."""
+    """The transport to the thread: prompts and policies go over as objects."""
 
     def __init__(
         self,
-        worker: Worker | ServedWorker,
+        worker: Worker,
         store: VersionStore,
         *,
         device: torch.device | str = "cpu",
@@ -174,12 +111,12 @@ class GeneratorThread(GeneratorTransport):
             torch.set_num_threads(max(1, torch.get_num_threads() - threads))
         self._worker, self._store, self._threads = worker, store, threads
         self._device = torch.device(device)
-        self._items: queue.SimpleQueue[WorkItem | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[PromptBatch, int] | None] = queue.SimpleQueue()
         self._notes: queue.SimpleQueue[Callable[[], Event | None]] = queue.SimpleQueue()
         self._began = time.monotonic()
         self._given_up = False
         self._cuda_stream: torch.cuda.Stream | None = None
-        self._thread = threading.Thread(target=self._work, name=WORKER, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WORKER, daemon=True)
         self._thread.start()
         self._tell(Joined(WORKER))
 
@@ -193,9 +130,9 @@ class GeneratorThread(GeneratorTransport):
     def keep(self, versions: frozenset[int]) -> None:
         self._store.keep(versions)
 
-    def submit(self, worker: str, item: WorkItem) -> None:
+    def submit(self, worker: str, prompts: PromptBatch, version: int) -> None:
         self._began = time.monotonic()
-        self._items.put(item)
+        self._work.put((prompts, version))
 
     def silent_for(self, worker: str) -> float:
         """Seconds since the last token, or since the work came."""
@@ -213,26 +150,26 @@ class GeneratorThread(GeneratorTransport):
     def close(self) -> None:
         """Ends after the token that is being drawn."""
         self._worker.stop.set()
-        self._items.put(None)
+        self._work.put(None)
         if not self._given_up:
             self._thread.join()
-        self._worker.close()
+        self._worker.rollouts.close()
         if self._learner_threads is not None:
             torch.set_num_threads(self._learner_threads)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)  # this thread's own
-        while (item := self._items.get()) is not None:
+        while (work := self._work.get()) is not None:
             try:
                 with self._stream():
-                    rollout = self._worker(item)
+                    rollout = self._worker(*work)
             except StoppedError:
                 return
             except BaseException as error:  # whatever it is, the learner has to hear of it, and raises it
                 self._tell(Lost(WORKER, error))
                 return
-            self._tell(Drawn(WORKER, item, rollout))
+            self._tell(Drawn(WORKER, rollout))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Work items of a step, the policies that draw them, and both as bytes for generators in other processes.
+"""Prompts of a step, the policies that draw answers to them, and both as bytes for generators in other processes.
 
-Work items are a function of (data, seed, step), whoever draws them and whenever. On a frozen base a policy is the
+Prompts are a function of (data, seed, step), whoever answers them and whenever. On a frozen base a policy is the
 tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else can see it and never changes
 afterwards: a reader has a policy that was published as a whole, whatever the learner does meanwhile. Policies and
 answers go over as safetensors beside a digest that the receiver checks; nothing is pickled here.
@@ -9,6 +9,7 @@ answers go over as safetensors beside a digest that the receiver checks; nothing
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -123,26 +124,8 @@ class VersionStore:
             self._held = {version: snapshot for version, snapshot in self._held.items() if version in wanted}
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkItem:
-    """Answers for a generator to draw: those of a step, or a share of them."""
-
-    step: int  # that learns from them, counted from 0
-    share: int  # number of the share among those of the step, from 0
-    n_shares: int
-    version: int  # of the policy that is to draw them
-    prompts: PromptBatch
-    sampling: SamplingConfig
-
-    @property
-    def name(self) -> str:
-        """A name for messages."""
-        part = f", share {self.share + 1} of {self.n_shares}" if self.n_shares > 1 else ""
-        return f"the answers of step {self.step + 1}{part}"
-
-
 class StepPrompts:
-    """The prompts of every step of a run, and the work items that they make."""
+    """The prompts of every step of a run, and how answers to them are drawn."""
 
     def __init__(
         self,
@@ -155,11 +138,12 @@ class StepPrompts:
         world: World = ALONE,
     ) -> None:
         """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
-        self.config, self.first_step = config, step
-        self._prompts, self._sampling, self._samples, self._world = prompts, sampling, samples, world
+        self.config, self.sampling, self.first_step = config, sampling, step
+        self._prompts, self._samples, self._world = prompts, samples, world
+        self.of_step = functools.lru_cache(maxsize=config.max_staleness + 2)(self._of_step)
+        """All prompts of a step (from 0), kept for those that are being drawn or learned from."""
 
-    def prompts(self, step: int) -> PromptBatch:
-        """All prompts of a step."""
+    def _of_step(self, step: int) -> PromptBatch:
         config = self.config
         n_answers = config.prompts_per_step * config.generations
         return PromptBatch.of(
@@ -170,20 +154,16 @@ class StepPrompts:
             first_id=self._samples + (step - self.first_step) * n_answers,
         )
 
-    def own(self, prompts: PromptBatch) -> PromptBatch:
-        """This rank's share of the prompts of a step. prompts: all of them."""
-        return self._shares(prompts, self._world.size)[self._world.rank]
+    def own(self, step: int) -> PromptBatch:
+        """This rank's share of the prompts of a step."""
+        return self._divided(self.of_step(step), self._world.size)[self._world.rank]
 
-    def items(self, step: int, version: int, n_shares: int = 1) -> list[WorkItem]:
-        """The work items of this rank's share of a step: so many, or one for each prompt."""
-        own = self.own(self.prompts(step))
-        n_shares = min(n_shares, len(own) // self.config.generations)
-        return [
-            WorkItem(step=step, share=i, n_shares=n_shares, version=version, prompts=share, sampling=self._sampling)
-            for i, share in enumerate(self._shares(own, n_shares))
-        ]
+    def shares(self, step: int, n_shares: int) -> list[PromptBatch]:
+        """This rank's share of a step for so many generators, or one for each prompt."""
+        own = self.own(step)
+        return self._divided(own, min(n_shares, len(own) // self.config.generations))
 
-    def _shares(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
+    def _divided(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
         """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
         n = self.config.generations
         bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
@@ -287,17 +267,6 @@ def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapsho
             f"{received[:12]}…"
         )
     return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
-
-
-def pack_item(item: WorkItem) -> dict[str, Any]:
-    """Numbers, texts and tuples of them by name."""
-    return dataclasses.asdict(item)
-
-
-def unpack_item(values: Mapping[str, Any]) -> WorkItem:
-    """Work item that `pack_item` was given."""
-    prompts, sampling = PromptBatch(**values["prompts"]), SamplingConfig(**values["sampling"])
-    return WorkItem(**{**values, "prompts": prompts, "sampling": sampling})
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Any]:

@@ -22,12 +22,16 @@ BLOCK = 32  # positions per block
 class BlockPool:
     """Pool of blocks: which are free, and how many holders each of the others has."""
 
-    def __init__(self, blocks: int) -> None:
-        if blocks < 1:
-            raise ValueError(f"blocks: expected at least 1, got {blocks}")
-        self._free = list(range(blocks - 1, -1, -1))
-        self._holders = [0] * blocks
+    def __init__(self, blocks: int = 0) -> None:
+        self._free: list[int] = []
+        self._holders: list[int] = []
         self.most_used = 0  # most blocks in use at once so far
+        self.grow(blocks)
+
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks in all; those that are held stay."""
+        self._free = [*range(blocks - 1, self.size - 1, -1), *self._free]
+        self._holders += [0] * (blocks - self.size)
 
     @property
     def size(self) -> int:
@@ -85,6 +89,14 @@ class KVCache:
         for like, layers in ((key, self.keys), (value, self.values)):
             if layer not in layers:
                 layers[layer] = like.new_empty((self.blocks, like.shape[1], self.block, size))
+
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks, with what the present ones hold; one layer at a time is there twice."""
+        for layers in (self.keys, self.values) if blocks > self.blocks else ():
+            for layer, old in layers.items():
+                layers[layer] = old.new_empty((blocks, *old.shape[1:]))
+                layers[layer][: len(old)] = old
+        self.blocks = blocks
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, [blocks, block, K, D] each, as `decode_attention` takes them."""

@@ -345,7 +345,9 @@ class Formula:
     def peak(self, phase: str) -> int:
         """Most bytes of a phase."""
         allocated: Callable[[], int] = getattr(self, f"_{phase}")
-        return self.held(phase) + allocated()
+        # a GPU's graphs read the cache where it lies: it stays when a rollout ends
+        stays = self.setting.device_type != "cpu" and phase != "generation" and "generation" in self.phases
+        return self.held(phase) + allocated() + stays * self.cache_bytes
 
     def largest(self, budget: int) -> tuple[int, int]:
         """Answers per step whose rollout and scoring fit, and sequences of a micro-batch; 0 where not even one does."""

@@ -3,7 +3,6 @@
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import generate, generate_requests
 from rlhf_engine.rollout.request import (
-    Answer,
     PromptBatch,
     Request,
     Rollout,
@@ -11,9 +10,10 @@ from rlhf_engine.rollout.request import (
     SamplingConfig,
     check_prompts,
 )
+from rlhf_engine.rollout.rows import AnswerRow
 
 __all__ = [
-    "Answer",
+    "AnswerRow",
     "EngineOptions",
     "PromptBatch",
     "Request",

@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from rlhf_engine.io import LineFile
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
-from rlhf_engine.rollout.request import Answer, Request, RolloutStats, SamplingConfig, StopTexts
+from rlhf_engine.rollout.request import Request, RolloutStats, SamplingConfig, StopTexts
+from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
 
@@ -94,7 +94,6 @@ class AnswerSession:
         exactness.settle(config.exact, self.model.role_backbone("actor"))
         ends = () if config.ignore_eos else eos_token_ids(self.tokenizer, self.model.backbone().model)
         self._sampling = SamplingConfig.of(config, ends)
-        self._options = EngineOptions.of(config)
         self._stops = StopTexts(self._sampling.stop, self._raw_text)
         self._places = [i for i in range(len(self.texts)) if i not in self.done]
         self._each = config.best_of or 1
@@ -104,24 +103,20 @@ class AnswerSession:
             for prompt in [tuple(prompts.ids[i // config.num_generations])]
             for j in range(self._each)
         ]
-        self._engine = None
+        self._engine = RolloutEngine(self.model, options=EngineOptions.of(config))
         if self._requests:
-            self._engine = RolloutEngine(
-                self.model, self._sampling, self._requests, options=self._options, decode=self._raw_text
-            )
-        self._answers: list[Answer] = []
-        self._groups: dict[int, list[Answer]] = {}
+            self._engine.submit(self._requests, self._sampling, decode=self._raw_text)
+        self._answers: list[AnswerRow] = []
+        self._groups: dict[int, list[AnswerRow]] = {}
         self._rows_left = len(self._places)
 
     @property
     def stats(self) -> RolloutStats:
         """Statistics of time and memory so far."""
-        return RolloutStats() if self._engine is None else self._engine.stats
+        return self._engine.stats
 
     def step(self) -> list[dict[str, Any]]:
         """One token more for every answer being written; the rows of those that finished."""
-        if self._engine is None:
-            return []
         complete = []
         for answer in self._engine.step():
             self._answers.append(answer)
@@ -153,18 +148,17 @@ class AnswerSession:
     def partial_text(self) -> str:
         """Text of the only answer so far, without the characters that its next tokens may still change."""
         assert len(self._requests) == 1
-        assert self._engine is not None
         text = self._text(self._engine.partial(0)).rstrip("\ufffd")
         return text[: len(text) - self._stops.may_begin(text)]
 
     def check(self) -> RolloutCheck:
         """The finished answers beside the training forward, see `check_rollout`."""
-        requests = [self._requests[answer.index] for answer in self._answers]
-        answers = [replace(answer, index=i) for i, answer in enumerate(self._answers)]
-        rollout = collect(requests, answers, self.model.device, stats=self.stats)
-        return check_rollout(self.model, rollout, requests, self._sampling, options=self._options)
+        requests = [self._requests[answer.index] for answer in sorted(self._answers, key=lambda answer: answer.index)]
+        rollout = collect(self._engine, requests, self._answers)
+        options = EngineOptions.of(self.config)
+        return check_rollout(self.model, rollout, requests, self._sampling, options=options)
 
-    def _best_rows(self, groups: list[list[Answer]]) -> list[dict[str, Any]]:
+    def _best_rows(self, groups: list[list[AnswerRow]]) -> list[dict[str, Any]]:
         """The answer of each group that the reward likes best, the first drawn among equals."""
         if not groups:
             return []
@@ -187,7 +181,7 @@ class AnswerSession:
             rows.append({**row, "score": scores[best], "mean_score": sum(scores) / self._each})
         return rows
 
-    def _row(self, answer: Answer) -> dict[str, Any]:
+    def _row(self, answer: AnswerRow) -> dict[str, Any]:
         place = self._places[answer.index // self._each]
         return {
             "index": place,

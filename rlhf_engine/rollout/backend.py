@@ -1,4 +1,4 @@
-"""Backends of a training run's rollouts: the two calls that it makes, and the backend that draws them here."""
+"""Backends of a training run's rollouts: the calls that it makes, and the backend that draws them here."""
 
 from __future__ import annotations
 
@@ -6,75 +6,55 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra.model import HydraModel
-from rlhf_engine.rollout.engine import EngineOptions, check_options
-from rlhf_engine.rollout.generate import generate
-from rlhf_engine.rollout.request import Rollout, SamplingConfig
+from rlhf_engine.hydra.roles import require_role
+from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine, check_options
+from rlhf_engine.rollout.generate import collect
+from rlhf_engine.rollout.request import PromptBatch, Request, Rollout, SamplingConfig
+from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base
 from rlhf_engine.rollout.vllm.client import ServedModel, VllmClient
-
-
-class Rollouts(Protocol):
-    """Draws answers of the policy as it was at the last `sync`."""
-
-    def sync(self, policy_version: int) -> dict[str, float]:
-        """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        role: str = "actor",
-        sample_ids: Sequence[int] | None = None,
-        greedy: Sequence[bool] | None = None,
-    ) -> Rollout:
-        """One answer per prompt, as `rollout.generate` draws them."""
-
-    def close(self) -> None:
-        """Give back what the run has put elsewhere; a later `sync` puts it there again."""
 
 
 class LocalRollouts:
     """Draws in this process, on the very weights that train."""
 
-    def __init__(self, model: HydraModel, options: EngineOptions | None = None) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: HydraModel, options: EngineOptions | None = None, role: str = "actor") -> None:
+        self.model, self.options, self.role = model, options, role
         self.policy_version = 0
+        self.look: Callable[[], int] = lambda: self.policy_version
+        """Called before every token, or a few times a second while a server draws: the version that draws from here
+        on. What it raises ends the drawing."""
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Nothing to send: only the version's number is new."""
+        """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
         self.policy_version = policy_version
         return {}
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        role: str = "actor",
-        sample_ids: Sequence[int] | None = None,
-        greedy: Sequence[bool] | None = None,
-    ) -> Rollout:
-        """`rollout.generate`."""
-        return generate(
-            self.model,
-            prompts,
-            sampling,
-            role=role,
-            sample_ids=sample_ids,
-            greedy=greedy,
-            policy_version=self.policy_version,
-            options=self.options,
-        )
+    def check(self, policy_version: int) -> dict[str, float]:
+        """Metrics of a comparison of what drew by a version with that policy, one for each version: none here."""
+        return {}
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, role: str | None = None) -> Rollout:
+        """One answer per prompt, in the role's lane or in that of another."""
+        role = role or self.role
+        each = zip(prompts.prompts, prompts.sample_ids, prompts.greedy, strict=True)
+        requests = [Request(prompt=prompt, sample_id=i, role=role, greedy=greedy) for prompt, i, greedy in each]
+        engine = RolloutEngine.of(self.model, require_role(self.model.roles, role).backbone, self.options)
+        engine.submit(requests, sampling)
+        answers = list[AnswerRow]()
+        while not engine.finished:
+            engine.policy_version = self.look()
+            answers += engine.step()
+        return collect(engine, requests, answers)
 
     def close(self) -> None:
-        """Nothing has gone elsewhere."""
+        """Give back what the run has put elsewhere: nothing."""
 
 
+Rollouts = LocalRollouts | VllmRollouts  # draw answers of a role's policy as it was at the last `sync`
 ADAPTER_FOLDER = "vllm"  # sub-folder of output_dir that adapters are written to unless another folder is asked for
 SERVER_SECONDS, SLOWEST = 240.0, 10.0
 """Seconds within which the whole of an answer has to have come, and tokens for each of which there is one more."""
@@ -104,29 +84,16 @@ def make_rollouts(
     server: RolloutServer | None,
     prompts: Sequence[Sequence[int]],
     *,
-    rank: int = 0,
-) -> Rollouts:
-    """Backend that draws a rank's answers of the actor. prompts: of the data; a few of them become canaries."""
-    if server is None:
-        options = EngineOptions.of(config)
-        most = max(len(prompt) for prompt in prompts) + config.max_completion_length
-        check_options(options, model.role_backbone("actor"), most)
-        return LocalRollouts(model, options)
-    return serve(config, model, server, prompts, rank=rank)
-
-
-def serve(
-    config: TrainConfig,
-    model: HydraModel,
-    server: RolloutServer,
-    prompts: Sequence[Sequence[int]],
-    *,
     role: str = "actor",
     compared: str | None = None,
     rank: int = 0,
-    stopped: Callable[[], bool] = lambda: False,
-) -> VllmRollouts:
-    """Backend by which a server draws the answers of a role, compared with another; `stopped` as of VllmRollouts."""
+) -> Rollouts:
+    """Backend that draws a rank's answers of a role; a few of the data's prompts compare a server with `compared`."""
+    if server is None:
+        options = EngineOptions.of(config)
+        most = max(len(prompt) for prompt in prompts) + config.max_completion_length
+        check_options(options, model.role_backbone(role), most)
+        return LocalRollouts(model, options, role)
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,
@@ -154,5 +121,4 @@ def serve(
         folder=Path(here) if here else output / ADAPTER_FOLDER,
         server_folder=there or None,
         role=role,
-        stopped=stopped,
     )

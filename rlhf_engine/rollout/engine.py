@@ -1,17 +1,23 @@
 """Continuous batching: requests wait, rows take the places of those that ended, blocks of the cache go round.
 
-    engine = RolloutEngine(model, sampling, requests)
+    engine = RolloutEngine.of(model)
+    numbers = engine.submit(requests, sampling)
     for answer in engine.run(): ...
 
-Each step admits who can be admitted and draws one token for every live row. What is drawn depends on (seed, sample id,
+An engine lives as long as its backbone: what it has bound, captured and allocated serves the next requests, too. Each
+step admits who can be admitted and draws one token for every live row. What is drawn depends on (seed, sample id,
 position) and on the row's own logits only, so who shares a batch changes answers by rounding at most.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +35,6 @@ from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.request import (
-    Answer,
     Decode,
     FinishReason,
     Request,
@@ -47,144 +52,173 @@ from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
 from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, RolloutStep, TransformersStep
 
-_PrefixKey = tuple[str | None, tuple[int, ...]]
-
 
 @dataclass(eq=False)
 class _Prefix:
     """A prompt that several requests share, for as long as some of them wait."""
 
     blocks: list[int]
-    waiting: int  # requests that have not been admitted yet
-    version: int  # of the policy that the prompt went through
     hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
-
-
-class _New(NamedTuple):
-    prompt: Prompt
-    prefix: _Prefix | None
 
 
 class Admitted(NamedTuple):
     """Rows that start together."""
 
     rows: list[AnswerRow]
-    new: list[_New]  # prompts among theirs that are not in the cache yet
+    new: list[AnswerRow]  # those whose prompts are not in the cache yet
     copies: list[tuple[int, int]]  # blocks to copy once the prompts are in the cache: (from, to)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts that are not in the cache yet."""
-        return [new.prompt for new in self.new]
 
 
 class Admission:
     """The requests that wait, and the blocks of the cache."""
 
-    def __init__(self, rows: Sequence[AnswerRow], *, most_rows: int, most_blocks: int | None, most_tokens: int) -> None:
-        """Take bounds of rows alive at once, of blocks and of prompt tokens; ValueError if a row alone needs more."""
-        groups: dict[_PrefixKey, list[AnswerRow]] = {}
+    def __init__(self, weights: Callable[[str | None], object]) -> None:
+        """weights: gives what is the same for a slot as long as its weights are."""
+        self.pool = BlockPool()
+        self.waiting = deque[AnswerRow]()
+        self._weights = weights
+        self._members: Counter[tuple[str | None, tuple[int, ...]]] = Counter()
+        """Number of waiting rows by slot and prompt."""
+        self._prefixes: dict[tuple[str | None, tuple[int, ...]], _Prefix] = {}
+        self._read_by: dict[str | None, object] = {}
+        """Weights by which the slots' blocks were written."""
+        self.kept: OrderedDict[bytes, tuple[str | None, int]] = OrderedDict()
+        """Slot and block by what is in the block and before it, the least recently used first."""
+
+    def add(self, rows: Sequence[AnswerRow]) -> None:
+        """Let rows wait; those with a prompt in common follow each other."""
+        groups: dict[object, list[AnswerRow]] = {}
         for row in rows:
             groups.setdefault(row.prefix, []).append(row)
-        self._waiting = deque(row for members in groups.values() for row in members)
-        self._sharing = {prefix: len(members) for prefix, members in groups.items() if len(members) > 1}
-        self._prefixes: dict[_PrefixKey, _Prefix] = {}
-        self._most_tokens = most_tokens
-        blocks = self._blocks_needed(rows, most_rows)
-        largest = self.most_of_one(rows)
-        if most_blocks is not None and most_blocks < largest:
-            raise ValueError(f"most_blocks: expected at least {largest}, which one row may need, got {most_blocks}")
-        self.pool = BlockPool(blocks if most_blocks is None else min(blocks, most_blocks))
+        self.waiting += [row for members in groups.values() for row in members]
+        self._members.update(row.prefix for row in rows)
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def remove(self, row: AnswerRow) -> None:
+        """A waiting row goes."""
+        self.waiting.remove(row)
+        self._leave(row)
+        if not self._members[row.prefix] and row.prefix in self._prefixes:
+            self._drop([row.prefix])
 
-    def next_rows(self, most: int, version: int) -> Admitted:
-        """The next rows that fit, up to so many, with their blocks. Prompts of a slot's older version are forgotten."""
-        self._version = version
-        for key, known in list(self._prefixes.items()):
-            if key[0] is not None and known.version != version:
-                self.pool.give_back(self._prefixes.pop(key).blocks)
-                self._sharing[key] = known.waiting
-        admitted = Admitted([], [], [])
-        tokens = 0
-        while self._waiting and len(admitted.rows) < most:
-            row = self._waiting[0]
+    def next_rows(self, most: int, *, alone: bool) -> Admitted:
+        """The next rows that fit, up to so many; alone: no row is alive. Blocks of older weights are forgotten."""
+        self._forget_old()
+        admitted, tokens = Admitted([], [], []), 0
+        while self.waiting and len(admitted.rows) < most:
+            row = self.waiting[0]
             arrives = row.prefix not in self._prefixes
-            if arrives and tokens and tokens + len(row.prompt) > self._most_tokens:
+            if arrives and tokens and tokens + len(row.prompt) > PREFILL_TOKENS:
                 break
             if not self._take_blocks(row, admitted.copies):
-                break
+                if admitted.rows or not alone or not self._prefixes:
+                    break
+                self._drop(list(self._prefixes))  # else nobody would ever give a block back
+                continue
             if arrives:
-                prefix = self._prefixes.get(row.prefix)
-                blocks = row.blocks if prefix is None else prefix.blocks
-                admitted.new.append(_New(Prompt(tokens=row.prompt, slot=row.slot, blocks=blocks), prefix))
+                admitted.new.append(row)
                 tokens += len(row.prompt)
-            admitted.rows.append(self._waiting.popleft())
+            admitted.rows.append(self.waiting.popleft())
+            self._leave(row)
         return admitted
 
     def last_states(self, admitted: Admitted, hidden: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""
         if hidden is not None and len(admitted.new) == len(admitted.rows) and not self._prefixes:
             return hidden
-        states: dict[_PrefixKey, torch.Tensor] = {}
-        for i, new in enumerate(admitted.new):
+        states: dict[object, torch.Tensor] = {}
+        for i, row in enumerate(admitted.new):
             assert hidden is not None
-            states[new.prompt.slot, new.prompt.tokens] = hidden[i]
-            if new.prefix is not None:
-                new.prefix.hidden = hidden[i]
+            states[row.prefix] = hidden[i]
+            if row.prefix in self._prefixes:
+                self._prefixes[row.prefix].hidden = hidden[i]
         for row in admitted.rows:
             prefix = self._prefixes.get(row.prefix)
             if prefix is not None and prefix.hidden is not None:
                 states[row.prefix] = prefix.hidden
-                if prefix.waiting == 0:
-                    del self._prefixes[row.prefix], self._sharing[row.prefix]
+                if not self._members[row.prefix]:
+                    self._drop([row.prefix])
         return torch.stack([states[row.prefix] for row in admitted.rows])
 
     def release(self, row: AnswerRow) -> None:
-        """A row has ended."""
+        """A row has ended. What it keeps stays until the room is needed, or the weights change."""
+        if row.keep and row.read_by == self._weights(row.slot):
+            written = (*row.prompt, *row.tokens)[:-1]
+            for key, block in reversed(list(zip(_chain(row.slot, written), row.blocks, strict=False))):
+                if key not in self.kept:
+                    self.pool.share([block])
+                    self.kept[key] = row.slot, block
+                self.kept.move_to_end(key)  # blocks before it are used later than it is: it goes first
         self.pool.give_back(row.blocks)
+
+    def blocks_needed(self, most_rows: int) -> int:
+        """Blocks that so many waiting rows may need at once."""
+        shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._members.items())
+        largest = sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]
+        return min(sum(row.blocks_needed for row in self.waiting) - shared, sum(largest))
+
+    def _leave(self, row: AnswerRow) -> None:
+        self._members[row.prefix] -= 1
+        if not self._members[row.prefix]:
+            del self._members[row.prefix]
+
+    def _drop(self, prefixes: Sequence[tuple[str | None, tuple[int, ...]]]) -> None:
+        for prefix in prefixes:
+            self.pool.give_back(self._prefixes.pop(prefix).blocks)
+
+    def _forget_old(self) -> None:
+        """Forget what slots have written by other weights than they have now."""
+        slots = {slot for slot, _ in self._members}
+        now = {slot: self._weights(slot) for slot in slots}
+        old = {slot for slot in slots if self._read_by.get(slot, now[slot]) != now[slot]}
+        self._read_by |= now
+        self._drop([prefix for prefix in self._prefixes if prefix[0] in old])
+        for key in [key for key, (slot, _) in self.kept.items() if slot in old]:
+            self.pool.give_back([self.kept.pop(key)[1]])
 
     def _take_blocks(self, row: AnswerRow, copies: list[tuple[int, int]]) -> bool:
         """Give a row its blocks if there are enough, and note what has to be copied into them."""
-        pool, need = self.pool, row.blocks_needed
-        if row.prefix not in self._sharing:
-            if need > pool.free:
-                return False
-            row.blocks = pool.take(need)
-            return True
+        prefix, need = self._prefixes.get(row.prefix), row.blocks_needed
         full, held = len(row.prompt) // BLOCK, -(-len(row.prompt) // BLOCK)
-        prefix = self._prefixes.get(row.prefix)
-        if prefix is None:
-            if held + need - full > pool.free:
-                return False
-            prefix = _Prefix(pool.take(held), self._sharing[row.prefix], self._version)
-            self._prefixes[row.prefix] = prefix
-        kept = held if prefix.waiting == 1 else full
-        if need - kept > pool.free:
+        blocks = self._take(self._found(row) if prefix is None else prefix.blocks[:full], need)
+        if blocks is None:
             return False
-        own = pool.take(need - kept)
-        row.blocks = prefix.blocks[:kept] + own
-        if prefix.waiting > 1:
-            pool.share(prefix.blocks[:full])
-            if held > full:
-                copies.append((prefix.blocks[full], own[0]))
-        prefix.waiting -= 1
+        row.blocks, row.read_by = blocks, self._read_by[row.slot]
+        if prefix is None and self._members[row.prefix] > 1:
+            self._prefixes[row.prefix] = _Prefix(blocks[:held])
+            self.pool.share(blocks[:held])
+        elif prefix is not None and held > full:  # with what the first row may have written behind the prompt
+            copies.append((prefix.blocks[full], blocks[full]))
         return True
 
-    @staticmethod
-    def most_of_one(rows: Sequence[AnswerRow]) -> int:
-        """Blocks that must be there for any of these rows to be admitted alone."""
-        return max(_blocks_of_each(rows))
+    def _take(self, held: list[int], need: int) -> list[int] | None:
+        """Blocks in use, with one more holder each, and free ones up to `need`; None where not so many are free."""
+        self.pool.share(held)
+        own = need - len(held)
+        while own > self.pool.free and self.kept:
+            self.pool.give_back([self.kept.popitem(last=False)[1][1]])
+        if own > self.pool.free:
+            self.pool.give_back(held)
+            return None
+        return [*held, *self.pool.take(own)]
 
-    def _blocks_needed(self, rows: Sequence[AnswerRow], most_rows: int) -> int:
-        """Blocks that the rows alive at once may need."""
-        shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._sharing.items())
-        largest = sorted(_blocks_of_each(rows), reverse=True)[:most_rows]
-        return min(sum(row.blocks_needed for row in rows) - shared, sum(largest))
+    def _found(self, row: AnswerRow) -> list[int]:
+        """The blocks that are kept of a row's prompt, from the first on; its last token always goes through again."""
+        keys = list(itertools.takewhile(self.kept.__contains__, _chain(row.slot, row.prompt[:-1]))) if row.keep else []
+        for key in reversed(keys):
+            self.kept.move_to_end(key)
+        row.cached = len(keys) * BLOCK
+        return [self.kept[key][1] for key in keys]
 
 
-def _blocks_of_each(rows: Sequence[AnswerRow]) -> list[int]:
+def _chain(slot: str | None, tokens: Sequence[int]) -> Iterator[bytes]:
+    """Names of whole blocks of tokens: the slot, and every token up to the block's last."""
+    digest = repr(slot).encode()
+    for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        digest = hashlib.sha256(digest + array("q", tokens[i : i + BLOCK]).tobytes()).digest()
+        yield digest
+
+
+def _blocks_of_each(rows: Iterable[AnswerRow]) -> list[int]:
     """Blocks of every row, and one more where a part of a shared prompt stands beside the row's copy of it."""
     counts = Counter(row.prefix for row in rows)
     return [row.blocks_needed + int(counts[row.prefix] > 1 and len(row.prompt) % BLOCK > 0) for row in rows]
@@ -224,80 +258,122 @@ class EngineOptions:
                 raise ValueError(f"{name}: expected None or at least 1, got {value}")
 
 
-class RolloutEngine:
-    """Draws answers for requests on one backbone, in the lanes of their roles."""
+class _Engines(threading.local):
+    """The engine of a backbone on each thread; a copy of the backbone has none."""
 
-    def __init__(
-        self,
-        model: HydraModel,
-        sampling: SamplingConfig,
-        requests: Sequence[Request],
-        *,
-        options: EngineOptions | None = None,
-        decode: Decode | None = None,
-        policy_version: int = 0,
-    ) -> None:
-        """Queue the requests and set up the cache.
+    engine: RolloutEngine | None = None
+
+    def __reduce__(self) -> tuple[type[_Engines], tuple[()]]:
+        return _Engines, ()
+
+
+class RolloutEngine:
+    """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
+
+    def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
+        """Take a backbone; nothing is allocated before the first request.
 
         Args:
             model: a model with the requests' roles.
-            sampling: options of every answer, except where a request has its own.
-            requests: at least one, of roles with an LM head on one backbone.
+            backbone: name of the backbone that all of them run on.
             options: how rows are run; None: the defaults.
+        """
+        self._model, self._name, self._options = model, backbone, options or EngineOptions()
+        self.backbone = model.backbone(backbone)
+        """Backbone that the requests run on."""
+        self.policy_version = 0
+        """Version of the policy, noted with every token. Set it anew when a slot's weights change."""
+        self.stats = RolloutStats()
+        """Statistics of time and memory since the engine last rested."""
+        self.cache = KVCache(blocks=0)
+        self._lock = threading.RLock()
+        self._admission, self._live = Admission(self._weights), LiveRows(self.backbone.device)
+        self._step: RolloutStep | None = None
+        self._reads: tuple[object, ...] = ()
+        self._next = 0
+        self._burst = _BURST if is_gpu(self.backbone.device) else 1
+
+    @classmethod
+    def of(cls, model: HydraModel, backbone: str = "base", options: EngineOptions | None = None) -> RolloutEngine:
+        """Find the engine of a backbone on this thread.
+
+        Args:
+            model: a model with the requests' roles.
+            backbone: name of the backbone that all of them run on.
+            options: how rows are run; None: the defaults.
+
+        Returns:
+            The engine of the calls before, with what it has captured; a new one where that has requests, or other
+            options.
+        """
+        held = vars(model.backbone(backbone)).setdefault("_engines", _Engines())
+        engine: RolloutEngine | None = held.engine
+        known = None if engine is None else (engine._model, engine._options)
+        if engine is None or not engine.finished or known != (model, options or EngineOptions()):
+            engine = held.engine = cls(model, backbone, options=options)
+        return engine
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig, *, decode: Decode | None = None) -> range:
+        """Queue requests.
+
+        Args:
+            requests: at least one, of roles with an LM head on the backbone.
+            sampling: options of every answer, except where a request has its own.
             decode: token ids to text, which stop texts need; None without them.
-            policy_version: noted with every token. Set the attribute anew when a slot's weights change between two
-                steps.
+
+        Returns:
+            Numbers of the requests, counted over the life of the engine.
 
         Raises:
             ValueError: no requests, a prompt that does not fit the context, or token ids outside the vocabulary.
-            ValueError: roles that are unknown, have no LM head, or run on different backbones.
-            ValueError: stop texts without `decode`, or request options that contradict the run's.
+            ValueError: roles that are unknown, have no LM head, or run on another backbone.
+            ValueError: stop texts without `decode`, or request options that contradict `sampling`.
             ValueError: a decoding step that does not serve the backbone, or a cache too small for the longest row.
         """
-        options = options or EngineOptions()
         if len(requests) == 0:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
-        self.sampling, self._options = sampling, options
-        self.policy_version = policy_version
-        """Version of the policy, noted with every token."""
-        self.backbone = model.backbone(_one_backbone(model, requests))
-        """Backbone that the requests run on."""
-        if sampling.stop and decode is None:
-            raise ValueError(f"decode: expected a function from tokens to text for the stop texts {sampling.stop}")
-        self._stop = StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None
-        check_ids("eos_token_ids", sampling.eos_token_ids, self.backbone.vocabulary)
-        self._eos = frozenset(sampling.eos_token_ids)
-        rows = [_row(model, i, request, sampling) for i, request in enumerate(requests)]
-        context = self.backbone.context_length
-        for i, row in enumerate(rows):
-            check_prompt(
-                f"prompts[{i}]", row.prompt, context, row.sampling.max_completion_length, self.backbone.vocabulary
-            )
-        step = _choose_step(options, self.backbone)
-        self._max_rows = min(len(rows), options.max_rows or len(rows))
-        kind = _KINDS[step]
-        if registry.is_exact() and exactness.unsupported(self.backbone) is not None:
-            self._max_rows = 1  # a prompt and a row at a time
-        self._places_to_wait_for = -(-self._max_rows // kind.wait_share)
-        self._admission = Admission(
-            rows,
-            most_rows=self._max_rows,
-            most_blocks=_most_blocks(options, self.backbone, Admission.most_of_one(rows)),
-            most_tokens=PREFILL_TOKENS,
-        )
-        columns = max(row.blocks_needed for row in rows)
-        slots = sorted({row.slot for row in rows if row.slot is not None})
-        head_slots = frozenset(slot for slot in self.backbone.slots if self.backbone.adapts_head(slot))
-        self._live = LiveRows(self.backbone.device, columns, slots, head_slots)
-        self._sampler = Sampler(self.backbone, sampling.eos_token_ids)
-        self._step = self._make_step(step, slots, columns)
-        self._burst = _BURST if is_gpu(self.backbone.device) else 1
-        self.stats = RolloutStats(step=self._step.name)
-        """Statistics of time and memory so far."""
+        for role in dict.fromkeys(request.role for request in requests):
+            _require_lm_role(self._model, role, self._name)
+        given, context, vocabulary = list(enumerate(requests)), self.backbone.context_length, self.backbone.vocabulary
+        for i, request in given:
+            how = request.sampling(sampling)
+            if how.stop and decode is None:
+                raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
+            check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
+            check_prompt(f"prompts[{i}]", request.prompt, context, how.max_completion_length, vocabulary)
+        with self._lock:
+            rows = [self._row(self._next + i, request, request.sampling(sampling), decode) for i, request in given]
+            step = _choose_step(self._options, self.backbone)
+            most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
+            if self.finished:
+                self._begin(step)
+            self._next += len(rows)
+            self._admission.add(rows)
+            self._make_room(rows, most_blocks)
+            return range(self._next - len(rows), self._next)
 
-    # ---- running ---------------------------------------------------------------------------------------------------
+    def cancel(self, number: int) -> None:
+        """Drop a request, whether it waits or is being written; nothing happens to one that has finished.
 
-    def run(self) -> Iterator[Answer]:
+        Args:
+            number: a number that `submit` returned.
+
+        Raises:
+            ValueError: a number that no request has had.
+        """
+        with self._lock:
+            if not 0 <= number < self._next:
+                raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
+            for row in [row for row in self._admission.waiting if row.index == number]:
+                self._admission.remove(row)
+            for place in [i for i, row in enumerate(self._live.rows) if row.index == number]:
+                self._admission.release(self._live.rows[place])
+                self._live.keep([i for i in range(len(self._live)) if i != place])
+            self._rest()
+
+    def run(self) -> Iterator[AnswerRow]:
         """Draw until every request has its answer.
 
         Yields:
@@ -312,10 +388,9 @@ class RolloutEngine:
     @property
     def finished(self) -> bool:
         """Whether every request has its answer."""
-        return not len(self._admission) and not len(self._live)
+        return not self._admission.waiting and not len(self._live)
 
-    @torch.no_grad()
-    def step(self) -> list[Answer]:
+    def step(self) -> list[AnswerRow]:
         """Admit waiting requests as far as they fit, and draw a token for every live row (on CUDA a few).
 
         Returns:
@@ -324,82 +399,144 @@ class RolloutEngine:
         Raises:
             MemoryLimitError: the rows do not fit into memory.
         """
-        began = time.perf_counter()
-        try:
-            answers = self._admit()
-            admitted = time.perf_counter()
-            self.stats.prefill_seconds += admitted - began
-            if len(self._live):
-                answers += self._advance()
-                self.stats.decode_seconds += time.perf_counter() - admitted
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryLimitError(
-                f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in its "
-                "cache, does not fit into memory; bound it with kv_cache_memory, the rest then waits"
-            ) from error
-        return answers
+        with self._lock, torch.no_grad():
+            began = time.perf_counter()
+            try:
+                answers = self._admit()
+                admitted = time.perf_counter()
+                self.stats.prefill_seconds += admitted - began
+                if len(self._live):
+                    answers += self._advance()
+                    self.stats.decode_seconds += time.perf_counter() - admitted
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryLimitError(
+                    f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in "
+                    "its cache, does not fit into memory; bound it with kv_cache_memory, the rest then waits"
+                ) from error
+            self._rest()
+            return answers
 
-    def partial(self, index: int) -> tuple[int, ...]:
+    def partial(self, number: int) -> tuple[int, ...]:
         """Tokens so far of an answer that is being written.
 
         Args:
-            index: place of its request in the order of submission.
+            number: a number that `submit` returned.
 
         Returns:
             Token ids; empty for a request that waits or has finished.
         """
-        return next((tuple(row.tokens) for row in self._live.rows if row.index == index), ())
+        with self._lock:
+            return next((tuple(row.tokens) for row in self._live.rows if row.index == number), ())
 
-    def _admit(self) -> list[Answer]:
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, step: StepName) -> None:
+        """Settle what may have changed since the engine last rested."""
+        addresses = [p.data_ptr() for p in self.backbone.parameters()] if step == "graph" else []
+        reads = (step, registry.is_exact(), registry.default_backend(), *addresses)
+        if reads != self._reads:
+            self._reads, self._step, self._kind = reads, None, step
+        self._tensors: dict[str | None, list[torch.Tensor]] = {}
+        self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
+        self._sampler = Sampler(self.backbone)
+        self._admission.pool.most_used = self._admission.pool.size - self._admission.pool.free
+        self.stats = RolloutStats()
+
+    def _make_room(self, rows: Sequence[AnswerRow], most_blocks: int | None) -> None:
+        """Room for rows that wait now, in the tables and in the cache."""
+        live, pool, waiting = self._live, self._admission.pool, len(self._admission.waiting)
+        alive = len(live) + waiting
+        # a prompt and a row at a time where exact mode does not serve the backbone
+        self._max_rows = 1 if self._is_alone else min(alive, self._options.max_rows or alive)
+        self._places_to_wait_for = -(-self._max_rows // _KINDS[self._kind].wait_share)
+        had = (live.columns, len(live.slots), pool.size)
+        live.widen(max(live.columns, *(row.blocks_needed for row in rows)))
+        for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
+            live.slots[slot] = len(live.slots)
+            if self.backbone.adapts_head(slot):
+                live.head_slots.add(slot)
+        blocks = sum(len(row.blocks) for row in live.rows) + self._admission.blocks_needed(self._max_rows)
+        pool.grow(max(pool.size, blocks if most_blocks is None else min(blocks, most_blocks)))
+        if had != (live.columns, len(live.slots), pool.size):
+            self._step = None
+
+    def _rest(self) -> None:
+        """Keep, without requests, what is bound to addresses: graphs, and a cache on a GPU."""
+        if not self.finished:
+            return
+        if self._step is not None and self._step.name != "graph":
+            self._step = None  # it may hold weights of a sharded base
+        if not is_gpu(self.backbone.device) and not self._admission.kept:
+            self.cache = KVCache(blocks=0)
+
+    def _weights(self, slot: str | None) -> object:
+        """Name a slot's weights and the way they are read, by another name once these have changed."""
+        read = self._tensors.get(slot)
+        if read is None:
+            read = [] if slot is None else list(self.backbone.slot(slot).parameters())
+            read += [] if self.backbone.frozen else [p for _, p in self.backbone.base_parameters()]
+            self._tensors[slot] = read
+        return (self._reads, self.policy_version if read else 0, [p._version for p in read])
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> list[AnswerRow]:
         """Prompts of waiting requests into the cache and their first tokens drawn; answers that are done with that."""
-        answers: list[Answer] = []
-        while len(self._admission):
-            free = self._max_rows - len(self._live)
-            if len(self._live) and free < self._places_to_wait_for:
+        answers, live = list[AnswerRow](), self._live
+        while self._admission.waiting:
+            free = self._max_rows - len(live)
+            if len(live) and free < self._places_to_wait_for:
                 break
-            admitted = self._admission.next_rows(free, self.policy_version)
+            admitted = self._admission.next_rows(free, alone=not len(live))
             if not admitted.rows:
                 break
-            hidden = self._admission.last_states(admitted, self._prefill(admitted.prompts))
+            hidden = self._prefill(admitted.new)
             if admitted.copies:
                 self.cache.copy([source for source, _ in admitted.copies], [target for _, target in admitted.copies])
-            answers += self._start(admitted.rows, hidden)
-        self._live.sort_by_slot()
+            hidden = self._admission.last_states(admitted, hidden)
+            live.append(admitted.rows)
+            self.stats.most_rows = max(self.stats.most_rows, len(live))
+            self.stats.most_blocks = self._admission.pool.most_used
+            first = len(live) - len(admitted.rows)
+            drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(admitted.rows))
+            live.state.tokens_N[first:] = drawn.tokens
+            answers += self._accept(first, [drawn])
+        live.sort_by_slot()
         return answers
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
-        """Hidden states of the prompts' last tokens; None without prompts."""
-        if not prompts:
+    def _prefill(self, rows: Sequence[AnswerRow]) -> torch.Tensor | None:
+        """Hidden states of the rows' last prompt tokens; None without rows."""
+        if not rows:
             return None
+        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)
+        prompts = [Prompt(tokens=row.prompt, slot=row.slot, blocks=row.blocks, cached=row.cached) for row in rows]
         self.stats.prompts += len(prompts)
-        self.stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
-        return self._step.prefill(prompts)
+        self.stats.prompt_tokens += sum(len(prompt.tokens) - prompt.cached for prompt in prompts)
+        whole = [i for i, prompt in enumerate(prompts) if not prompt.cached]
+        if len(whole) == len(prompts):
+            return step.prefill(prompts)
+        for i, state in zip(whole, step.prefill([prompts[i] for i in whole]) if whole else (), strict=True):
+            hidden[i] = state
+        for i, prompt in enumerate(prompts):
+            if prompt.cached:
+                hidden[i] = step.extend(prompt, -1 if prompt.slot is None else self._live.slots[prompt.slot])
+        return torch.stack(hidden)
 
-    def _start(self, rows: list[AnswerRow], hidden: torch.Tensor) -> list[Answer]:
-        """First tokens of rows whose prompts are in the cache."""
-        live, first = self._live, len(self._live)
-        live.append(rows)
-        self.stats.most_rows = max(self.stats.most_rows, len(live))
-        self.stats.most_blocks = self._admission.pool.most_used
-        new = live.state.at(slice(first, None))
-        drawn = self._sampler(hidden, new, live.draw_groups(rows))
-        live.state.tokens_N[first:] = drawn.tokens
-        return self._accept(first, [drawn])
-
-    def _advance(self) -> list[Answer]:
+    def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""
         left = min(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows)
         n = min(self._burst, left)
-        drawn = self._step.decode_many(self._live, n, self._sampler)
+        step = self._make_step()
+        drawn = step.decode_many(self._live, n, self._sampler)
         self.stats.steps += n
-        self.stats.step = self._step.name
+        self.stats.step = step.name
         return self._accept(0, drawn)
 
-    def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[Answer]:
+    def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[AnswerRow]:
         """Note what was drawn for the rows from `first` on, up to the end of each; those that are done leave."""
-        live, answers = self._live, []
+        live, answers = self._live, list[AnswerRow]()
         tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
         logprobs = torch.stack([step.logprobs for step in drawn], 1).tolist()
         supports = [self._supports(step) for step in drawn]
@@ -414,7 +551,10 @@ class RolloutEngine:
                 reason = self._reason(row, token)
                 if reason is not None:
                     done.add(place)
-                    answers.append(self._finish(row, reason))
+                    self._admission.release(row)
+                    self.stats.tokens += len(row.tokens)
+                    row.finish_reason = reason
+                    answers.append(row)
                     break
         if done:
             live.keep([place for place in range(len(live)) if place not in done])
@@ -429,43 +569,40 @@ class RolloutEngine:
 
     def _reason(self, row: AnswerRow, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""
-        if token in self._eos:
+        if token in row.sampling.eos_token_ids:
             return "eos"
-        if self._stop is not None and self._stop.completed_by(row.tokens):
+        if row.stop is not None and row.stop.completed_by(row.tokens):
             return "stop"
         return "length" if len(row.tokens) >= row.sampling.max_completion_length else None
 
-    def _finish(self, row: AnswerRow, reason: FinishReason) -> Answer:
-        self._admission.release(row)
-        self.stats.tokens += len(row.tokens)
-        n, supports = len(row.tokens), None
-        if any(len(support) for support in row.supports):
-            supports = Supports.of_rows(row.supports, n, self.backbone.n_words)
-        return Answer(
-            index=row.index,
-            tokens=tuple(row.tokens),
-            logprobs=tuple(row.logprobs),
-            versions=tuple(row.versions),
-            finish_reason=reason,
-            supports=supports,
+    def _make_step(self) -> RolloutStep:
+        """The step, made anew where tables, slots or the cache have grown."""
+        if self._step is not None:
+            return self._step
+        live, blocks = self._live, self._admission.pool.size
+        # one more block, which idle places of a graph write into
+        self.cache.grow(blocks + int(self._kind == "graph"))
+        if self._kind == "graph":
+            capture, required = CudaCapture(self.backbone.device), self._options.decode_step == "graph"
+            self._step = GraphStep(self.backbone, self.cache, live.columns, blocks, capture, required=required)
+        elif self._kind == "native":
+            decoder, positions = native_step.decoder_of(self.backbone), live.columns * BLOCK
+            self._step = NativeStep(self.backbone, decoder, self.cache, list(live.slots), positions)
+        else:
+            self._step = TransformersStep(self.backbone, self.cache)
+        return self._step
+
+    def _row(self, number: int, request: Request, sampling: SamplingConfig, decode: Decode | None) -> AnswerRow:
+        return AnswerRow(
+            index=number,
+            prompt=request.prompt,
+            slot=self._model.roles[request.role].slot,
+            sampling=sampling,
+            greedy=request.greedy,
+            seed=row_seed(sampling.seed, request.sample_id),
+            keep=request.keep,
+            stop=StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None,
         )
-
-    # ---- parts -----------------------------------------------------------------------------------------------------
-
-    def _make_step(self, name: StepName, slots: Sequence[str], columns: int) -> RolloutStep:
-        if name == "graph":
-            # one more block, which idle places of a graph write into
-            idle = self._admission.pool.size
-            self.cache = KVCache(blocks=idle + 1)
-            capture = CudaCapture(self.backbone.device)
-            return GraphStep(
-                self.backbone, self.cache, columns, idle, capture, required=self._options.decode_step == "graph"
-            )
-        self.cache = KVCache(blocks=self._admission.pool.size)
-        if name == "native":
-            decoder = native_step.decoder_of(self.backbone)
-            return NativeStep(self.backbone, decoder, self.cache, slots, columns * BLOCK)
-        return TransformersStep(self.backbone, self.cache)
 
 
 _KINDS: dict[str, type[RolloutStep]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
@@ -529,25 +666,9 @@ def _no_graphs(backbone: Backbone) -> str | None:
     return None
 
 
-def _one_backbone(model: HydraModel, requests: Sequence[Request]) -> str:
-    """Name of the backbone that all requests run on."""
-    names = {}
-    for role in dict.fromkeys(request.role for request in requests):
-        spec = require_role(model.roles, role)
-        if spec.head != LM_HEAD:
-            raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
-        names[spec.backbone] = role
-    if len(names) > 1:
-        raise ValueError(f"role: expected roles on one backbone, got {sorted(names.values())} on {sorted(names)}")
-    return next(iter(names))
-
-
-def _row(model: HydraModel, index: int, request: Request, sampling: SamplingConfig) -> AnswerRow:
-    return AnswerRow(
-        index=index,
-        prompt=request.prompt,
-        slot=model.roles[request.role].slot,
-        sampling=request.sampling(sampling),
-        greedy=request.greedy,
-        seed=row_seed(sampling.seed, request.sample_id),
-    )
+def _require_lm_role(model: HydraModel, role: str, backbone: str) -> None:
+    spec = require_role(model.roles, role)
+    if spec.head != LM_HEAD:
+        raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
+    if spec.backbone != backbone:
+        raise ValueError(f"role: expected one on the backbone {backbone!r}, got {role!r} on {spec.backbone!r}")

@@ -15,7 +15,8 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Answer, Decode, Request, Rollout, RolloutStats, SamplingConfig
+from rlhf_engine.rollout.request import Decode, Request, Rollout, SamplingConfig
+from rlhf_engine.rollout.rows import AnswerRow
 
 
 def generate(
@@ -91,22 +92,23 @@ def generate_requests(
         ValueError: anything that `RolloutEngine` refuses.
         MemoryLimitError: the rows do not fit into memory.
     """
-    engine = RolloutEngine(model, sampling, requests, options=options, decode=decode, policy_version=policy_version)
-    answers = list(engine.run())
-    return collect(requests, answers, engine.backbone.device, stats=engine.stats)
+    backbone = next((model.roles[request.role].backbone for request in requests if request.role in model.roles), "base")
+    engine = RolloutEngine.of(model, backbone, options)
+    engine.policy_version = policy_version
+    engine.submit(requests, sampling, decode=decode)
+    return collect(engine, requests, list(engine.run()))
 
 
-def collect(
-    requests: Sequence[Request], answers: Sequence[Answer], device: torch.device, *, stats: RolloutStats
-) -> Rollout:
-    """The rollout of requests whose answers, one each, have finished in any order."""
-    ordered = sorted(answers, key=lambda answer: answer.index)
+def collect(engine: RolloutEngine, requests: Sequence[Request], answers: Sequence[AnswerRow]) -> Rollout:
+    """The rollout of requests whose answers, one each, an engine has finished in any order."""
+    ordered, device = sorted(answers, key=lambda answer: answer.index), engine.backbone.device
+    n_words = engine.backbone.n_words
     batch = PackedBatch.from_lists(
         [request.prompt for request in requests],
         [answer.tokens for answer in ordered],
         device=device,
         sample_ids=[request.sample_id for request in requests],
-        supports=Supports.join([(answer.supports, len(answer.tokens)) for answer in ordered]),
+        supports=Supports.join([(_support(answer, n_words), len(answer.tokens)) for answer in ordered]),
     )
     logprobs = [x for answer in ordered for x in answer.logprobs]
     return Rollout(
@@ -115,8 +117,13 @@ def collect(
         finish_reasons=tuple(answer.finish_reason for answer in ordered),
         versions_M=torch.tensor([x for answer in ordered for x in answer.versions], device=device),
         filtered=False,
-        stats=stats,
+        stats=engine.stats,
     )
+
+
+def _support(answer: AnswerRow, vocabulary: int) -> Supports | None:
+    has_any = any(len(support) for support in answer.supports)
+    return Supports.of_rows(answer.supports, len(answer.tokens), vocabulary) if has_any else None
 
 
 _DRAWN_AGAIN = 16  # answers that are drawn once more, each alone

@@ -12,7 +12,6 @@ import torch
 from rlhf_engine.config.rollout import SamplingOptions
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import Scores
-from rlhf_engine.hydra.supports import Supports
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -95,6 +94,9 @@ class Request:
     """Role whose adapter slot draws; it has an LM head."""
     greedy: bool = False
     """Take the arg-max instead of drawing."""
+    keep: bool = False
+    """Keep what the answer leaves in the cache for a prompt that extends it, and begin from what is kept. Outside
+    exact mode such a prompt differs by rounding from one that goes through the model whole."""
     max_completion_length: int | None = None
     """Most tokens of the answer, ≥ 1."""
     min_completion_length: int | None = None
@@ -107,6 +109,12 @@ class Request:
     """Probability of the tokens to draw among, in (0, 1]."""
     min_p: float | None = None
     """Least share of the largest probability that the tokens to draw among have, in (0, 1]."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end the answer; empty: none does."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end the answer."""
+    seed: int | None = None
+    """Seed of its draws."""
 
     def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
         """The run's options with this request's own in place.
@@ -126,25 +134,7 @@ class Request:
         return SamplingConfig(**{**vars(defaults), **own})
 
 
-_OWN = ("max_completion_length", "min_completion_length", "temperature", "top_k", "top_p", "min_p")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A finished answer."""
-
-    index: int
-    """Place of its request in the order of submission."""
-    tokens: tuple[int, ...]
-    """Token ids, the ending one included."""
-    logprobs: tuple[float, ...]
-    """Log-prob of each token under the distribution it was drawn from."""
-    versions: tuple[int, ...]
-    """Version of the policy that drew each token."""
-    finish_reason: FinishReason
-    """eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
-    supports: Supports | None = None
-    """Words that each token was drawn among, on the host; None: all words."""
+_OWN = tuple(f.name for f in dataclasses.fields(SamplingConfig))
 
 
 @dataclass(kw_only=True)

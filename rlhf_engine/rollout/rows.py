@@ -14,39 +14,53 @@ import torch
 
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import BLOCK
-from rlhf_engine.rollout.request import SamplingConfig
+from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 
 
 @dataclass(eq=False)
 class AnswerRow:
-    """One answer, waiting or being written."""
+    """One answer: waiting, being written, or finished."""
 
     index: int
+    """Number of its request, counted over the life of the engine."""
     prompt: tuple[int, ...]
+    """Token ids."""
     slot: str | None
+    """Slot that draws, or None: adapter off."""
     sampling: SamplingConfig
+    """Options of its draws."""
     greedy: bool
+    """Whether it takes the arg-max."""
     seed: int
+    """Key of its random numbers."""
+    keep: bool
+    """Whether its blocks stay for a prompt that extends it, and it takes those of an earlier row."""
+    stop: StopTexts | None = None
+    """Texts that end it."""
     tokens: list[int] = field(default_factory=list)
+    """Token ids so far, the ending one included."""
     logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token under the distribution it was drawn from."""
     supports: list[torch.Tensor] = field(default_factory=list)
     """int32 numbers of each token's support, see `Supports`; tokens beyond were drawn among all words."""
     versions: list[int] = field(default_factory=list)
+    """Version of the policy that drew each token."""
+    finish_reason: FinishReason = "length"
+    """Of a finished one: eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
     blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens of the prompt that were in its blocks already when it was admitted."""
+    read_by: object = None
+    """What named the slot's weights when it was admitted."""
 
     @property
     def prefix(self) -> tuple[str | None, tuple[int, ...]]:
         """Slot and prompt, which rows must have in common to share the keys and values of their prompts."""
         return (self.slot, self.prompt)
 
-    @property
-    def least(self) -> int:
-        """Position of the first token that may be an end-of-sequence token."""
-        return len(self.prompt) + max(0, self.sampling.min_completion_length - 1)
-
-    def too_short(self, ahead: int = 0) -> bool:
+    def _too_short(self, ahead: int = 0) -> bool:
         """Whether the token after so many more may not end it."""
-        return len(self.prompt) + len(self.tokens) + ahead < self.least
+        return len(self.tokens) + ahead < self.sampling.min_completion_length - 1
 
     @property
     def blocks_needed(self) -> int:
@@ -111,7 +125,7 @@ class SampleGroup:
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    is_short: bool  # whether they may not end yet
+    not_yet: torch.Tensor | None = field(compare=False)  # int64, ids that would end them too early; None: none
     temperature: float | None  # none: not the same for all of them
 
     @property
@@ -123,31 +137,36 @@ class SampleGroup:
 class LiveRows:
     """Rows being written, in the order of their slots, and their state."""
 
-    def __init__(
-        self, device: torch.device, table_columns: int, slots: Sequence[str], head_slots: frozenset[str]
-    ) -> None:
-        """slots: those that rows may carry. head_slots: slots with LoRA on the LM head."""
+    def __init__(self, device: torch.device) -> None:
         self.rows: list[AnswerRow] = []
-        self.state = RowState.idle(0, table_columns, device)
+        self.state = RowState.idle(0, 0, device)
         self._device = device
-        self._columns = table_columns
-        self._head_slots = head_slots
-        self._slot_numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
+        self.slots: dict[str, int] = {}  # numbers of the slots that rows may carry
+        self.head_slots: set[str] = set()  # those of them with LoRA on the LM head
         self._settle()
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def columns(self) -> int:
+        """Most blocks of a row."""
+        return self.state.table_NB.shape[1]
+
+    def widen(self, columns: int) -> None:
+        """Make room for rows of so many blocks."""
+        self.state.table_NB = torch.nn.functional.pad(self.state.table_NB, (0, columns - self.columns))
+
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         device = self._device
-        tables = [row.blocks + [0] * (self._columns - len(row.blocks)) for row in rows]
+        tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]
         temperatures = [row.sampling.temperature for row in rows]
         new = RowState(
             tokens_N=torch.zeros(len(rows), dtype=torch.int64, device=device),
             lengths_N=torch.tensor([len(row.prompt) for row in rows], device=device),
             seeds_N=torch.tensor([row.seed for row in rows], device=device),
-            slots_N=torch.tensor([self._slot_numbers[row.slot] for row in rows], device=device),
+            slots_N=torch.tensor([-1 if row.slot is None else self.slots[row.slot] for row in rows], device=device),
             greedy_N=torch.tensor([row.greedy for row in rows], device=device),
             temperatures_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
             table_NB=torch.tensor(tables, device=device),
@@ -177,16 +196,17 @@ class LiveRows:
 
     def groups(self, ahead: int = 0) -> list[SampleGroup]:
         """Groups of the rows once they have so many more tokens, by which some may have become long enough to end."""
-        if any(group.is_short for group in self._groups):
+        if any(group.not_yet is not None for group in self._groups):
             self._groups = self.draw_groups(self.rows, ahead)
         return self._groups
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
         """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
-        members: dict[tuple[str | None, int | None, float | None, float | None, bool], list[int]] = {}
+        members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
         for i, row in enumerate(rows):
-            slot, how = row.slot if row.slot in self._head_slots else None, row.sampling
-            members.setdefault((slot, how.top_k, how.top_p, how.min_p, row.too_short(ahead)), []).append(i)
+            slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
+            ends = how.eos_token_ids if row._too_short(ahead) else ()
+            members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), []).append(i)
         return [
             SampleGroup(
                 places=tuple(places),
@@ -195,10 +215,10 @@ class LiveRows:
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
-                is_short=is_short,
+                not_yet=torch.tensor(sorted(ends), device=self._device) if ends else None,
                 temperature=_common([rows[i].sampling.temperature for i in places]),
             )
-            for (slot, top_k, top_p, min_p, is_short), places in members.items()
+            for (slot, top_k, top_p, min_p, ends), places in members.items()
         ]
 
 

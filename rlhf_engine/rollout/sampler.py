@@ -33,50 +33,39 @@ class NextTokens(NamedTuple):
 class Sampler:
     """Draws for rows of one backbone, whose head stays where it is meanwhile."""
 
-    def __init__(self, backbone: Backbone, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
         self._heads: dict[str | None, LmHead] = {}
-        self._ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=backbone.device)
 
     def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[SampleGroup]) -> NextTokens:
         """The next tokens of rows with these hidden states [N, H]."""
-        if len(groups) == 1:
-            return self.sample_group(hidden, state, groups[0])
-        n, device = len(hidden), hidden.device
-        tokens_N = torch.empty(n, dtype=torch.int64, device=device)
-        logprobs_N = torch.empty(n, dtype=torch.float32, device=device)
-        bits = None
+        parts = []
         for group in groups:
-            assert group.rows_N is not None
-            drawn = self.sample_group(hidden[group.rows_N], state.at(group.rows_N), group)
-            tokens_N[group.rows_N], logprobs_N[group.rows_N] = drawn.tokens, drawn.logprobs.to(logprobs_N.dtype)
-            if drawn.bits is not None:
-                bits = drawn.bits.new_zeros(n, drawn.bits.shape[1]) if bits is None else bits
-                bits[group.rows_N] = drawn.bits
-        return NextTokens(tokens_N, logprobs_N, bits)
-
-    def sample_group(self, hidden: torch.Tensor, state: RowState, group: SampleGroup) -> NextTokens:
-        """`__call__` for the rows of one group."""
-        if group.slot not in self._heads:
-            self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
-        head = self._heads[group.slot]
-        if group.truncates or group.is_short:
-            return self._sample_among_some(Reader(hidden, head), state, group)
-        drawn = sample(
-            hidden,
-            head.weight,
-            temperature=state.temperatures_N if group.temperature is None else group.temperature,
-            seed=state.seeds_N,
-            position=state.lengths_N,
-            greedy=state.greedy_N,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-            bias=head.bias,
-            lora=head.lora,
-        )
-        assert drawn.token is not None
-        assert drawn.logprob is not None
-        return NextTokens(drawn.token, drawn.logprob)
+            rows_N, own_hidden, own = group.rows_N, hidden, state
+            if rows_N is not None:
+                own_hidden, own = hidden[rows_N], state.at(rows_N)
+            if group.slot not in self._heads:
+                self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
+            head = self._heads[group.slot]
+            if group.truncates or group.not_yet is not None:
+                parts.append(self._sample_among_some(Reader(own_hidden, head), own, group))
+                continue
+            drawn = sample(
+                own_hidden,
+                head.weight,
+                temperature=own.temperatures_N if group.temperature is None else group.temperature,
+                seed=own.seeds_N,
+                position=own.lengths_N,
+                greedy=own.greedy_N,
+                softcap=head.softcap,
+                logit_scale=head.logit_scale,
+                bias=head.bias,
+                lora=head.lora,
+            )
+            assert drawn.token is not None
+            assert drawn.logprob is not None
+            parts.append(NextTokens(drawn.token, drawn.logprob))
+        return parts[0] if len(parts) == 1 else _joined(parts, groups, len(hidden))
 
     def _sample_among_some(self, reader: Reader, state: RowState, group: SampleGroup) -> NextTokens:
         """The same where words are left out. Ends that come too early go first, then the filters follow."""
@@ -84,8 +73,8 @@ class Sampler:
         for rows in row_chunks(len(reader.hidden), len(reader.head.weight)):
             own, logits = state.at(rows), reader.logits(rows)
             filtered = logits.clone()
-            if group.is_short:
-                filtered[:, self._ends] = -torch.inf
+            if group.not_yet is not None:
+                filtered[:, group.not_yet] = -torch.inf
             greedy = (own.greedy_N, filtered.argmax(-1))  # before the temperature could round two onto each other
             filtered /= own.temperatures_N[:, None]
             if group.truncates:
@@ -100,3 +89,15 @@ class Sampler:
             empty = state.seeds_N.new_empty(0)
             return NextTokens(empty, empty.float(), empty.new_empty(0, numbers_of_bits(self._backbone.n_words)).int())
         return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _joined(parts: Sequence[NextTokens], groups: Sequence[SampleGroup], n: int) -> NextTokens:
+    """Put what was drawn for groups of n rows into the rows' order."""
+    tokens_N, logprobs_N = parts[0].tokens.new_empty(n), parts[0].logprobs.new_empty(n, dtype=torch.float32)
+    bits = next((part.bits.new_zeros(n, part.bits.shape[1]) for part in parts if part.bits is not None), None)
+    for part, group in zip(parts, groups, strict=True):
+        assert group.rows_N is not None
+        tokens_N[group.rows_N], logprobs_N[group.rows_N] = part.tokens, part.logprobs.to(logprobs_N.dtype)
+        if part.bits is not None and bits is not None:
+            bits[group.rows_N] = part.bits
+    return NextTokens(tokens_N, logprobs_N, bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from rlhf_engine.data import PromptSet
 from rlhf_engine.distributed.process_group import share
 from rlhf_engine.io import writing
-from rlhf_engine.rollout import Rollout, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
 from rlhf_engine.runs.metrics import SampleLog, Samples, write_atomic
@@ -63,17 +64,18 @@ class Evaluator:
     ) -> Answers:
         """Draw one answer per prompt, keyed by seed and `sample_ids`; scores are without a penalty for no end."""
         self._rollouts.sync(self._policy.state.policy_version)
-        token_ids = [prompts.ids[i] for i in indices]
+        asked = PromptBatch.of(indices, prompts.ids, generations=1)
+        asked = dataclasses.replace(asked, sample_ids=tuple(sample_ids or asked.sample_ids))
         with self._whole_base():
-            rollout = self._rollouts.generate(token_ids, self._sampling(seed), role=role, sample_ids=sample_ids)
+            rollout = self._rollouts.generate(asked, self._sampling(seed), role=role)
             learned = self._inputs.scorer.uses_reward_model
             rewards_N = self._policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
         texts, ids = decode_answers(self._inputs.tokenizer, rollout.batch)
         written, finished = prompts.written(indices), (True,) * len(indices)
         replies = as_replies(self._inputs.tokenizer, rollout.batch, written, texts)
         scored = self._inputs.scorer(written, replies, ids, prompts.columns(indices), finished, rewards_N)
-        asked = [prompts.prompts[i] for i in indices]
-        return Answers(prompts=asked, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
+        shown = [prompts.prompts[i] for i in indices]
+        return Answers(prompts=shown, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 
     def kl_to_reference(self, rollout: Rollout) -> float:
         """Mean over answers of Σ_t exact KL(actor ‖ reference), in nats per answer."""

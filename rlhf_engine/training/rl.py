@@ -20,8 +20,7 @@ from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
-from rlhf_engine.rollout.backend import make_rollouts, serve
-from rlhf_engine.rollout.vllm.backend import VllmRollouts
+from rlhf_engine.rollout.backend import Rollouts, make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
@@ -87,7 +86,7 @@ class RlTrainer(Run[TrainerState]):
         config, inputs = self.config, self._inputs
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
-        self.rollouts = make_rollouts(config, model, inputs.server, inputs.all_prompts(), rank=self.world.rank)
+        self.rollouts = self._make_rollouts()
         self._prompts = StepPrompts(
             config,
             self.train_set,
@@ -179,20 +178,18 @@ class RlTrainer(Run[TrainerState]):
 
     def next_prompts(self) -> PromptBatch:
         """Choose the prompts of the next step that this rank draws answers to, one per answer."""
-        return self._prompts.own(self._prompts.prompts(self.state.step))
+        return self._prompts.own(self.state.step)
 
     def step(self) -> dict[str, float]:
         """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device, with_peaks=config.dry_run)
-        prompts = self._prompts.prompts(state.step)
-        own = self._prompts.own(prompts)
+        prompts, own = self._prompts.of_step(state.step), self._prompts.own(state.step)
         with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
-            share, drawn = world.run_on_all_ranks(
-                "drawing answers", lambda: self.source.draw(state.step, state.policy_version, clock.lap)
-            )
+            version = state.policy_version
+            share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
             experience, self.model.token_budget = self._scoring.experience(
                 share,
@@ -246,20 +243,9 @@ class RlTrainer(Run[TrainerState]):
         ends = () if self.config.dry_run else eos_token_ids(self.tokenizer, self.model.backbone().model)
         return SamplingConfig.of(self.config, ends, seed=seed)
 
-    def _serve(self, stopped: Callable[[], bool]) -> VllmRollouts:
-        """Backend by which a server draws for past policies."""
-        server = self._inputs.server
-        assert server is not None
-        return serve(
-            self.config,
-            self.model,
-            server,
-            self._inputs.all_prompts(),
-            role=BEHAVIOUR,
-            compared=PAST,
-            rank=self.world.rank,
-            stopped=stopped,
-        )
+    def _make_rollouts(self, role: str = "actor", compared: str | None = None) -> Rollouts:
+        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts())
+        return make_rollouts(*given, role=role, compared=compared, rank=self.world.rank)
 
     def _make_source(self, resume: Path | None) -> AnswerSource:
         state = self.state
@@ -269,12 +255,10 @@ class RlTrainer(Run[TrainerState]):
             drawn_by={int(step): version for step, version in state.drawn_by.items()},
         )
         return make_source(
-            self.model,
-            self.rollouts,
+            self._make_rollouts(BEHAVIOUR, PAST) if self.config.is_async else self.rollouts,
             self._prompts,
             past,
             version=state.policy_version,
             reward=self.scorer.uses_reward_model,
             connect=self._connect,
-            serve=self._serve if self.config.vllm_servers else None,
         )

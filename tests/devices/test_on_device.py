@@ -162,7 +162,7 @@ def test_a_token_waits_for_nothing(model, reward, tmp_path):
         trainer = make_trainer(model, tmp_path / str(length), reward, str(DEVICE), max_completion_length=length)
         trainer.rollouts.sync(0)
         with counted() as traffic:
-            trainer.rollouts.generate([[5, 6, 7], [5, 6]], trainer._sampling(0))
+            trainer.rollouts.generate(trainer.next_prompts(), trainer._sampling(0))
         reads.append(traffic.reads.total())
     assert reads[0] == reads[1]
 

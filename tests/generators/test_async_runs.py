@@ -230,9 +230,9 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
     begin, step = Worker.__call__, RolloutEngine.step
     drawing: list[int] = []
 
-    def noted_begin(worker, item):
-        drawing.append(item.step)
-        return begin(worker, item)
+    def noted_begin(worker, prompts, version):
+        drawing.append(prompts.sample_ids[0] // len(prompts))
+        return begin(worker, prompts, version)
 
     def held(engine):
         answers = step(engine)

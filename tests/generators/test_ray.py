@@ -53,7 +53,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             if self.config.async_mode == "ray":
                 start = stack.enter_context(generators_on_ray(self.config))
-                self.trainer = RlTrainer(self.config, connect=lambda model: self._note(start(model)))
+                self.trainer = RlTrainer(self.config, connect=lambda *given: self._note(start(*given)))
             else:
                 self.trainer = RlTrainer(self.config)
             stack.enter_context(contextlib.closing(self.trainer.source))

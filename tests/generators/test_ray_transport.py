@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -21,8 +21,11 @@ from rlhf_engine.generators.ray import Generator, RayTransport, Room, _other_gpu
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
 from rlhf_engine.generators.work import take
 from rlhf_engine.policy.build import build_generator_model
-from tests.generators.test_scheduler import answers_of, make_items, policy
+from rlhf_engine.rollout import PromptBatch, SamplingConfig
+from tests.generators.test_scheduler import answers_of, make_shares, policy
 from tests.training.test_data import train_config, write_model
+
+SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
 
 
 class Ray:
@@ -95,20 +98,19 @@ class Stub:
     def __init__(self, number: int) -> None:
         self.number, self.held, self.kept = number, {}, []
 
-    def build(self, config, frozen, threads, kernels):
+    def build(self, config, sampling, frozen, threads, kernels):
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
         self.held[version] = serialize.digest(serialize.unpack_policy(serialize.Parcel(version, digest, data)).tensors)
         return self.held[version]
 
-    def draw(self, item, keep):
+    def draw(self, prompts, version, keep):
         self.kept.append(keep)
-        wanted = serialize.unpack_item(item)
-        digest = self.held[wanted.version]
+        digest = self.held[version]
         kernels = [("gae", "float32", (self.number + 1,), "reference")]
         return {
-            "rollout": serialize.pack_rollout(answers_of(wanted, seconds=0.1)),
+            "rollout": serialize.pack_rollout(answers_of(PromptBatch(**prompts), version, seconds=0.1)),
             "digest": digest,
             "kernels": kernels,
         }
@@ -121,7 +123,7 @@ def transport_of(monkeypatch, kind: type, **options: Any) -> tuple[Ray, RayTrans
     monkeypatch.setattr(ray_transport, "Generator", kind)
     ray = Ray()
     options = {"generators": 2, "restarts": 0, "timeout": 60.0, **options}
-    return ray, RayTransport(ray, {}, {}, room=Room(1, 0.0, None), **options)
+    return ray, RayTransport(ray, {}, SAMPLING, {}, room=Room(1, 0.0, None), **options)
 
 
 def learn(scheduler: Scheduler, steps: range) -> None:
@@ -133,7 +135,7 @@ def learn(scheduler: Scheduler, steps: range) -> None:
 
 def scheduler_of(transport: RayTransport, total: int, **options: Any) -> Scheduler:
     rule = StalenessRule(max_staleness=1)
-    return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, **options)
+    return Scheduler(transport, make_shares, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, **options)
 
 
 def pids(transport: RayTransport) -> dict[str, int]:
@@ -153,11 +155,12 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     sent = transport.publish(policy(2))
     assert sent == 2 * len(serialize.pack_policy(policy(2)).data)
     transport.keep(frozenset({1, 2}))
-    (item, _) = make_items(0, 2, 2)
-    transport.submit("generator 1", item)
+    (prompts, _) = make_shares(0, 2)
+    transport.submit("generator 1", prompts, 2)
     event = transport.next_event(5)
     assert isinstance(event, Drawn)
-    assert (event.worker, event.item) == ("generator 1", item)
+    assert (event.worker, event.rollout.policy_version) == ("generator 1", 2)
+    assert event.rollout.batch.sample_ids == prompts.sample_ids
     assert ray.actors[0].it.kept == [[1, 2]]
     assert ray.actors[0].it.held.keys() == {0, 1, 2}
     transport.close()
@@ -181,8 +184,8 @@ class Deaf(Stub):
 
 
 class Garbling(Stub):
-    def draw(self, item, keep):
-        found = super().draw(item, keep)
+    def draw(self, prompts, version, keep):
+        found = super().draw(prompts, version, keep)
         tensors = found["rollout"]["tensors"]
         return {**found, "rollout": {**found["rollout"], "tensors": tensors[:-1] + bytes([tensors[-1] ^ 1])}}
 
@@ -196,7 +199,7 @@ class Mistaken(Stub):
     ("kind", "message"),
     [
         (Damaging, "EngineError: policy version 1 arrived damaged"),
-        (Deaf, "EngineError: generator 1 has drawn the answers of step 3, share . of 2 by another policy"),
+        (Deaf, "EngineError: generator 1 has drawn by another policy than version 1"),
         (Garbling, "EngineError: answers arrived damaged: expected ones of digest"),
         (Mistaken, "EngineError: policy version 1: generator 1 holds digest 000000000000…"),
     ],
@@ -212,10 +215,10 @@ def test_a_policy_that_did_not_arrive_ends_the_generator(monkeypatch, kind, mess
 
 def test_a_generator_that_raises_is_replaced(monkeypatch):
     class Once(Stub):
-        def draw(self, item, keep):
-            if self.number == 0 and item["step"] == 2:
+        def draw(self, prompts, version, keep):
+            if self.number == 0 and prompts["rows"] == (2,):
                 raise ZeroDivisionError("of the third step")
-            return super().draw(item, keep)
+            return super().draw(prompts, version, keep)
 
     ray, transport = transport_of(monkeypatch, Once, generators=1, restarts=1)
     scheduler = scheduler_of(transport, 6)
@@ -231,7 +234,7 @@ def test_a_generator_that_raises_is_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_no_more_than_so_many_are_replaced(monkeypatch):
     class Broken(Stub):
-        def draw(self, item, keep):
+        def draw(self, prompts, version, keep):
             raise ZeroDivisionError(f"of number {self.number}")
 
     ray, transport = transport_of(monkeypatch, Broken, restarts=3)
@@ -246,7 +249,7 @@ def test_no_more_than_so_many_are_replaced(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_a_base_that_differs_is_not_tried_again(monkeypatch):
     class Other(Stub):
-        def build(self, config, frozen, threads, kernels):
+        def build(self, config, sampling, frozen, threads, kernels):
             serialize.require_same_parts({"backbone base": "other"}, {"backbone base": "learner"})
 
     ray, transport = transport_of(monkeypatch, Other, generators=1, restarts=3)
@@ -260,9 +263,9 @@ def test_a_base_that_differs_is_not_tried_again(monkeypatch):
 @pytest.mark.filterwarnings("ignore:generator")
 def test_one_that_does_not_come_up_is_given_up(monkeypatch):
     class Slow(Stub):
-        def build(self, config, frozen, threads, kernels):
+        def build(self, config, sampling, frozen, threads, kernels):
             time.sleep(0 if self.number else 1.5)
-            return super().build(config, frozen, threads, kernels)
+            return super().build(config, sampling, frozen, threads, kernels)
 
     monkeypatch.setattr(ray_transport, "_START", 0.3)
     _, transport = transport_of(monkeypatch, Slow, generators=1, restarts=1, timeout=0.3)
@@ -281,12 +284,12 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
     class Hanging(Stub):
         began: float | None = None
 
-        def draw(self, item, keep):
-            if item["step"] == 1 and item["share"] == 0 and not hung:  # whoever got that one, once
+        def draw(self, prompts, version, keep):
+            if prompts["sample_ids"] == (2,) and not hung:  # whoever got that one, once
                 hung.append(self.number)
                 self.began = time.monotonic()
                 release.wait(60)
-            return super().draw(item, keep)
+            return super().draw(prompts, version, keep)
 
         def beat(self):  # the other thread still answers
             return 0.0 if self.began is None else time.monotonic() - self.began
@@ -302,9 +305,9 @@ def test_one_that_draws_no_token_is_given_up(monkeypatch):
 
 def test_one_that_beats_is_not_given_up(monkeypatch):
     class Slow(Stub):
-        def draw(self, item, keep):
+        def draw(self, prompts, version, keep):
             time.sleep(0.7)
-            return super().draw(item, keep)
+            return super().draw(prompts, version, keep)
 
     _, transport = transport_of(monkeypatch, Slow, timeout=0.4)
     scheduler = scheduler_of(transport, 2, timeout=0.4)
@@ -317,7 +320,7 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     _, transport = transport_of(monkeypatch, Stub, generators=1)
     transport.publish(policy(0))
     assert isinstance(transport.next_event(5), Joined)
-    transport.submit("generator 1", make_items(0, 0, 1)[0])
+    transport.submit("generator 1", make_shares(0, 1)[0], 0)
     time.sleep(0.2)  # its answer has been queued
     while not transport._notes.empty():
         transport._notes.get()  # … and is late
@@ -326,7 +329,7 @@ def test_events_of_one_that_was_lost_are_not_looked_at(monkeypatch):
     with pytest.warns(UserWarning, match="generator 1, process 100 on here, is lost: OSError: gone$"):
         found = [transport.next_event(0.1) for _ in range(4)]
     assert [type(event) for event in found if event is not None] == [Lost]
-    transport.submit("generator 1", make_items(0, 0, 1)[0])  # nobody is there to draw it
+    transport.submit("generator 1", make_shares(0, 1)[0], 0)  # nobody is there to draw it
     assert transport.silent_for("generator 1") == 0.0
 
 
@@ -340,7 +343,8 @@ def config(tmp_path_factory):
 def generator(config) -> Generator:
     found = Generator()
     threads = torch.get_num_threads()
-    found.build(config.to_dict(), serialize.fixed_parts(build_generator_model(config)), threads, [])
+    frozen = serialize.fixed_parts(build_generator_model(config))
+    found.build(config.to_dict(), asdict(SAMPLING), frozen, threads, [])
     return found
 
 
@@ -351,8 +355,8 @@ def adapter(config, version: int) -> serialize.Parcel:
 def test_a_generator_draws_by_what_it_was_sent(config, generator):
     parcel = adapter(config, 0)
     assert generator.hold(*parcel) == parcel.digest
-    (item,) = make_items(0, 0, 1)
-    found = generator.draw(serialize.pack_item(item), [0])
+    (prompts,) = make_shares(0, 1)
+    found = generator.draw(asdict(prompts), 0, [0])
     assert found["digest"] == parcel.digest
     rollout = serialize.unpack_rollout(found["rollout"])
     assert rollout.batch.sample_ids == (0,)
@@ -363,16 +367,17 @@ def test_a_generator_draws_by_what_it_was_sent(config, generator):
 
 def test_a_generator_with_another_base_is_refused(config, tmp_path):
     other = train_config(write_model(tmp_path / "model", seed=5), tmp_path / "run", async_mode="ray")
+    frozen = serialize.fixed_parts(build_generator_model(config))
     with pytest.raises(ConfigError, match="got a backbone base of hash"):
-        Generator().build(other.to_dict(), serialize.fixed_parts(build_generator_model(config)), None, [])
+        Generator().build(other.to_dict(), asdict(SAMPLING), frozen, None, [])
 
 
 def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
     found, frozen = Generator(), serialize.fixed_parts(build_generator_model(config))
-    found.build(config.to_dict(), frozen, None, [("sample", "float32", (64,), "reference")])
+    found.build(config.to_dict(), asdict(SAMPLING), frozen, None, [("sample", "float32", (64,), "reference")])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
     found.hold(*adapter(config, 0))
-    drawn = found.draw(serialize.pack_item(make_items(0, 0, 1)[0]), [0])
+    drawn = found.draw(asdict(make_shares(0, 1)[0]), 0, [0])
     assert drawn["kernels"] == [tuple(choice) for choice in registry.choices()]
     assert len(drawn["kernels"]) > 1
     registry.begin_run()

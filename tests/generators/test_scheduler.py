@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,10 @@ import torch
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule, newest_after
 from rlhf_engine.generators.thread import WORKER, GeneratorThread, StoppedError
-from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem
+from rlhf_engine.generators.work import Snapshot, VersionStore
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.rollout.request import RolloutStats
-
-SAMPLING = SamplingConfig(max_completion_length=1, eos_token_ids=())
 
 
 def ages(rule: StalenessRule, steps: int) -> list[int]:
@@ -48,16 +47,16 @@ def test_ages_by_the_rule():
             StalenessRule(**options)
 
 
-def make_items(step: int, version: int, n_shares: int) -> list[WorkItem]:
-    prompts = [PromptBatch.of([0], [[1]], generations=1, first_id=step * n_shares + i) for i in range(n_shares)]
-    fixed = {"step": step, "n_shares": n_shares, "version": version, "sampling": SAMPLING}
-    return [WorkItem(share=i, prompts=given, **fixed) for i, given in enumerate(prompts)]
+def make_shares(step: int, n_shares: int) -> list[PromptBatch]:
+    """Shares of a prompt each, which name the step; sample ids count on."""
+    ids = range(step * n_shares, (step + 1) * n_shares)
+    return [PromptBatch.of([step], {step: [1]}, generations=1, first_id=i) for i in ids]
 
 
-def answers_of(item: WorkItem, seconds: float = 0.0) -> Rollout:
+def answers_of(prompts: PromptBatch, version: int, seconds: float = 0.0) -> Rollout:
     return Rollout(
-        batch=PackedBatch.from_lists(item.prompts.prompts, [[item.step]], sample_ids=item.prompts.sample_ids),
-        logprobs_M=torch.zeros(1), versions_M=torch.tensor([item.version]), finish_reasons=("length",), filtered=False,
+        batch=PackedBatch.from_lists(prompts.prompts, [prompts.rows], sample_ids=prompts.sample_ids),
+        logprobs_M=torch.zeros(1), versions_M=torch.tensor([version]), finish_reasons=("length",), filtered=False,
         stats=RolloutStats(tokens=1, seconds=seconds),
     )  # fmt: skip
 
@@ -69,24 +68,22 @@ def policy(version: int) -> Snapshot:
 class Stage:
     """Stands for drawing: takes its time and notes what it was asked for."""
 
-    def __init__(self, seconds=lambda item: 0.0) -> None:
-        self.seconds, self.items, self.stop = seconds, [], threading.Event()
-        self.beat = 0.0
+    def __init__(self, seconds=lambda step: 0.0) -> None:
+        self.seconds, self.steps, self.stop = seconds, [], threading.Event()
+        self.beat, self.rollouts = 0.0, SimpleNamespace(close=lambda: None)
 
-    def __call__(self, item: WorkItem) -> Rollout:
-        self.items.append(item)
-        if self.stop.wait(self.seconds(item)):
+    def __call__(self, prompts: PromptBatch, version: int) -> Rollout:
+        (step,) = prompts.rows
+        self.steps.append(step)
+        if self.stop.wait(self.seconds(step)):
             raise StoppedError
-        return answers_of(item)
-
-    def close(self) -> None:
-        pass
+        return answers_of(prompts, version)
 
 
 def scheduler_of(stage: Stage, rule: StalenessRule, total: int, **options) -> tuple[Scheduler, VersionStore]:
     store = VersionStore()
     transport = GeneratorThread(stage, store)
-    return Scheduler(transport, make_items, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
+    return Scheduler(transport, make_shares, rule, {0: policy(0)}, step=0, total_steps=total, **options), store
 
 
 def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[int]:
@@ -109,12 +106,12 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
 def test_no_answer_is_too_old_however_long_things_take(newest, most, steps):
     random.seed(most)
     delays = [random.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(2 * steps)]
-    stage = Stage(lambda item: delays[item.step])
+    stage = Stage(lambda step: delays[step])
     scheduler, store = scheduler_of(stage, StalenessRule(max_staleness=most, newest=newest), steps)
     found = learn(scheduler, range(steps), lambda step: delays[steps + step])
     scheduler.close()
     assert max(found) <= most
-    assert [item.step for item in stage.items] == list(range(steps))  # each once, and none beyond the last
+    assert stage.steps == list(range(steps))  # each once, and none beyond the last
     assert min(store._held) >= steps - 1 - most  # the others are forgotten
     if not newest:
         assert found == [min(step, most) for step in range(steps)]
@@ -125,7 +122,7 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most, steps):
 @pytest.mark.alone
 def test_a_step_takes_as_long_as_the_longer_stage():
     generate, update, steps = 0.03, 0.05, 20
-    scheduler, _ = scheduler_of(Stage(lambda item: generate), StalenessRule(max_staleness=1), steps)
+    scheduler, _ = scheduler_of(Stage(lambda step: generate), StalenessRule(max_staleness=1), steps)
     began = time.perf_counter()
     learn(scheduler, range(steps), lambda step: update)
     took = time.perf_counter() - began
@@ -140,7 +137,7 @@ def test_a_run_that_is_taken_up_draws_by_the_policies_it_would_have_had():
     policies = {steps: policy(steps) for steps in (3, 4, 5)}
     transport = GeneratorThread(stage, VersionStore())
     scheduler = Scheduler(
-        transport, make_items, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
+        transport, make_shares, StalenessRule(max_staleness=2), policies, step=5, total_steps=9, drawn_by={6: 3}
     )
     assert learn(scheduler, range(5, 9)) == [2, 3, 2, 2]  # step 6 had been begun by version 3
     scheduler.close()
@@ -152,7 +149,7 @@ class Crowd:
     def __init__(self, names: list[str]) -> None:
         self.events: list = [Joined(worker=name) for name in names]
         self.arrived = threading.Condition()
-        self.items: list[tuple[str, WorkItem]] = []
+        self.sent: list[tuple[str, PromptBatch, int]] = []
         self.published: list[int] = []
         self.given_up: list[str] = []
         self.silent: set[str] = set()
@@ -166,9 +163,9 @@ class Crowd:
     def keep(self, versions: frozenset[int]) -> None:
         pass
 
-    def submit(self, worker: str, item: WorkItem) -> None:
+    def submit(self, worker: str, prompts: PromptBatch, version: int) -> None:
         with self.arrived:
-            self.items.append((worker, item))
+            self.sent.append((worker, prompts, version))
             self.arrived.notify_all()
 
     def tell(self, event) -> None:
@@ -194,45 +191,45 @@ class Crowd:
     def close(self) -> None:
         self.closed = True
 
-    def wait_for_items(self, n: int) -> list[tuple[str, WorkItem]]:
+    def wait_for(self, n: int) -> list[tuple[str, PromptBatch]]:
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.items) >= n, 10), self.items
-            return list(self.items)
+            assert self.arrived.wait_for(lambda: len(self.sent) >= n, 10), self.sent
+            return [(worker, prompts) for worker, prompts, _ in self.sent]
 
-    def finish(self, worker: str, item: WorkItem) -> None:
-        self.tell(Drawn(worker=worker, item=item, rollout=answers_of(item, seconds=0.1)))
+    def finish(self, worker: str, prompts: PromptBatch) -> None:
+        self.tell(Drawn(worker=worker, rollout=answers_of(prompts, 0, seconds=0.1)))
 
 
 def crowd_of(names: list[str], total: int, **options) -> tuple[Crowd, Scheduler]:
     crowd = Crowd(names)
     rule = StalenessRule(max_staleness=1)
     return crowd, Scheduler(
-        crowd, make_items, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, timeout=50.0, **options
+        crowd, make_shares, rule, {0: policy(0)}, step=0, total_steps=total, n_shares=2, timeout=50.0, **options
     )
 
 
 def test_the_share_of_a_lost_generator_goes_to_another():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    (_, first), (_, second) = crowd.wait_for_items(2)
-    assert (first.share, second.share) == (0, 1)
+    (_, first), (_, second) = crowd.wait_for(2)
+    assert (first.sample_ids, second.sample_ids) == ((0,), (1,))
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     crowd.finish("b", second)
-    *_, (worker, again) = crowd.wait_for_items(3)
+    *_, (worker, again) = crowd.wait_for(3)
     assert (worker, again) == ("b", first)
     crowd.finish("a", first)  # too late: nobody waits for it
     crowd.finish("b", again)
     answers = scheduler.take(0)
     assert answers.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
-    assert len(crowd.items) == 3
+    assert len(crowd.sent) == 3
     scheduler.close()
     assert crowd.closed
 
 
 def test_one_that_joins_takes_part():
     crowd, scheduler = crowd_of(["a"], 1)
-    crowd.wait_for_items(1)
+    crowd.wait_for(1)
     crowd.tell(Joined(worker="late"))
-    (_, first), (worker, second) = crowd.wait_for_items(2)
+    (_, first), (worker, second) = crowd.wait_for(2)
     assert worker == "late"
     crowd.finish("late", second)
     crowd.finish("a", first)
@@ -242,10 +239,10 @@ def test_one_that_joins_takes_part():
 
 def test_a_silent_one_is_given_up_and_its_share_drawn_by_another():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    (_, first), (_, second) = crowd.wait_for_items(2)
+    (_, first), (_, second) = crowd.wait_for(2)
     crowd.finish("b", second)
     crowd.silent.add("a")
-    *_, (worker, again) = crowd.wait_for_items(3)
+    *_, (worker, again) = crowd.wait_for(3)
     assert (worker, again, crowd.given_up) == ("b", first, ["a"])
     crowd.finish("b", again)
     scheduler.take(0)
@@ -254,7 +251,7 @@ def test_a_silent_one_is_given_up_and_its_share_drawn_by_another():
 
 def test_without_generators_the_cause_is_shown():
     crowd, scheduler = crowd_of(["a", "b"], 1)
-    crowd.wait_for_items(2)
+    crowd.wait_for(2)
     crowd.tell(Lost(worker="a", cause=OSError("first")))
     crowd.tell(Lost(worker="b", cause=OSError("second")))
     with pytest.raises(GeneratorError, match="OSError: second"):
@@ -264,7 +261,7 @@ def test_without_generators_the_cause_is_shown():
 
 def test_while_another_is_on_its_way_the_learner_waits():
     crowd, scheduler = crowd_of(["a"], 1)
-    ((_, first),) = crowd.wait_for_items(1)
+    ((_, first),) = crowd.wait_for(1)
     crowd.on_their_way = 1
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
@@ -275,10 +272,10 @@ def test_while_another_is_on_its_way_the_learner_waits():
     assert learner.is_alive()  # neither loss is the end
     crowd.on_their_way = 0
     crowd.tell(Joined(worker="late"))
-    *_, (worker, again) = crowd.wait_for_items(2)
+    *_, (worker, again) = crowd.wait_for(2)
     assert (worker, again) == ("late", first)
     crowd.finish("late", first)
-    *_, (_, second) = crowd.wait_for_items(3)
+    *_, (_, second) = crowd.wait_for(3)
     crowd.finish("late", second)
     learner.join(10)
     assert found == [(0, 1)]
@@ -287,7 +284,7 @@ def test_while_another_is_on_its_way_the_learner_waits():
 
 def test_when_the_last_one_on_its_way_is_lost_as_well_its_cause_is_shown():
     crowd, scheduler = crowd_of(["a"], 1)
-    crowd.wait_for_items(1)
+    crowd.wait_for(1)
     crowd.on_their_way = 1
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     time.sleep(0.1)
@@ -304,7 +301,7 @@ def test_a_transport_that_fails_does_not_leave_the_learner_waiting():
             raise OSError("no such pipe")
 
     rule = StalenessRule(max_staleness=1)
-    scheduler = Scheduler(Broken([WORKER]), make_items, rule, {0: policy(0)}, step=0, total_steps=1)
+    scheduler = Scheduler(Broken([WORKER]), make_shares, rule, {0: policy(0)}, step=0, total_steps=1)
     with pytest.raises(GeneratorError, match="OSError: no such pipe"):
         scheduler.take(0)
     scheduler.close()

@@ -1,4 +1,4 @@
-"""Past policies are whole and unchanged; they, work items and answers arrive as what was sent, or not at all."""
+"""Past policies are whole and unchanged; they, prompts and answers arrive as what was sent, or not at all."""
 
 import dataclasses
 
@@ -7,21 +7,14 @@ import torch
 
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
-from rlhf_engine.generators.work import Snapshot, VersionStore, WorkItem, digest, put, take
+from rlhf_engine.generators.work import Snapshot, VersionStore, digest, put, take
 from rlhf_engine.hydra import PackedBatch, Scores, SlotConfig
 from rlhf_engine.hydra.adapters import AdapterSlot, LoraPair
 from rlhf_engine.hydra.supports import Supports, pack_bits
-from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats, SamplingConfig
+from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats
 
 POLICY = Snapshot(version=3, tensors={"b": torch.randn(5, 3), "a": torch.randn(7).to(torch.bfloat16)})
-ITEM = WorkItem(
-    step=2,
-    share=1,
-    n_shares=3,
-    version=1,
-    prompts=PromptBatch(rows=(7, 8), prompts=((1, 2), (3,)), groups=(0, 1), greedy=(False, True), sample_ids=(10, 11)),
-    sampling=SamplingConfig(max_completion_length=4, eos_token_ids=(2, 5), temperature=0.7, seed=9),
-)
+PROMPTS = PromptBatch(rows=(7, 8), prompts=((1, 2), (3,)), groups=(0, 1), greedy=(False, True), sample_ids=(10, 11))
 FROZEN = Scores(past_logprobs_M=torch.randn(3), rewards_N=torch.randn(2))
 
 
@@ -91,16 +84,16 @@ def test_policies_arrive_whole_or_not_at_all():
 
 
 def answers(frozen: Scores | None, supports: Supports | None = None) -> Rollout:
-    ids = ITEM.prompts.sample_ids
+    ids = PROMPTS.sample_ids
     return Rollout(
-        batch=PackedBatch.from_lists(ITEM.prompts.prompts, [[4], [6, 2]], sample_ids=ids, supports=supports),
+        batch=PackedBatch.from_lists(PROMPTS.prompts, [[4], [6, 2]], sample_ids=ids, supports=supports),
         logprobs_M=torch.randn(3), versions_M=torch.tensor([1, 1, 1]), finish_reasons=("length", "eos"),
         filtered=False, stats=RolloutStats(tokens=3, decode_seconds=0.5, step="eager"), frozen=frozen,
     )  # fmt: skip
 
 
-def test_work_items_and_answers():
-    assert work.unpack_item(work.pack_item(ITEM)) == ITEM
+def test_prompts_and_answers():
+    assert PromptBatch(**dataclasses.asdict(PROMPTS)) == PROMPTS
     for frozen in (None, FROZEN):
         sent = answers(frozen)
         found = work.unpack_rollout(work.pack_rollout(sent))

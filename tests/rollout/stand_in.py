@@ -152,7 +152,8 @@ class StandIn:
         request = Request(
             prompt=prompt, sample_id=sample_id_of(options["seed"]), role=role, greedy=options["temperature"] == 0
         )
-        engine = RolloutEngine(model, sampling, [request], decode=lambda ids: "".join(f"<{i}>" for i in ids))
+        engine = RolloutEngine(model)
+        engine.submit([request], sampling, decode=lambda ids: "".join(f"<{i}>" for i in ids))
         (answer,) = engine.run()
         values = list(answer.logprobs)
         if self.logprobs_mode == "raw_logprobs":

@@ -1,7 +1,12 @@
 """Continuous batching: who is admitted when, what is shared, and that none of it changes an answer."""
 
 import contextlib
+import copy
+import dataclasses
 import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +16,16 @@ from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
-from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate, generate_requests
+from rlhf_engine.rollout import (
+    AnswerRow,
+    EngineOptions,
+    Request,
+    RolloutEngine,
+    SamplingConfig,
+    generate,
+    generate_requests,
+)
+from rlhf_engine.rollout import engine as engine_module
 from rlhf_engine.rollout.steps import graph as graph_step
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import WARM_UP, CaptureError, CudaCapture, GraphStep
@@ -38,6 +52,13 @@ def sampling(**changes) -> SamplingConfig:
     return SamplingConfig(**{"max_completion_length": 20, "eos_token_ids": (2, 5, 9), "seed": 3, **changes})
 
 
+def begun(model, how: SamplingConfig, requests, decode=None, **options) -> RolloutEngine:
+    """An engine with requests."""
+    engine = RolloutEngine(model, options=EngineOptions(**options))
+    engine.submit(requests, how, decode=decode)
+    return engine
+
+
 def tokens(rollout) -> list[list[int]]:
     return [rollout.batch.completion_tokens(i) for i in range(rollout.batch.n_sequences)]
 
@@ -59,9 +80,7 @@ def test_places_are_taken_over_at_once():
     """With two rows alive, short answers follow each other while a long one goes on."""
     requests = [Request(prompt=(7, 8), sample_id=0, max_completion_length=16)]
     requests += [Request(prompt=(9 + i,), sample_id=1 + i, max_completion_length=4) for i in range(4)]
-    engine = RolloutEngine(
-        build(), sampling(eos_token_ids=()), requests, options=EngineOptions(max_rows=2, decode_step="transformers")
-    )
+    engine = begun(build(), sampling(eos_token_ids=()), requests, max_rows=2, decode_step="transformers")
     order = [(answer.index, len(answer.tokens)) for answer in engine.run()]
     assert order == [(1, 4), (2, 4), (3, 4), (4, 4), (0, 16)]
     assert engine.stats.steps == 15  # those of the long answer alone
@@ -123,12 +142,12 @@ def test_every_block_comes_back(step):
     model = build()
     asked = [*prompts(8), LONG, LONG, LONG, [5], [5]]
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
-    engine = RolloutEngine(model, sampling(), requests, options=EngineOptions(decode_step=step, max_rows=4))
+    engine = begun(model, sampling(), requests, decode_step=step, max_rows=4)
     answers = list(engine.run())
     assert sorted(answer.index for answer in answers) == list(range(len(asked)))
     assert engine._admission.pool.free == engine._admission.pool.size
     assert not engine._admission._prefixes
-    assert not engine._admission._sharing
+    assert not engine._admission._members
 
 
 def test_roles_share_a_batch(step):
@@ -194,13 +213,158 @@ def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step
     """Answers to it that begin later, as those do which a generator draws in flight."""
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
     requests = [Request(prompt=tuple(LONG), sample_id=i) for i in range(3)]
-    engine = RolloutEngine(model, how, requests, options=EngineOptions(max_rows=1, decode_step=step))
+    engine = begun(model, how, requests, max_rows=1, decode_step=step)
     first = next(engine.run())
     randomise(model, "actor")
-    engine.policy_version = 1
     found = [answer.logprobs for answer in (first, *engine.run())]
-    alone = RolloutEngine(model, how, requests, options=EngineOptions(max_rows=1, decode_step=step)).run()
+    alone = begun(model, how, requests, max_rows=1, decode_step=step).run()
     assert [a == b.logprobs for a, b in zip(found, alone, strict=True)] == [False, True, True]
+
+
+def test_a_turn_costs_its_own_tokens(step):
+    """A prompt that extends a kept answer begins behind its whole blocks, until weights or the room are gone."""
+    model, how = build(), sampling(eos_token_ids=(), max_completion_length=30)
+    model.backbone().model.config.max_position_embeddings = 512
+
+    def drawn(engine, tokens, keep=True):
+        engine.submit([Request(prompt=tuple(tokens), sample_id=7, keep=keep)], how)
+        (answer,) = engine.run()
+        return (*answer.prompt, *answer.tokens), answer.logprobs, engine.stats.prompt_tokens
+
+    with registry.use_exact():
+        for change, whole in ((None, False), ("weights", True), ("room", True)):
+            engine = RolloutEngine(model, options=EngineOptions(decode_step=step))
+            first, _, n = drawn(engine, LONG)
+            assert n == len(LONG)
+            if change == "weights":
+                randomise(model, "actor")
+            elif change == "room":
+                engine.submit([Request(prompt=(5 + i,), sample_id=i) for i in range(9)], sampling())
+                list(engine.run())
+            then = (*first, 8, 9)
+            found = drawn(engine, then)
+            cached = (len(first) - 1) // BLOCK * BLOCK  # the last token of an answer is in no cache
+            assert found[2] == len(then) - (0 if whole else cached)
+            assert found[:2] == drawn(RolloutEngine(model), then, keep=False)[:2]
+            assert drawn(engine, then, keep=False)[2] == len(then)  # who does not ask for them gets none
+
+
+def answered_alone(model, request, how, versions, put) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of one request, in an engine of its own, each by the weights of its version."""
+    engine = begun(model, how, [dataclasses.replace(request, keep=False)], decode_step="transformers")
+    answer, n = None, 0
+    while not engine.finished:
+        put(versions[n])
+        for answer in engine.step():
+            return answer.tokens, answer.logprobs
+        n = len(engine.partial(0))
+    raise AssertionError("an answer that finished")
+
+
+@pytest.mark.parametrize(  # few blocks: those of one row alone
+    ("requests", "blocks"), [(150, None), (60, 7), pytest.param(2000, 7, marks=pytest.mark.long)]
+)
+def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks):
+    """Each answer that finishes is the one of an engine with no other request, by the weights that drew its tokens."""
+    model, dice = build(), random.Random(requests)
+    model.backbone().model.config.max_position_embeddings = 256
+    slot = model.backbone().slot("actor")
+    generator = torch.Generator().manual_seed(0)
+    policies = [[torch.randn(p.shape, generator=generator) * 0.3 for p in slot.parameters()] for _ in range(3)]
+
+    def put(version: int) -> None:
+        for p, values in zip(slot.parameters(), policies[version % 3], strict=True):
+            p.detach().copy_(values)
+
+    how = sampling(max_completion_length=9)
+    known = [tuple(p) for p in (*prompts(3), LONG, LONG[:BLOCK])]  # few, so that many share theirs
+    asked: dict[int, Request] = {}
+    cancelled: set[int] = set()
+    answers: dict[int, AnswerRow] = {}
+    with registry.use_exact():
+        put(0)
+        size = blocks and blocks * BLOCK * model.backbone().cache_bytes_per_position
+        engine = RolloutEngine(model, options=EngineOptions(max_rows=4, cache_bytes=size, decode_step=step))
+        while len(asked) < requests or not engine.finished:
+            action = dice.random()
+            if action < 0.3 and len(asked) < requests:
+                new = [
+                    Request(
+                        prompt=dice.choice(known), sample_id=dice.randrange(5), keep=dice.random() < 0.5,
+                        role=dice.choice(["actor", "actor", "reference"]), greedy=dice.random() < 0.2,
+                        max_completion_length=dice.choice([None, 1, 3, 9]), top_k=dice.choice([None, None, 5]),
+                    )
+                    for _ in range(dice.randrange(1, 6))
+                ]  # fmt: skip
+                asked |= dict(zip(engine.submit(new, how), new, strict=True))
+            elif action < 0.4 and asked:
+                number = dice.choice([number for number in asked if number not in answers] or list(asked))
+                engine.cancel(number)
+                cancelled |= {number} - set(answers)
+            elif action < 0.45:
+                engine.policy_version += 1
+                put(engine.policy_version)
+            for answer in engine.step():
+                answers[answer.index] = answer
+                if dice.random() < 0.2:
+                    known.append((*answer.prompt, *answer.tokens, 7))
+                    known = [tokens for tokens in known if len(tokens) < 200][-9:]
+        assert set(answers) == set(asked) - cancelled
+        assert len(cancelled) > requests / 50
+        assert len({row.versions[0] for row in answers.values()}) > 2
+        assert any(row.cached for row in answers.values())
+        pool = engine._admission.pool
+        assert pool.free + len(engine._admission.kept) == pool.size
+        for number, answer in answers.items():
+            alone = answered_alone(model, asked[number], how, answer.versions, put)
+            assert alone == (answer.tokens, answer.logprobs), (number, asked[number])
+
+
+def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
+    model, how = build(), sampling()
+    engine = RolloutEngine.of(model)
+    assert RolloutEngine.of(model) is engine
+    numbers = engine.submit([Request(prompt=(5,), sample_id=0)], how)
+    assert RolloutEngine.of(model) is not engine  # it has requests
+    assert [answer.index for answer in engine.run()] == list(numbers)
+    engine = RolloutEngine.of(model)
+    assert RolloutEngine.of(model, options=EngineOptions(max_rows=1)) is not engine
+    copied = copy.deepcopy(model)
+    assert RolloutEngine.of(copied) not in (engine, RolloutEngine.of(model))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(RolloutEngine.of, model).result() is not RolloutEngine.of(model)
+    with pytest.raises(ValueError, match="number: expected one of the 0 that `submit` returned, got 0"):
+        RolloutEngine(model).cancel(0)
+
+
+def test_two_threads_of_one_engine_take_turns():
+    """One submits and cancels while the other draws."""
+    model, how = build(), sampling(max_completion_length=6)
+    engine, asked = RolloutEngine(model), prompts(40)
+    submitted, answers = threading.Event(), list[AnswerRow]()
+
+    def draw() -> None:
+        while not (submitted.is_set() and engine.finished):
+            answers.extend(engine.step())
+
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(draw)
+        for i, prompt in enumerate(asked):
+            (number,) = engine.submit([Request(prompt=tuple(prompt), sample_id=i)], how)
+            if i % 8 == 7:
+                engine.cancel(number)
+        submitted.set()
+        drawing.result()
+    alone = generate(model, asked, how)
+    assert len(answers) >= 35
+    assert all(answer.tokens == alone.batch.completion_tokens(answer.index) for answer in answers)
+
+
+def test_an_engine_without_requests_gives_a_cpu_its_cache_back():
+    engine = begun(build(), sampling(), [Request(prompt=(5,), sample_id=0)])
+    list(engine.run())
+    assert not engine.cache.keys
+    assert engine._step is None
 
 
 def spell(ids) -> str:
@@ -226,7 +390,7 @@ def test_stop_texts_end_an_answer():
 def test_answers_come_as_they_finish_and_can_be_watched():
     model, asked = build(), prompts(5)
     requests = [Request(prompt=tuple(p), sample_id=i, max_completion_length=4 * (5 - i)) for i, p in enumerate(asked)]
-    engine = RolloutEngine(model, sampling(eos_token_ids=()), requests)
+    engine = begun(model, sampling(eos_token_ids=()), requests)
     assert engine.partial(0) == ()
     engine.step()
     assert len(engine.partial(0)) == 2
@@ -372,17 +536,13 @@ def cannot(step):
 def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, list[int]]:
     """Answers through graphs that are replayed on the CPU, their reasons, and the rows of every graph."""
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
-    engine = RolloutEngine(
-        model, how, requests, options=EngineOptions(decode_step="transformers", **options),
-        decode=spell if how.stop else None,
-    )  # fmt: skip
+    engine = begun(model, how, requests, spell if how.stop else None, decode_step="transformers", **options)
     engine._burst = 5
     idle = engine._admission.pool.size
-    engine.cache = KVCache(blocks=idle + 1)
-    columns = max(row.blocks_needed for row in engine._admission._waiting)
-    engine._step = GraphStep(engine.backbone, engine.cache, columns, idle, again, required=True)
+    engine.cache.grow(idle + 1)
+    engine._step = GraphStep(engine.backbone, engine.cache, engine._live.columns, idle, again, required=True)
     answers = sorted(engine.run(), key=lambda answer: answer.index)
-    sizes = [key[0] for key in engine._step._graphs]
+    sizes = [size for size, _ in engine._step._graphs]
     return [list(a.tokens) for a in answers], [a.finish_reason for a in answers], sizes
 
 
@@ -412,7 +572,8 @@ def test_a_step_that_cannot_be_captured():
     how = sampling(max_completion_length=40)
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
     for required in (True, False):
-        engine = RolloutEngine(model, how, requests, options=EngineOptions(decode_step="transformers"))
+        engine = begun(model, how, requests, decode_step="transformers")
+        engine.cache.grow(engine._admission.pool.size)
         engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, cannot, required=required)
         if required:
             with pytest.raises(CaptureError, match="decode_step: expected a model whose step can be captured"):
@@ -465,7 +626,8 @@ def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monke
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
     one = {False: [("end", 1, (0, 7)), ("release", 1, (0, 7))], True: [("end", 1, (0, 7))], None: []}[left]
     for rollout in (1, 2):
-        engine = RolloutEngine(model, how, requests, options=EngineOptions(decode_step="transformers"))
+        engine = begun(model, how, requests, decode_step="transformers")
+        engine.cache.grow(engine._admission.pool.size)
         capture = CudaCapture(torch.device("cpu"))
         engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, capture, required=False)
         if breaks:
@@ -491,3 +653,45 @@ def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):
         found, _, sizes = run_graphs(model, asked, how)
         assert bool(sizes) == captured  # once they may end
         assert found == tokens(generate(model, asked, how, options=EngineOptions(decode_step="transformers")))
+
+
+def test_graphs_outlive_a_rollout_until_something_that_they_read_moves(monkeypatch):
+    """Ten rollouts capture once and allocate no cache after the first; what has moved is captured anew."""
+    captured = []
+
+    def capture(device):
+        return lambda step: captured.append(1) or again(step)
+
+    monkeypatch.setattr(engine_module, "_choose_step", lambda options, backbone: "graph")
+    monkeypatch.setattr(engine_module, "CudaCapture", capture)
+    monkeypatch.setattr(engine_module, "is_gpu", lambda device: True)
+    model, asked, how = build(), prompts(5), sampling(max_completion_length=40, eos_token_ids=())
+    model.backbone().model.config.max_position_embeddings = 128
+    expected = [tokens(generate(model, asked[:n], how)) for n in (5, 2)]
+    assert len(captured) == 2  # 8 rows, and 2
+    cache = RolloutEngine.of(model).cache.keys[0]
+    for _ in range(10):
+        assert [tokens(generate(model, asked[:n], how)) for n in (5, 2)] == expected
+    # the last tokens of few rows, and all of the few tokens of three, go through a graph for more
+    lengths = [40, 39, 6, 5]
+    requests = [
+        Request(prompt=tuple(p), sample_id=i, max_completion_length=n)
+        for i, (p, n) in enumerate(zip(asked, lengths, strict=False))
+    ]
+    ragged = generate_requests(model, requests, how)
+    assert [len(row) for row in tokens(ragged)] == lengths
+    assert tokens(ragged)[1] == expected[0][1][:39]
+    assert len(captured) == 2
+    assert RolloutEngine.of(model).cache.keys[0] is cache
+    parameter = next(model.backbone().slot("actor").parameters())
+    for move in (
+        lambda: setattr(parameter, "data", parameter.data.clone()),
+        lambda: asked.insert(0, LONG),  # wider tables
+    ):
+        before = len(captured)
+        move()
+        now = tokens(generate(model, asked[:5], how))
+        assert len(captured) == before + 1
+        with registry.use_backend("reference"):
+            assert tokens(generate(model, asked[:5], how)) == now
+        assert len(captured) == before + 2

@@ -151,9 +151,10 @@ def test_rows_that_may_end_within_a_burst_have_all_words_from_then_on():
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(prompts(9))]
     found = []
     for burst in (1, 4):
-        engine = RolloutEngine(model, how, requests)
+        engine = RolloutEngine(model)
+        engine.submit(requests, how)
         engine._burst = burst
-        found.append(collect(requests, list(engine.run()), torch.device("cpu"), stats=engine.stats))
+        found.append(collect(engine, requests, list(engine.run())))
     assert torch.equal(found[0].batch.tokens_T, found[1].batch.tokens_T)
     assert torch.equal(found[0].batch.supports.mask(), found[1].batch.supports.mask())
     assert set(found[0].batch.supports.sizes.tolist()) == {VOCAB - len(ENDS), VOCAB}

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import PromptBatch, SamplingConfig, generate
 from rlhf_engine.rollout.backend import find_server, make_rollouts
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
@@ -63,6 +63,13 @@ def move(model: HydraModel, scale: float) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator))
 
 
+def ask(rollouts, prompts, how: SamplingConfig, *, role=None, **columns):
+    """Answers to prompts; columns: other entries of the batch."""
+    batch = PromptBatch.of(range(len(prompts)), prompts, generations=1)
+    batch = dataclasses.replace(batch, **{name: tuple(values) for name, values in columns.items()})
+    return rollouts.generate(batch, how, role=role)
+
+
 @pytest.mark.parametrize(("ids", "temperature"), [("both", 0.7), ("token_ids", 1.0), ("names", 0.7)])
 def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, temperature):
     server.ids = ids
@@ -71,7 +78,7 @@ def test_answers_are_those_of_the_local_engine(model, server, tmp_path, ids, tem
     assert measured["mismatch/canary_mean"] < 1e-5
     options = sampling(temperature=temperature)
     ours = generate(model, PROMPTS, options, sample_ids=[7, 8, 9, 10])
-    theirs = rollouts.generate(PROMPTS, options, sample_ids=[7, 8, 9, 10])
+    theirs = ask(rollouts, PROMPTS, options, sample_ids=[7, 8, 9, 10])
     assert theirs.batch.tokens_T.tolist() == ours.batch.tokens_T.tolist()
     assert theirs.batch.cu_seqlens == ours.batch.cu_seqlens
     assert theirs.batch.sample_ids == ours.batch.sample_ids
@@ -91,7 +98,7 @@ def test_every_sampling_option_means_the_same(model, server, tmp_path):
     ):  # fmt: skip
         prompts, options = PROMPTS * 3, sampling(**changes)
         ours = generate(model, prompts, options, decode=lambda ids: "".join(f"<{i}>" for i in ids))
-        theirs = rollouts.generate(prompts, options)
+        theirs = ask(rollouts, prompts, options)
         assert theirs.batch.tokens_T.tolist() == ours.batch.tokens_T.tolist(), changes
         assert theirs.finish_reasons == ours.finish_reasons, changes
         if "stop" in changes:
@@ -106,31 +113,29 @@ def test_every_sampling_option_means_the_same(model, server, tmp_path):
 def test_the_base_and_greedy_rows(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     with pytest.raises(ValueError, match="sync: expected one before the actor's answers, got none"):
-        rollouts.generate(PROMPTS, sampling())
+        ask(rollouts, PROMPTS, sampling())
     rollouts.sync(0)
     for role in ("reference", "actor"):
         ours = generate(model, PROMPTS, sampling(), role=role, greedy=[True, False, True, False])
-        theirs = rollouts.generate(PROMPTS, sampling(), role=role, greedy=[True, False, True, False])
+        theirs = ask(rollouts, PROMPTS, sampling(), role=role, greedy=[True, False, True, False])
         assert theirs.batch.tokens_T.tolist() == ours.batch.tokens_T.tolist()
     asked = [body["model"] for body in server.requests("/v1/completions")]
     assert asked.count("base") == 4
     with pytest.raises(ValueError, match="greedy: expected temperature 1"):
-        rollouts.generate(PROMPTS, sampling(temperature=0.5), greedy=[True] * 4)
+        ask(rollouts, PROMPTS, sampling(temperature=0.5), greedy=[True] * 4)
     with pytest.raises(ValueError, match="role: expected one with an LM head, got 'critic'"):
-        rollouts.generate(PROMPTS, sampling(), role="critic")
+        ask(rollouts, PROMPTS, sampling(), role="critic")
     with pytest.raises(ValueError, match="min_completion_length: expected none together with stop texts"):
-        rollouts.generate(PROMPTS, sampling(stop=("x",), min_completion_length=3))
+        ask(rollouts, PROMPTS, sampling(stop=("x",), min_completion_length=3))
     with pytest.raises(ValueError, match=r"prompts\[0\]: expected at most 52 tokens"):
-        rollouts.generate([[5] * 60], sampling())
-    with pytest.raises(ValueError, match="sample_ids: expected 4 entries like prompts, got 1"):
-        rollouts.generate(PROMPTS, sampling(), sample_ids=[1])
+        ask(rollouts, [[5] * 60], sampling())
 
 
 def test_nothing_is_left_to_the_server_s_defaults(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
     server.delays = [0.3, 0.2, 0.1, 0.0]  # answers that come in another order keep their places
-    theirs = rollouts.generate(PROMPTS, sampling())
+    theirs = ask(rollouts, PROMPTS, sampling())
     assert theirs.batch.tokens_T.tolist() == generate(model, PROMPTS, sampling()).batch.tokens_T.tolist()
     body = server.requests("/v1/completions")[-1]
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "min_tokens"):
@@ -470,7 +475,7 @@ def test_answers_that_rollouts_cannot_be_made_of(model, server, tmp_path):
     for alter, message in BAD_ANSWERS:
         server.alter = alter
         with pytest.raises(RolloutServerError, match=message):
-            rollouts.generate([[5, 9, 11]], sampling())
+            ask(rollouts, [[5, 9, 11]], sampling())
     # an end that is also the last token that fits: what servers call it differs
     server.alter = tokens([5] * 11 + [2], finish_reason="length")
-    assert rollouts.generate([[5, 9, 11]], sampling()).finish_reasons == ("eos",)
+    assert ask(rollouts, [[5, 9, 11]], sampling()).finish_reasons == ("eos",)

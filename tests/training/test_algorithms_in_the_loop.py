@@ -65,9 +65,7 @@ def first_step(trainer, **changes):
         generations=made.generations,
         with_greedy=made.facts.with_greedy,
     )
-    rollout = trainer.rollouts.generate(
-        prompts.prompts, trainer._sampling(0), sample_ids=prompts.sample_ids, greedy=prompts.greedy
-    )
+    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
     options = {"policy_version": 0, "is_reference": True, "budget": trainer.model.token_budget}
     scored, _ = scoring.experience(rollout, prompts, made, **options)
@@ -151,17 +149,16 @@ def test_a_step_asks_for_the_greedy_answers_it_needs_and_no_others(name, model, 
     asked = []
     generate = trainer.rollouts.generate
 
-    def noted(prompts, sampling, **options):
-        asked.append((prompts, options))
-        return generate(prompts, sampling, **options)
+    def noted(prompts, sampling):
+        asked.append(prompts)
+        return generate(prompts, sampling)
 
     monkeypatch.setattr(trainer.rollouts, "generate", noted)
     for step in range(2):
         trainer.step()
-        prompts, options = asked[step]
-        assert list(options["greedy"]) == ([False, True] * 8 if name == "remax" else [False] * 16)
-        assert list(options["sample_ids"]) == list(range(16 * step, 16 * step + 16))
-        k = 2 if name == "remax" else 4
+        assert list(asked[step].greedy) == ([False, True] * 8 if name == "remax" else [False] * 16)
+        assert list(asked[step].sample_ids) == list(range(16 * step, 16 * step + 16))
+        k, prompts = 2 if name == "remax" else 4, asked[step].prompts
         assert all(prompts[i] == prompts[i - i % k] for i in range(16))
 
 

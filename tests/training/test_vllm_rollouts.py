@@ -120,9 +120,8 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     trainer = RlTrainer(made)
     trainer.rollouts.sync(0)
     indices = list(range(8))
-    rollout = trainer.rollouts.generate([trainer.train_set.ids[i] for i in indices], trainer._sampling(0))
-
     prompts = PromptBatch.of(indices, trainer.train_set.ids, generations=1)
+    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
 
     def experience(chosen):
@@ -172,7 +171,8 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path):
 
     trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.rollouts.sync(0)
-    rollout = trainer.rollouts.generate(trainer.train_set.ids[:2], trainer._sampling(0))
+    prompts = PromptBatch.of([0, 1], trainer.train_set.ids, generations=1)
+    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
     correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
     for bad in (float("nan"), float("inf"), -float("inf"), 90.0):

@@ -4,7 +4,7 @@ A graph reads and writes tensors that stay where they are, with places for as ma
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
 drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k,
 top-p or min-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no
-graph is there yet: a capture takes as long as many steps.
+graph is large enough: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], No
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UP = 3  # eager steps before a capture
 WORTH = 32  # tokens that are left to sample at least, for a capture to pay
-_IDLE_SHARE = 4  # A graph also serves fewer rows, down to one in so many of its places
+_IDLE_SHARE = 4  # one captured graph serves rows for one in so many of its places, before another is captured
 
 
 class CaptureError(EngineError):
@@ -52,7 +52,7 @@ class GraphStep(TransformersStep):
         self._columns, self._idle_block = columns, idle_block
         self._capture: Capture | None = capture
         self._required = required
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[int, tuple[object, ...]], _Graph] = {}
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         graph = self._graph_for(live, sampler)
@@ -64,13 +64,12 @@ class GraphStep(TransformersStep):
             return None
         slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
         kind = (slot, group.slot, group.temperature)
-        sizes = [size for size in _BUCKETS if rows <= size < max(2, rows * _IDLE_SHARE)] or [bucket(rows)]
-        sizes = [size for size in sizes if (size, *kind) in self._graphs]
-        if sizes:
-            return self._graphs[(sizes[0], *kind)]
-        if max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) < WORTH:
+        size, left = bucket(rows), max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows)
+        known = min((n for n, other in self._graphs if n >= rows and other == kind), default=None)
+        if known is not None and (known < max(size + 1, rows * _IDLE_SHARE) or left < WORTH):
+            return self._graphs[known, kind]
+        if left < WORTH:
             return None
-        size = bucket(rows)
         try:
             made = self._make(self._capture, size, slot, group, sampler)
         except CaptureError as error:
@@ -79,7 +78,7 @@ class GraphStep(TransformersStep):
             self._capture, self.name = None, TransformersStep.name
             warnings.warn(f"decoding without CUDA graphs: {error}", stacklevel=2)
             return None
-        self._graphs[(size, *kind)] = made
+        self._graphs[size, kind] = made
         return made
 
     def _make(self, capture: Capture, size: int, slot: str | None, group: SampleGroup, sampler: Sampler) -> _Graph:
@@ -91,7 +90,7 @@ class GraphStep(TransformersStep):
         def step() -> NextTokens:
             hidden = self.decode(state, table, longest)
             state.lengths_N += 1
-            drawn = sampler.sample_group(hidden, state, group)
+            drawn = sampler(hidden, state, [group])
             state.tokens_N.copy_(drawn.tokens)
             return drawn
 
@@ -132,7 +131,7 @@ def _captures(live: LiveRows) -> bool:
     group, *others = live.groups()
     if others or len(live.slot_table.slots) > 1:
         return False
-    return group.temperature is not None and not group.truncates and not group.is_short
+    return group.temperature is not None and not group.truncates and group.not_yet is None
 
 
 class CudaCapture:

@@ -20,6 +20,7 @@ from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
 
+EXTENDED = 512  # most tokens of one call that extend a prompt
 PREFILL_TOKENS = 8192  # most prompt tokens that are admitted in one call; a longer prompt is a call of its own
 
 
@@ -30,17 +31,32 @@ class Prompt:
     tokens: tuple[int, ...]
     slot: str | None
     blocks: list[int]
+    cached: int = 0  # of the tokens, from the first on, that the blocks hold already
 
 
 class RolloutStep(ABC):
     """Runs rows through a backbone."""
 
     name: str
+    backbone: Backbone
     wait_share: int  # one in so many places has to be free before waiting prompts interrupt the decoding of the others
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Put prompts into their blocks of the cache; hidden states [N, H] of the last tokens."""
+
+    def extend(self, prompt: Prompt, slot_number: int) -> torch.Tensor:
+        """Put the rest of a prompt into its blocks, each token a row; the hidden state [H] of the last one."""
+        hidden = torch.empty(0)
+        for first in range(prompt.cached, len(prompt.tokens), EXTENDED):
+            tokens = prompt.tokens[first : first + EXTENDED]
+            state = RowState.idle(len(tokens), len(prompt.blocks), self.backbone.device)
+            state.tokens_N.copy_(torch.tensor(tokens))
+            state.lengths_N.copy_(torch.arange(first, first + len(tokens)))
+            state.table_NB.copy_(torch.tensor(prompt.blocks))
+            state.slots_N.fill_(slot_number)
+            hidden = self.decode(state, SlotTable.uniform(prompt.slot, len(tokens)), first + len(tokens) - 1)
+        return hidden[-1]
 
     @abstractmethod
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:

@@ -47,11 +47,20 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.peft_export import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.io import put_in_place
-from rlhf_engine.rollout.request import FinishReason, Rollout, RolloutStats, SamplingConfig, check_prompts, row_seed
+from rlhf_engine.rollout.request import (
+    FinishReason,
+    PromptBatch,
+    Rollout,
+    RolloutStats,
+    SamplingConfig,
+    check_prompts,
+    row_seed,
+)
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
+_PAUSE = 1.0  # seconds before a server that has failed is looked for again
 _LOOK_SECONDS = 0.2  # seconds between two looks at whether the run has stopped
 _PARTING_SECONDS = 10.0  # longest wait for a server at a run's end, where it may be what has ended the run
 _DIGEST = 8  # hexadecimal digits of the digests in names
@@ -220,11 +229,11 @@ class VllmRollouts:
         folder: Path,
         server_folder: str | None = None,
         role: str = "actor",
-        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make a backend of a run, whose adapters lie in `folder` (for the server `server_folder`) until `stopped`."""
+        """Make a backend of a run, whose adapters lie in `folder`, for the server `server_folder`."""
         require_servable(model, role)
-        self.role, self.stopped = role, stopped
+        self.role = role
+        self.look: Callable[[], int] = lambda: 0
         self.model, self.client, self.base, self.canary = model, client, base, canary
         self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
         self.folder = folder.resolve()
@@ -262,18 +271,17 @@ class VllmRollouts:
         asked = self._unchecked.pop(policy_version, None)
         return {} if asked is None else self.canary.check(*asked)
 
-    def forget(self) -> None:
-        """Take nothing for served any more: a server that has started again holds no adapters."""
-        self.policy_version, self.name = None, ""
-
     def wait_for_server(self) -> None:
-        """Wait until the server is up, as long as an answer may take; RolloutServerError where it does not come."""
+        """Wait for a server that has failed as long as an answer may take; what it held may have gone with it."""
+        self.policy_version, self.name = None, ""
         until = time.monotonic() + self.client.timeout
+        time.sleep(_PAUSE)
         while True:
             try:
                 return self.client.health()
             except RolloutServerError:
-                if self.stopped() or time.monotonic() >= until:
+                self.look()
+                if time.monotonic() >= until:
                     raise
             time.sleep(_LOOK_SECONDS)
 
@@ -340,40 +348,26 @@ class VllmRollouts:
 
     # ---- answers come back -----------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        role: str = "actor",
-        sample_ids: Sequence[int] | None = None,
-        greedy: Sequence[bool] | None = None,
-    ) -> Rollout:
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, role: str | None = None) -> Rollout:
         """One answer per prompt from the version of the last `sync`, or from the base for a role without an adapter."""
-        n = len(prompts)
-        backbone = self.model.role_backbone(role)
-        check_prompts(prompts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
-        ids = tuple(sample_ids) if sample_ids is not None else tuple(range(n))
-        flags = tuple(greedy) if greedy is not None else (False,) * n
-        for argument, given in (("greedy", flags), ("sample_ids", ids)):
-            if len(given) != n:
-                raise ValueError(f"{argument}: expected {n} entries like prompts, got {len(given)}")
+        n, role = len(prompts), role or self.role
+        backbone, texts = self.model.role_backbone(role), prompts.prompts
+        check_prompts(texts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
         name = self._served_name(role)
         bodies = [
-            sampling_body(sampling, seed=row_seed(sampling.seed, i), greedy=flag)
-            for i, flag in zip(ids, flags, strict=True)
+            sampling_body(sampling, seed=row_seed(sampling.seed, i), greedy=greedy)
+            for i, greedy in zip(prompts.sample_ids, prompts.greedy, strict=True)
         ]
         began = time.perf_counter()
-        answers = self._complete(name, prompts, bodies, backbone.vocabulary)
+        answers = self._complete(name, texts, bodies, backbone.vocabulary)
         seconds = time.perf_counter() - began
         reasons = tuple(finish_reason(answer, sampling) for answer in answers)
-        batch = PackedBatch.from_lists(
-            prompts, [answer.tokens for answer in answers], device=self.model.device, sample_ids=ids
-        )
+        tokens = [answer.tokens for answer in answers]
+        batch = PackedBatch.from_lists(texts, tokens, device=self.model.device, sample_ids=prompts.sample_ids)
         logprobs = [x for answer in answers for x in answer.logprobs]
         stats = RolloutStats(
             prompts=n,
-            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            prompt_tokens=sum(len(prompt) for prompt in texts),
             tokens=len(logprobs),
             decode_seconds=seconds,
             most_rows=min(n, CONNECTIONS),
@@ -405,8 +399,7 @@ class VllmRollouts:
                 done, waiting = wait(waiting, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
                 for future in done:
                     future.result()
-                if self.stopped():
-                    raise RolloutServerError("the run has stopped; its answers were not waited for")
+                self.look()
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
