@@ -8,7 +8,6 @@ from rlhf_engine.rollout.request import (
     Rollout,
     RolloutStats,
     SamplingConfig,
-    check_prompts,
 )
 from rlhf_engine.rollout.rows import AnswerRow
 
@@ -21,7 +20,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutStats",
     "SamplingConfig",
-    "check_prompts",
     "generate",
     "generate_requests",
 ]

@@ -342,7 +342,9 @@ class RolloutEngine:
             if how.stop and decode is None:
                 raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
             check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
-            check_prompt(f"prompts[{i}]", request.prompt, context, how.max_completion_length, vocabulary)
+            check_ids("then", list(itertools.chain(*request.then)), vocabulary)
+            most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
+            check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
         with self._lock:
             rows = [self._row(self._next + i, request, request.sampling(sampling), decode) for i, request in given]
             step = _choose_step(self._options, self.backbone)
@@ -555,6 +557,8 @@ class RolloutEngine:
                     self.stats.tokens += len(row.tokens)
                     row.finish_reason = reason
                     answers.append(row)
+                    if row.then:
+                        self._admission.add([_next_turn(row)])
                     break
         if done:
             live.keep([place for place in range(len(live)) if place not in done])
@@ -600,7 +604,8 @@ class RolloutEngine:
             sampling=sampling,
             greedy=request.greedy,
             seed=row_seed(sampling.seed, request.sample_id),
-            keep=request.keep,
+            keep=request.keep or bool(request.then),
+            then=request.then,
             stop=StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None,
         )
 
@@ -664,6 +669,12 @@ def _no_graphs(backbone: Backbone) -> str | None:
     if kind in exactness.LOOKS_AT_LENGTHS:
         return f"its rotary embedding, of the kind {kind!r}, waits for the device to know the longest row"
     return None
+
+
+def _next_turn(row: AnswerRow) -> AnswerRow:
+    """The row of the answer after a row's and what was given."""
+    same = {name: getattr(row, name) for name in ("index", "slot", "sampling", "greedy", "seed", "stop")}
+    return AnswerRow(**same, prompt=(*row.prompt, *row.tokens, *row.then[0]), keep=True, then=row.then[1:])
 
 
 def _require_lm_role(model: HydraModel, role: str, backbone: str) -> None:

@@ -94,6 +94,8 @@ class Request:
     """Role whose adapter slot draws; it has an LM head."""
     greedy: bool = False
     """Take the arg-max instead of drawing."""
+    then: tuple[tuple[int, ...], ...] = ()
+    """Token ids that follow the answer, such as a user's next turn; another answer is drawn after each of them."""
     keep: bool = False
     """Keep what the answer leaves in the cache for a prompt that extends it, and begin from what is kept. Outside
     exact mode such a prompt differs by rounding from one that goes through the model whole."""
@@ -242,26 +244,6 @@ class Rollout:
     def finished(self) -> tuple[bool, ...]:
         """N flags: the answer ended by itself, not at its most tokens."""
         return tuple(reason != "length" for reason in self.finish_reasons)
-
-
-def check_prompts(
-    prompts: Sequence[Sequence[int]], context_length: int, max_completion_length: int, vocabulary: int
-) -> None:
-    """Check that answers can be drawn to prompts.
-
-    Args:
-        prompts: N lists of token ids.
-        context_length: most tokens of prompt and answer together.
-        max_completion_length: tokens kept free for the answer.
-        vocabulary: number of token ids that the model has.
-
-    Raises:
-        ValueError: no prompts, an empty one, one that leaves no room for the answer, or ids outside the vocabulary.
-    """
-    if len(prompts) == 0:
-        raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
-    for i, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{i}]", prompt, context_length, max_completion_length, vocabulary)
 
 
 def check_prompt(

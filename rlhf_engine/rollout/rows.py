@@ -35,6 +35,8 @@ class AnswerRow:
     """Key of its random numbers."""
     keep: bool
     """Whether its blocks stay for a prompt that extends it, and it takes those of an earlier row."""
+    then: tuple[tuple[int, ...], ...] = ()
+    """Token ids that follow it, each with another answer after it."""
     stop: StopTexts | None = None
     """Texts that end it."""
     tokens: list[int] = field(default_factory=list)
@@ -64,8 +66,9 @@ class AnswerRow:
 
     @property
     def blocks_needed(self) -> int:
-        """Blocks of the cache that it may need: the last token that it draws is never read."""
-        return -(-(len(self.prompt) + self.sampling.max_completion_length - 1) // BLOCK)
+        """Blocks of the cache that it and its next turns may need: the last token that it draws is never read."""
+        answer = self.sampling.max_completion_length
+        return -(-(len(self.prompt) + answer + sum(len(given) + answer for given in self.then) - 1) // BLOCK)
 
 
 @dataclass(eq=False)

@@ -249,6 +249,27 @@ def test_a_turn_costs_its_own_tokens(step):
             assert drawn(engine, then, keep=False)[2] == len(then)  # who does not ask for them gets none
 
 
+def test_turns_that_are_known_beforehand_follow_each_other(step):
+    """Each is answered as a request of its own would be, and only its own tokens go through the model."""
+    model, how = build(), sampling(max_completion_length=7, seed=5)
+    model.backbone().model.config.max_position_embeddings = 128
+    turns = ((8, 9, 10), (11,), (12, 13))
+    with registry.use_exact():
+        engine = begun(model, how, [Request(prompt=tuple(LONG), sample_id=3, then=turns)], decode_step=step)
+        tokens, prompted = tuple(LONG), 0
+        for given, found in zip(((), *turns), engine.run(), strict=True):
+            tokens += given
+            (alone,) = begun(model, how, [Request(prompt=tokens, sample_id=3)], decode_step="transformers").run()
+            assert (found.prompt, found.tokens, found.logprobs) == (tokens, alone.tokens, alone.logprobs)
+            assert found.index == 0
+            prompted += len(tokens) - found.cached
+            tokens += tuple(found.tokens)
+    assert prompted == engine.stats.prompt_tokens < len(tokens) + 3 * BLOCK
+    long = Request(prompt=tuple(LONG), sample_id=3, then=((5,),) * 12)
+    with pytest.raises(ValueError, match=r"prompts\[0\]: expected at most 25 tokens .*, got 40"):
+        engine.submit([long], how)
+
+
 def answered_alone(model, request, how, versions, put) -> tuple[list[int], list[float]]:
     """Tokens and log-probs of one request, in an engine of its own, each by the weights of its version."""
     engine = begun(model, how, [dataclasses.replace(request, keep=False)], decode_step="transformers")

@@ -53,7 +53,7 @@ from rlhf_engine.rollout.request import (
     Rollout,
     RolloutStats,
     SamplingConfig,
-    check_prompts,
+    check_prompt,
     row_seed,
 )
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
@@ -352,7 +352,10 @@ class VllmRollouts:
         """One answer per prompt from the version of the last `sync`, or from the base for a role without an adapter."""
         n, role = len(prompts), role or self.role
         backbone, texts = self.model.role_backbone(role), prompts.prompts
-        check_prompts(texts, backbone.context_length, sampling.max_completion_length, backbone.vocabulary)
+        for i, prompt in enumerate(texts):
+            check_prompt(
+                f"prompts[{i}]", prompt, backbone.context_length, sampling.max_completion_length, backbone.vocabulary
+            )
         name = self._served_name(role)
         bodies = [
             sampling_body(sampling, seed=row_seed(sampling.seed, i), greedy=greedy)
