@@ -440,6 +440,8 @@ class RolloutEngine:
         reads = (step, registry.is_exact(), registry.default_backend(), *addresses)
         if reads != self._reads:
             self._reads, self._step, self._kind = reads, None, step
+        if isinstance(self._step, GraphStep):
+            self._step.used.clear()
         self._tensors: dict[str | None, list[torch.Tensor]] = {}
         self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)
@@ -454,7 +456,10 @@ class RolloutEngine:
         self._max_rows = 1 if self._is_alone else min(alive, self._options.max_rows or alive)
         self._places_to_wait_for = -(-self._max_rows // _KINDS[self._kind].wait_share)
         had = (live.columns, len(live.slots), pool.size)
-        live.widen(max(live.columns, *(row.blocks_needed for row in rows)))
+        columns = max(row.blocks_needed for row in rows)
+        if self._kind == "graph":  # few sizes, each of which is captured anew
+            columns = 1 << (columns - 1).bit_length()
+        live.widen(max(live.columns, columns))
         for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
             live.slots[slot] = len(live.slots)
             if self.backbone.adapts_head(slot):

@@ -53,6 +53,9 @@ class GraphStep(TransformersStep):
         self._capture: Capture | None = capture
         self._required = required
         self._graphs: dict[tuple[int, tuple[object, ...]], _Graph] = {}
+        self.used = set[tuple[int, tuple[object, ...]]]()
+        """Graphs that have run since the engine last rested. The choice looks at these alone: rows of one rollout run
+        in the same graphs, whatever ran before it."""
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         graph = self._graph_for(live, sampler)
@@ -65,11 +68,14 @@ class GraphStep(TransformersStep):
         slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
         kind = (slot, group.slot, group.temperature)
         size, left = bucket(rows), max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows)
-        known = min((n for n, other in self._graphs if n >= rows and other == kind), default=None)
+        known = min((n for n, other in self.used if n >= rows and other == kind), default=None)
         if known is not None and (known < max(size + 1, rows * _IDLE_SHARE) or left < WORTH):
             return self._graphs[known, kind]
         if left < WORTH:
             return None
+        self.used.add((size, kind))
+        if (size, kind) in self._graphs:
+            return self._graphs[size, kind]
         try:
             made = self._make(self._capture, size, slot, group, sampler)
         except CaptureError as error:
