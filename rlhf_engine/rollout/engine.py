@@ -19,7 +19,6 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -61,14 +60,6 @@ class _Prefix:
     hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
 
 
-class Admitted(NamedTuple):
-    """Rows that start together."""
-
-    rows: list[AnswerRow]
-    new: list[AnswerRow]  # those whose prompts are not in the cache yet
-    copies: list[tuple[int, int]]  # blocks to copy once the prompts are in the cache: (from, to)
-
-
 class Admission:
     """The requests that wait, and the blocks of the cache."""
 
@@ -100,44 +91,49 @@ class Admission:
         if not self._members[row.prefix] and row.prefix in self._prefixes:
             self._drop([row.prefix])
 
-    def next_rows(self, most: int, *, alone: bool) -> Admitted:
-        """The next rows that fit, up to so many; alone: no row is alive. Blocks of older weights are forgotten."""
+    def next_rows(self, most: int, *, alone: bool) -> tuple[list[AnswerRow], list[AnswerRow], list[tuple[int, int]]]:
+        """The next rows that fit, up to so many; those of them whose prompts are not in the cache; blocks to copy then.
+
+        alone: no row is alive. Blocks of older weights are forgotten.
+        """
         self._forget_old()
-        admitted, tokens = Admitted([], [], []), 0
-        while self.waiting and len(admitted.rows) < most:
+        rows, new, copies, tokens = list[AnswerRow](), list[AnswerRow](), list[tuple[int, int]](), 0
+        while self.waiting and len(rows) < most:
             row = self.waiting[0]
             arrives = row.prefix not in self._prefixes
             if arrives and tokens and tokens + len(row.prompt) > PREFILL_TOKENS:
                 break
-            if not self._take_blocks(row, admitted.copies):
-                if admitted.rows or not alone or not self._prefixes:
+            if not self._take_blocks(row, copies):
+                if rows or not alone or not self._prefixes:
                     break
                 self._drop(list(self._prefixes))  # else nobody would ever give a block back
                 continue
             if arrives:
-                admitted.new.append(row)
+                new.append(row)
                 tokens += len(row.prompt)
-            admitted.rows.append(self.waiting.popleft())
+            rows.append(self.waiting.popleft())
             self._leave(row)
-        return admitted
+        return rows, new, copies
 
-    def last_states(self, admitted: Admitted, hidden: torch.Tensor | None) -> torch.Tensor:
+    def last_states(
+        self, rows: Sequence[AnswerRow], new: Sequence[AnswerRow], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""
-        if hidden is not None and len(admitted.new) == len(admitted.rows) and not self._prefixes:
+        if hidden is not None and len(new) == len(rows) and not self._prefixes:
             return hidden
         states: dict[object, torch.Tensor] = {}
-        for i, row in enumerate(admitted.new):
+        for i, row in enumerate(new):
             assert hidden is not None
             states[row.prefix] = hidden[i]
             if row.prefix in self._prefixes:
                 self._prefixes[row.prefix].hidden = hidden[i]
-        for row in admitted.rows:
+        for row in rows:
             prefix = self._prefixes.get(row.prefix)
             if prefix is not None and prefix.hidden is not None:
                 states[row.prefix] = prefix.hidden
                 if not self._members[row.prefix]:
                     self._drop([row.prefix])
-        return torch.stack([states[row.prefix] for row in admitted.rows])
+        return torch.stack([states[row.prefix] for row in rows])
 
     def release(self, row: AnswerRow) -> None:
         """A row has ended. What it keeps stays until the room is needed, or the weights change."""
@@ -496,18 +492,18 @@ class RolloutEngine:
             free = self._max_rows - len(live)
             if len(live) and free < self._places_to_wait_for:
                 break
-            admitted = self._admission.next_rows(free, alone=not len(live))
-            if not admitted.rows:
+            rows, new, copies = self._admission.next_rows(free, alone=not len(live))
+            if not rows:
                 break
-            hidden = self._prefill(admitted.new)
-            if admitted.copies:
-                self.cache.copy([source for source, _ in admitted.copies], [target for _, target in admitted.copies])
-            hidden = self._admission.last_states(admitted, hidden)
-            live.append(admitted.rows)
+            hidden = self._prefill(new)
+            if copies:
+                self.cache.copy(*zip(*copies, strict=True))
+            hidden = self._admission.last_states(rows, new, hidden)
+            live.append(rows)
             self.stats.most_rows = max(self.stats.most_rows, len(live))
             self.stats.most_blocks = self._admission.pool.most_used
-            first = len(live) - len(admitted.rows)
-            drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(admitted.rows))
+            first = len(live) - len(rows)
+            drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(rows))
             live.state.tokens_N[first:] = drawn.tokens
             answers += self._accept(first, [drawn])
         live.sort_by_slot()
