@@ -15,7 +15,7 @@ from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.http import RequestGroup, Transport
 from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
 from tests.rollout import test_vllm
-from tests.rollout.test_vllm import PROMPTS, connect, sampling
+from tests.rollout.test_vllm import PROMPTS, ask, connect, sampling
 
 model, server = test_vllm.model, test_vllm.server
 LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
@@ -123,13 +123,13 @@ def test_no_redirect_is_followed_and_no_proxy_is_used(monkeypatch):
 def test_what_passes_is_tried_again(model, server, tmp_path):
     rollouts = connect(model, server, tmp_path)
     rollouts.sync(0)
-    expected = rollouts.generate(PROMPTS, sampling())
+    expected = ask(rollouts, PROMPTS, sampling())
     for fate in (0, 1, 502, 503, 504):
         for path in ("/health", "/v1/models", COMPLETIONS):
             server.passing[path] = [fate] * 2
         rollouts.client.health()
         assert [served.name for served in rollouts.client.models()] == ["base", rollouts.name]
-        rollout = rollouts.generate(PROMPTS, sampling())
+        rollout = ask(rollouts, PROMPTS, sampling())
         assert rollout.batch.tokens_T.tolist() == expected.batch.tokens_T.tolist()
         assert not any(server.passing.values())
 
@@ -203,7 +203,7 @@ def test_a_failure_does_not_wait_for_the_answers_beside_it(model, server, tmp_pa
     monkeypatch.setattr(server, "_work", work)
     began = time.monotonic()
     with pytest.raises(RolloutServerError, match="got status 500"):
-        rollouts.generate(PROMPTS, sampling())
+        ask(rollouts, PROMPTS, sampling())
     assert time.monotonic() - began < 5
     assert no_threads_are_left()
 
@@ -225,7 +225,7 @@ def test_an_interrupt_ends_the_requests_under_way(model, server, tmp_path):
         began = time.monotonic()
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            rollouts.generate(PROMPTS, sampling())
+            ask(rollouts, PROMPTS, sampling())
         assert time.monotonic() - began < 5
     finally:
         signal.signal(signal.SIGINT, kept)
