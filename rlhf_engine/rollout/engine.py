@@ -285,13 +285,9 @@ class RolloutEngine:
         """Version of the policy, noted with every token. Set it anew when a slot's weights change."""
         self.stats = RolloutStats()
         """Statistics of time and memory since the engine last rested."""
-        self.cache = KVCache(blocks=0)
         self._lock = threading.RLock()
-        self._admission, self._live = Admission(self._weights), LiveRows(self.backbone.device)
-        self._step: RolloutStep | None = None
-        self._reads: tuple[object, ...] = ()
         self._next = 0
-        self._burst = _BURST if is_gpu(self.backbone.device) else 1
+        self._clear()
 
     @classmethod
     def of(cls, model: HydraModel, backbone: str = "base", options: EngineOptions | None = None) -> RolloutEngine:
@@ -397,7 +393,7 @@ class RolloutEngine:
             The answers that finished.
 
         Raises:
-            MemoryLimitError: the rows do not fit into memory.
+            MemoryLimitError: the rows do not fit into memory. Whatever is raised, all requests are dropped.
         """
         with self._lock, torch.no_grad():
             began = time.perf_counter()
@@ -408,12 +404,14 @@ class RolloutEngine:
                 if len(self._live):
                     answers += self._advance()
                     self.stats.decode_seconds += time.perf_counter() - admitted
-            except (RuntimeError, MemoryError) as error:
+            except BaseException as error:
+                rows, blocks = len(self._live), self._admission.pool.size
+                self._clear()  # a step that broke off leaves rows in between, and blocks that nobody would give back
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryLimitError(
-                    f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in "
-                    "its cache, does not fit into memory; bound it with kv_cache_memory, the rest then waits"
+                    f"a rollout of {rows} rows at once, with {blocks * BLOCK} tokens in its cache, does not fit into "
+                    "memory; bound it with kv_cache_memory, the rest then waits"
                 ) from error
             self._rest()
             return answers
@@ -431,6 +429,14 @@ class RolloutEngine:
             return next((tuple(row.tokens) for row in self._live.rows if row.index == number), ())
 
     # ---- life ------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """Drop every request, and all that was kept."""
+        self.cache = KVCache(blocks=0)
+        self._admission, self._live = Admission(self._weights), LiveRows(self.backbone.device)
+        self._step: RolloutStep | None = None
+        self._reads: tuple[object, ...] = ()
+        self._burst = _BURST if is_gpu(self.backbone.device) else 1
 
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""

@@ -204,9 +204,13 @@ def test_running_out_of_memory_names_what_bounds_it(monkeypatch):
 
     model = build()
     generate(model, [[5]], sampling())  # the native step has tried the model by now
-    monkeypatch.setattr(KVCache, "allocate", fails)
-    with pytest.raises(MemoryLimitError, match="bound it with kv_cache_memory"):
-        generate(model, prompts(3), sampling())
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "allocate", fails)
+        with pytest.raises(MemoryLimitError, match="bound it with kv_cache_memory"):
+            generate(model, prompts(3), sampling())
+    engine = RolloutEngine.of(model)
+    engine.submit([Request(prompt=(5,), sample_id=0)], sampling(max_completion_length=1))
+    assert engine.step()  # no block was lost
 
 
 def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step):
