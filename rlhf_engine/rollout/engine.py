@@ -514,9 +514,9 @@ class RolloutEngine:
 
     def _prefill(self, rows: Sequence[AnswerRow]) -> torch.Tensor | None:
         """Hidden states of the rows' last prompt tokens; None without rows."""
+        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)  # rows without a new prompt may need it as well
         if not rows:
             return None
-        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)
         prompts = [Prompt(tokens=row.prompt, slot=row.slot, blocks=row.blocks, cached=row.cached) for row in rows]
         self.stats.prompts += len(prompts)
         self.stats.prompt_tokens += sum(len(prompt.tokens) - prompt.cached for prompt in prompts)

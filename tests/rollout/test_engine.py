@@ -324,6 +324,16 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
             assert alone == (answer.tokens, answer.logprobs), (number, asked[number])
 
 
+def test_a_shared_prompt_meets_a_cache_that_grows():
+    model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
+    model.backbone().model.config.max_position_embeddings = 256
+    short = [Request(prompt=tuple(LONG), sample_id=i) for i in range(5)]
+    engine = begun(model, how, short, max_rows=4, decode_step="transformers")
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 4]  # one waits
+    engine.submit([dataclasses.replace(request, max_completion_length=150) for request in short[:3]], how)
+    assert len(list(engine.run())) == 4
+
+
 def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     model, how = build(), sampling()
     engine = RolloutEngine.of(model)
