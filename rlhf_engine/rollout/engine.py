@@ -441,9 +441,11 @@ class RolloutEngine:
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
         addresses = [p.data_ptr() for p in self.backbone.parameters()] if step == "graph" else []
-        reads = (step, registry.is_exact(), registry.default_backend(), *addresses)
+        where = (self.backbone.device, self.backbone.dtype, *self.backbone._slots.values())
+        reads = (step, registry.is_exact(), registry.default_backend(), *where, *addresses)
         if reads != self._reads:
-            self._reads, self._step, self._kind = reads, None, step
+            self._clear()
+            self._reads, self._kind = reads, step
         self._tensors: dict[str | None, list[torch.Tensor]] = {}
         self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)

@@ -14,7 +14,7 @@ import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
 
 from rlhf_engine.errors import MemoryLimitError
-from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import (
     AnswerRow,
@@ -332,6 +332,24 @@ def test_a_shared_prompt_meets_a_cache_that_grows():
     assert [len(engine.step()) for _ in range(3)] == [0, 0, 4]  # one waits
     engine.submit([dataclasses.replace(request, max_completion_length=150) for request in short[:3]], how)
     assert len(list(engine.run())) == 4
+
+
+def test_an_engine_begins_anew_where_slots_are_others_or_the_model_is_of_another_dtype(step):
+    model, how = build(), sampling(max_completion_length=1)
+    engine = RolloutEngine(model, options=EngineOptions(decode_step=step))
+
+    def cached() -> int:
+        engine.submit([Request(prompt=tuple(LONG), sample_id=0, keep=True, role=role)], how)
+        return next(engine.run()).cached
+
+    for role in ("one", "one", "actor"):  # the second is of the same name, and its tensors were written as often
+        if role == "one":
+            model.add_roles({"one": RoleSpec(slot="one")}, slots={"one": SlotConfig(r=4, alpha=8.0)})
+        assert [cached(), cached()] == [0, BLOCK]
+        if role == "one":
+            model.remove_roles(["one"])
+    model.to(torch.bfloat16)
+    assert cached() == 0
 
 
 def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
