@@ -339,7 +339,7 @@ class RolloutEngine:
                 raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
             check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
             check_prompt(f"prompts[{i}]", request.prompt, context, how.max_completion_length, vocabulary)
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             rows = [self._row(self._next + i, request, request.sampling(sampling), decode) for i, request in given]
             step = _choose_step(self._options, self.backbone)
             most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
@@ -359,7 +359,7 @@ class RolloutEngine:
         Raises:
             ValueError: a number that no request has had.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             if not 0 <= number < self._next:
                 raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
             for row in [row for row in self._admission.waiting if row.index == number]:
@@ -395,7 +395,7 @@ class RolloutEngine:
         Raises:
             MemoryLimitError: the rows do not fit into memory. Whatever is raised, all requests are dropped.
         """
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():  # what is kept serves callers outside of it, too
             began = time.perf_counter()
             try:
                 answers = self._admit()
@@ -486,7 +486,7 @@ class RolloutEngine:
             read = [] if slot is None else list(self.backbone.slot(slot).parameters())
             read += [] if self.backbone.frozen else [p for _, p in self.backbone.base_parameters()]
             self._tensors[slot] = read
-        return (self._reads, self.policy_version if read else 0, [p._version for p in read])
+        return (self._reads, self.policy_version if read else 0, [p.is_inference() or p._version for p in read])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -352,6 +352,21 @@ def test_an_engine_begins_anew_where_slots_are_others_or_the_model_is_of_another
     assert cached() == 0
 
 
+def test_inference_mode_is_the_callers_own(step):
+    """A model may be made in it, and what an engine keeps serves a call outside of it."""
+    request = Request(prompt=tuple(LONG), sample_id=0, keep=True)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            engine = RolloutEngine(build(), options=EngineOptions(decode_step=step))
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                first, _ = engine.submit([request] * 2, sampling(eos_token_ids=()))
+                engine.step()
+                engine.cancel(first)
+            assert len(list(engine.run())) == 1
+        assert engine._admission.kept
+
+
 def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     model, how = build(), sampling()
     engine = RolloutEngine.of(model)
