@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -259,12 +260,13 @@ class EngineOptions:
 
 
 class _Engines(threading.local):
-    """The engine of a backbone on each thread; a copy of the backbone has none."""
+    """The engines of each thread, by model and backbone. They hold no model: it goes at once where nobody else does."""
 
-    engine: RolloutEngine | None = None
+    def __init__(self) -> None:
+        self.held: weakref.WeakKeyDictionary[HydraModel, dict[str, RolloutEngine]] = weakref.WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[_Engines], tuple[()]]:
-        return _Engines, ()
+
+_engines = _Engines()
 
 
 class RolloutEngine:
@@ -302,11 +304,10 @@ class RolloutEngine:
             The engine of the calls before, with what it has captured; a new one where that has requests, or other
             options.
         """
-        held = vars(model.backbone(backbone)).setdefault("_engines", _Engines())
-        engine: RolloutEngine | None = held.engine
-        known = None if engine is None else (engine._model, engine._options)
-        if engine is None or not engine.finished or known != (model, options or EngineOptions()):
-            engine = held.engine = cls(model, backbone, options=options)
+        engines = _engines.held.setdefault(model, {})
+        engine, given = engines.get(backbone), options or EngineOptions()
+        if engine is None or not engine.finished or engine._options != given:
+            engine = engines[backbone] = cls(weakref.proxy(model), backbone, options=given)
         return engine
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -433,7 +434,9 @@ class RolloutEngine:
     def _clear(self) -> None:
         """Drop every request, and all that was kept."""
         self.cache = KVCache(blocks=0)
-        self._admission, self._live = Admission(self._weights), LiveRows(self.backbone.device)
+        engine = weakref.proxy(self)  # no cycle: what is dropped gives its cache back at once
+        self._admission = Admission(lambda slot: engine._weights(slot))
+        self._live = LiveRows(self.backbone.device)
         self._step: RolloutStep | None = None
         self._reads: tuple[object, ...] = ()
         self._burst = _BURST if is_gpu(self.backbone.device) else 1

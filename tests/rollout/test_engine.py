@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -380,6 +381,12 @@ def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     assert RolloutEngine.of(copied) not in (engine, RolloutEngine.of(model))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(RolloutEngine.of, model).result() is not RolloutEngine.of(model)
+    engine = begun(model, how, [Request(prompt=(5,), sample_id=0)])
+    engine.step()
+    generate(copied, [[5]], how)
+    gone = [weakref.ref(x) for x in (engine, copied, copied.backbone(), RolloutEngine.of(copied))]
+    del engine, copied
+    assert [ref() for ref in gone] == [None] * 4  # at once, and the caches with them
     with pytest.raises(ValueError, match="number: expected one of the 0 that `submit` returned, got 0"):
         RolloutEngine(model).cancel(0)
 
