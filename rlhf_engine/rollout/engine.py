@@ -154,8 +154,10 @@ class Admission:
     def blocks_needed(self, most_rows: int) -> int:
         """Blocks that so many waiting rows may need at once."""
         shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._members.items())
-        largest = sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]
-        return min(sum(row.blocks_needed for row in self.waiting) - shared, sum(largest))
+        every = sum(row.blocks_needed for row in self.waiting) - shared
+        if len(self.waiting) <= most_rows:  # else each `submit` would read all prompts that wait
+            return every
+        return min(every, sum(sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]))
 
     def _leave(self, row: AnswerRow) -> None:
         self._members[row.prefix] -= 1
