@@ -309,7 +309,7 @@ class RolloutEngine:
         engines = _engines.held.setdefault(model, {})
         engine, given = engines.get(backbone), options or EngineOptions()
         if engine is None or not engine.finished or engine._options != given:
-            engine = engines[backbone] = cls(weakref.proxy(model), backbone, options=given)
+            engine = engines[backbone] = cls(weakref.proxy(model), backbone, options=given)  # type: ignore[arg-type]
         return engine
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -437,8 +437,7 @@ class RolloutEngine:
         """Drop every request, and all that was kept."""
         self.cache = KVCache(blocks=0)
         engine = weakref.proxy(self)  # no cycle: what is dropped gives its cache back at once
-        self._admission = Admission(lambda slot: engine._weights(slot))
-        self._live = LiveRows(self.backbone.device)
+        self._admission, self._live = Admission(lambda slot: engine._weights(slot)), LiveRows(self.backbone.device)
         self._step: RolloutStep | None = None
         self._reads: tuple[object, ...] = ()
         self._burst = _BURST if is_gpu(self.backbone.device) else 1
@@ -528,8 +527,6 @@ class RolloutEngine:
         self.stats.prompts += len(prompts)
         self.stats.prompt_tokens += sum(len(prompt.tokens) - prompt.cached for prompt in prompts)
         whole = [i for i, prompt in enumerate(prompts) if not prompt.cached]
-        if len(whole) == len(prompts):
-            return step.prefill(prompts)
         for i, state in zip(whole, step.prefill([prompts[i] for i in whole]) if whole else (), strict=True):
             hidden[i] = state
         for i, prompt in enumerate(prompts):
@@ -539,8 +536,7 @@ class RolloutEngine:
 
     def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""
-        left = min(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows)
-        n = min(self._burst, left)
+        n = min(self._burst, *(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows))
         step = self._make_step()
         drawn = step.decode_many(self._live, n, self._sampler)
         self.stats.steps += n
