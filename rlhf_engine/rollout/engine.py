@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,8 +150,10 @@ class Admission:
     def blocks_needed(self, most_rows: int) -> int:
         """Blocks that so many waiting rows may need at once."""
         shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._members.items())
-        largest = sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]
-        return min(sum(row.blocks_needed for row in self.waiting) - shared, sum(largest))
+        every = sum(row.blocks_needed for row in self.waiting) - shared
+        if len(self.waiting) <= most_rows:  # else each `submit` would read all prompts that wait
+            return every
+        return min(every, sum(sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]))
 
     def _leave(self, row: AnswerRow) -> None:
         self._members[row.prefix] -= 1
@@ -255,12 +258,13 @@ class EngineOptions:
 
 
 class _Engines(threading.local):
-    """The engine of a backbone on each thread; a copy of the backbone has none."""
+    """The engines of each thread, by model and backbone. They hold no model: it goes at once where nobody else does."""
 
-    engine: RolloutEngine | None = None
+    def __init__(self) -> None:
+        self.held: weakref.WeakKeyDictionary[HydraModel, dict[str, RolloutEngine]] = weakref.WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[_Engines], tuple[()]]:
-        return _Engines, ()
+
+_engines = _Engines()
 
 
 class RolloutEngine:
@@ -281,13 +285,9 @@ class RolloutEngine:
         """Version of the policy, noted with every token. Set it anew when a slot's weights change."""
         self.stats = RolloutStats()
         """Statistics of time and memory since the engine last rested."""
-        self.cache = KVCache(blocks=0)
         self._lock = threading.RLock()
-        self._admission, self._live = Admission(self._weights), LiveRows(self.backbone.device)
-        self._step: RolloutStep | None = None
-        self._reads: tuple[object, ...] = ()
         self._next = 0
-        self._burst = _BURST if is_gpu(self.backbone.device) else 1
+        self._clear()
 
     @classmethod
     def of(cls, model: HydraModel, backbone: str = "base", options: EngineOptions | None = None) -> RolloutEngine:
@@ -302,11 +302,10 @@ class RolloutEngine:
             The engine of the calls before, with what it has captured; a new one where that has requests, or other
             options.
         """
-        held = vars(model.backbone(backbone)).setdefault("_engines", _Engines())
-        engine: RolloutEngine | None = held.engine
-        known = None if engine is None else (engine._model, engine._options)
-        if engine is None or not engine.finished or known != (model, options or EngineOptions()):
-            engine = held.engine = cls(model, backbone, options=options)
+        engines = _engines.held.setdefault(model, {})
+        engine, given = engines.get(backbone), options or EngineOptions()
+        if engine is None or not engine.finished or engine._options != given:
+            engine = engines[backbone] = cls(weakref.proxy(model), backbone, options=given)  # type: ignore[arg-type]
         return engine
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -341,7 +340,7 @@ class RolloutEngine:
             check_ids("then", list(itertools.chain(*request.then)), vocabulary)
             most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
             check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             rows = [self._row(self._next + i, request, request.sampling(sampling), decode) for i, request in given]
             step = _choose_step(self._options, self.backbone)
             most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
@@ -361,7 +360,7 @@ class RolloutEngine:
         Raises:
             ValueError: a number that no request has had.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             if not 0 <= number < self._next:
                 raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
             for row in [row for row in self._admission.waiting if row.index == number]:
@@ -395,9 +394,9 @@ class RolloutEngine:
             The answers that finished.
 
         Raises:
-            MemoryLimitError: the rows do not fit into memory.
+            MemoryLimitError: the rows do not fit into memory. Whatever is raised, all requests are dropped.
         """
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():  # what is kept serves callers outside of it, too
             began = time.perf_counter()
             try:
                 answers = self._admit()
@@ -406,12 +405,14 @@ class RolloutEngine:
                 if len(self._live):
                     answers += self._advance()
                     self.stats.decode_seconds += time.perf_counter() - admitted
-            except (RuntimeError, MemoryError) as error:
+            except BaseException as error:
+                rows, blocks = len(self._live), self._admission.pool.size
+                self._clear()  # a step that broke off leaves rows in between, and blocks that nobody would give back
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryLimitError(
-                    f"a rollout of {len(self._live)} rows at once, with {self._admission.pool.size * BLOCK} tokens in "
-                    "its cache, does not fit into memory; bound it with kv_cache_memory, the rest then waits"
+                    f"a rollout of {rows} rows at once, with {blocks * BLOCK} tokens in its cache, does not fit into "
+                    "memory; bound it with kv_cache_memory, the rest then waits"
                 ) from error
             self._rest()
             return answers
@@ -430,12 +431,23 @@ class RolloutEngine:
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
+    def _clear(self) -> None:
+        """Drop every request, and all that was kept."""
+        self.cache = KVCache(blocks=0)
+        engine = weakref.proxy(self)  # no cycle: what is dropped gives its cache back at once
+        self._admission, self._live = Admission(lambda slot: engine._weights(slot)), LiveRows(self.backbone.device)
+        self._step: RolloutStep | None = None
+        self._reads: tuple[object, ...] = ()
+        self._burst = _BURST if is_gpu(self.backbone.device) else 1
+
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
         addresses = [p.data_ptr() for p in self.backbone.parameters()] if step == "graph" else []
-        reads = (step, registry.is_exact(), registry.default_backend(), *addresses)
+        where = (self.backbone.device, self.backbone.dtype, *self.backbone._slots.values())
+        reads = (step, registry.is_exact(), registry.default_backend(), *where, *addresses)
         if reads != self._reads:
-            self._reads, self._step, self._kind = reads, None, step
+            self._clear()
+            self._reads, self._kind = reads, step
         if isinstance(self._step, GraphStep):
             self._step.used.clear()
         self._tensors: dict[str | None, list[torch.Tensor]] = {}
@@ -481,7 +493,7 @@ class RolloutEngine:
             read = [] if slot is None else list(self.backbone.slot(slot).parameters())
             read += [] if self.backbone.frozen else [p for _, p in self.backbone.base_parameters()]
             self._tensors[slot] = read
-        return (self._reads, self.policy_version if read else 0, [p._version for p in read])
+        return (self._reads, self.policy_version if read else 0, [p.is_inference() or p._version for p in read])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -511,15 +523,13 @@ class RolloutEngine:
 
     def _prefill(self, rows: Sequence[AnswerRow]) -> torch.Tensor | None:
         """Hidden states of the rows' last prompt tokens; None without rows."""
+        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)  # rows without a new prompt may need it as well
         if not rows:
             return None
-        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)
         prompts = [Prompt(tokens=row.prompt, slot=row.slot, blocks=row.blocks, cached=row.cached) for row in rows]
         self.stats.prompts += len(prompts)
         self.stats.prompt_tokens += sum(len(prompt.tokens) - prompt.cached for prompt in prompts)
         whole = [i for i, prompt in enumerate(prompts) if not prompt.cached]
-        if len(whole) == len(prompts):
-            return step.prefill(prompts)
         for i, state in zip(whole, step.prefill([prompts[i] for i in whole]) if whole else (), strict=True):
             hidden[i] = state
         for i, prompt in enumerate(prompts):
@@ -529,8 +539,7 @@ class RolloutEngine:
 
     def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""
-        left = min(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows)
-        n = min(self._burst, left)
+        n = min(self._burst, *(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows))
         step = self._make_step()
         drawn = step.decode_many(self._live, n, self._sampler)
         self.stats.steps += n

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
 
 from rlhf_engine.errors import MemoryLimitError
-from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.rollout import (
     AnswerRow,
@@ -204,9 +205,13 @@ def test_running_out_of_memory_names_what_bounds_it(monkeypatch):
 
     model = build()
     generate(model, [[5]], sampling())  # the native step has tried the model by now
-    monkeypatch.setattr(KVCache, "allocate", fails)
-    with pytest.raises(MemoryLimitError, match="bound it with kv_cache_memory"):
-        generate(model, prompts(3), sampling())
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "allocate", fails)
+        with pytest.raises(MemoryLimitError, match="bound it with kv_cache_memory"):
+            generate(model, prompts(3), sampling())
+    engine = RolloutEngine.of(model)
+    engine.submit([Request(prompt=(5,), sample_id=0)], sampling(max_completion_length=1))
+    assert engine.step()  # no block was lost
 
 
 def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step):
@@ -341,6 +346,49 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
             assert alone == (answer.tokens, answer.logprobs), (number, asked[number])
 
 
+def test_a_shared_prompt_meets_a_cache_that_grows():
+    model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
+    model.backbone().model.config.max_position_embeddings = 256
+    short = [Request(prompt=tuple(LONG), sample_id=i) for i in range(5)]
+    engine = begun(model, how, short, max_rows=4, decode_step="transformers")
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 4]  # one waits
+    engine.submit([dataclasses.replace(request, max_completion_length=150) for request in short[:3]], how)
+    assert len(list(engine.run())) == 4
+
+
+def test_an_engine_begins_anew_where_slots_are_others_or_the_model_is_of_another_dtype(step):
+    model, how = build(), sampling(max_completion_length=1)
+    engine = RolloutEngine(model, options=EngineOptions(decode_step=step))
+
+    def cached() -> int:
+        engine.submit([Request(prompt=tuple(LONG), sample_id=0, keep=True, role=role)], how)
+        return next(engine.run()).cached
+
+    for role in ("one", "one", "actor"):  # the second is of the same name, and its tensors were written as often
+        if role == "one":
+            model.add_roles({"one": RoleSpec(slot="one")}, slots={"one": SlotConfig(r=4, alpha=8.0)})
+        assert [cached(), cached()] == [0, BLOCK]
+        if role == "one":
+            model.remove_roles(["one"])
+    model.to(torch.bfloat16)
+    assert cached() == 0
+
+
+def test_inference_mode_is_the_callers_own(step):
+    """A model may be made in it, and what an engine keeps serves a call outside of it."""
+    request = Request(prompt=tuple(LONG), sample_id=0, keep=True)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            engine = RolloutEngine(build(), options=EngineOptions(decode_step=step))
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                first, _ = engine.submit([request] * 2, sampling(eos_token_ids=()))
+                engine.step()
+                engine.cancel(first)
+            assert len(list(engine.run())) == 1
+        assert engine._admission.kept
+
+
 def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     model, how = build(), sampling()
     engine = RolloutEngine.of(model)
@@ -354,6 +402,12 @@ def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     assert RolloutEngine.of(copied) not in (engine, RolloutEngine.of(model))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(RolloutEngine.of, model).result() is not RolloutEngine.of(model)
+    engine = begun(model, how, [Request(prompt=(5,), sample_id=0)])
+    engine.step()
+    generate(copied, [[5]], how)
+    gone = [weakref.ref(x) for x in (engine, copied, copied.backbone(), RolloutEngine.of(copied))]
+    del engine, copied
+    assert [ref() for ref in gone] == [None] * 4  # at once, and the caches with them
     with pytest.raises(ValueError, match="number: expected one of the 0 that `submit` returned, got 0"):
         RolloutEngine(model).cancel(0)
 
