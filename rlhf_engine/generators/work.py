@@ -167,7 +167,11 @@ class StepPrompts:
         """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
         n = self.config.generations
         bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
-        return [prompts.part(a, b) for a, b in itertools.pairwise(bounds)]
+        columns = dataclasses.fields(PromptBatch)
+        return [
+            PromptBatch(**{column.name: getattr(prompts, column.name)[a:b] for column in columns})
+            for a, b in itertools.pairwise(bounds)
+        ]
 
 
 def join(shares: Sequence[Rollout]) -> Rollout:
@@ -181,9 +185,16 @@ def join(shares: Sequence[Rollout]) -> Rollout:
         versions_M=torch.cat([share.versions_M for share in shares]),
         finish_reasons=tuple(reason for share in shares for reason in share.finish_reasons),
         filtered=any(share.filtered for share in shares),
-        stats=shares[0].stats.beside(*(share.stats for share in shares[1:])),
+        stats=_drawn_together([share.stats for share in shares]),
         frozen=join_scores(frozen) if len(frozen) == len(shares) else None,
     )
+
+
+def _drawn_together(every: Sequence[RolloutStats]) -> RolloutStats:
+    """Statistics of rollouts at the same time: sums of what was drawn, the longest times, the first one's step."""
+    most = ("steps", "prefill_seconds", "decode_seconds", "seconds")
+    numbers = {name: [getattr(stats, name) for stats in every] for name in vars(every[0]) if name != "step"}
+    return RolloutStats(**{n: max(x) if n in most else sum(x) for n, x in numbers.items()}, step=every[0].step)
 
 
 def gather_rollout(world: World, rollout: Rollout) -> Rollout:

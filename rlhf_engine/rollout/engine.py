@@ -449,7 +449,7 @@ class RolloutEngine:
             self._clear()
             self._reads, self._kind = reads, step
         if isinstance(self._step, GraphStep):
-            self._step.used.clear()
+            self._step.begin()
         self._tensors: dict[str | None, list[torch.Tensor]] = {}
         self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)

@@ -165,26 +165,6 @@ class RolloutStats:
     step: str = ""
     """Name of what ran the steps."""
 
-    def beside(self, *others: RolloutStats) -> RolloutStats:
-        """Statistics of rollouts that were drawn at the same time.
-
-        Args:
-            others: statistics of the other rollouts.
-
-        Returns:
-            Sums of tokens, prompts, rows and blocks; the longest times and most steps; the `step` of this rollout.
-        """
-        every = (self, *others)
-        sums = {
-            name: sum(getattr(stats, name) for stats in every)
-            for name in ("prompts", "prompt_tokens", "tokens", "most_rows", "most_blocks")
-        }
-        most = {
-            name: max(getattr(stats, name) for stats in every)
-            for name in ("steps", "prefill_seconds", "decode_seconds", "seconds")
-        }
-        return RolloutStats(**sums, **most, step=self.step)
-
     @property
     def tokens_per_second(self) -> float:
         """Drawn tokens per second of prefill and decoding."""
@@ -382,21 +362,3 @@ class PromptBatch:
     def drawn(self) -> list[int]:
         """Places of the answers that are not greedy."""
         return [i for i, greedy in enumerate(self.greedy) if not greedy]
-
-    def part(self, first: int, last: int) -> PromptBatch:
-        """Select consecutive answers.
-
-        Args:
-            first: place of the first answer.
-            last: place after the last answer.
-
-        Returns:
-            The answers from `first` up to `last`.
-        """
-        return PromptBatch(
-            rows=self.rows[first:last],
-            prompts=self.prompts[first:last],
-            groups=self.groups[first:last],
-            greedy=self.greedy[first:last],
-            sample_ids=self.sample_ids[first:last],
-        )

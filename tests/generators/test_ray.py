@@ -196,10 +196,10 @@ def test_the_only_one_is_killed_and_the_learner_waits_for_the_next(ray, model, t
 @pytest.mark.filterwarnings("ignore:generator")
 def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch):
     class Failing(Generator):  # not of this module, which the other process may not find
-        def draw(self, item, keep):
-            if item["step"] == 2:
+        def draw(self, prompts, version, keep):
+            if prompts["sample_ids"][0] == 2 * len(prompts["rows"]):  # the third step's
                 raise ZeroDivisionError("of the third step")
-            return super().draw(item, keep)
+            return super().draw(prompts, version, keep)
 
     monkeypatch.setattr(ray_transport, "Generator", Failing)
     monkeypatch.setattr("rlhf_engine.generators.ray.RESTARTS", 0)

@@ -32,6 +32,7 @@ Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], No
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UP = 3  # eager steps before a capture
 WORTH = 32  # tokens that are left to sample at least, for a capture to pay
+_MOST_GRAPHS = 32  # kept from one rollout to the next
 _IDLE_SHARE = 4  # one captured graph serves rows for one in so many of its places, before another is captured
 
 
@@ -56,6 +57,12 @@ class GraphStep(TransformersStep):
         self.used = set[tuple[int, tuple[object, ...]]]()
         """Graphs that have run since the engine last rested. The choice looks at these alone: rows of one rollout run
         in the same graphs, whatever ran before it."""
+
+    def begin(self) -> None:
+        """Begin a rollout: no graph has run in it, and of many, which temperatures make, those of the last one stay."""
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key in self.used}
+        self.used.clear()
 
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         graph = self._graph_for(live, sampler)
