@@ -29,11 +29,11 @@ CEILINGS = {
     "CHANGELOG.md: lines": 60,
     "bench: lines": 11532,
     "csrc: lines": 11848,
-    "docs: words of notes": 64500,
+    "docs: words of notes": 64520,
     "docs: words of pages": 29990,
     "engine: arrows between rooms": 139,
     "engine: files": 162,
-    "engine: lines of code": 20351,
+    "engine: lines of code": 20370,
     "engine: lines of the core": 18990,
     "engine: lines": 32000,
     "engine: longest file": 800,
@@ -46,11 +46,11 @@ CEILINGS = {
     "step: frames to loss": 15,
     "step: frames to sampling": 10,
     "step: frames to scoring": 19,
-    "step: functions": 559,
-    "step: types of records": 36,
+    "step: functions": 563,
+    "step: types of records": 35,
     "tests: items in the interpreter": 300,
     "tests: items per push": 2560,
-    "tests: lines": 46203,
+    "tests: lines": 46281,
 }
 
 
