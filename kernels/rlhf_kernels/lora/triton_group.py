@@ -41,7 +41,7 @@ from rlhf_kernels.lora.triton import _small_rows as small_rows
 from rlhf_kernels.lora.triton import _weight as weight_of
 from rlhf_kernels.runtime.device_tables import upload
 from rlhf_kernels.runtime.triton_math import dot
-from rlhf_kernels.runtime.triton_support import INTERPRETED
+from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 
 _SHAPES = tl.constexpr(6)
 _WIDTH = single._WIDTH
@@ -54,27 +54,35 @@ def _of(linear, a0, a1, a2, a3):
 
 
 @triton.jit
-def _rows_of(linear, a0, a1, a2, a3, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Address of a linear's rows."""
-    address = _of(linear, a0, a1, a2, a3).to(tl.pointer_type(ELEMENT))
+def _rows_of(linear, a0, a1, a2, a3, s0, s1, s2, s3, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address and stride of a linear's rows."""
+    address, stride = _of(linear, a0, a1, a2, a3).to(tl.pointer_type(ELEMENT)), _of(linear, s0, s1, s2, s3)
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address
+        address, stride = tl.multiple_of(address, 16), tl.multiple_of(stride, 16)
+    return address, stride
+
+
+@triton.jit
+def _size(shape, place, SIZED: tl.constexpr):
+    """A number of a slot's shape; SIZED: it is divisible by 16, which makes loads wide."""
+    size = tl.load(shape + place).to(tl.int32)
+    if SIZED:
+        size = tl.multiple_of(size, 16)
+    return size
 
 
 @triton.jit(do_not_specialize=["seed", "a0", "a1", "a2", "a3"])
 def _group_shrink_kernel(a0, a1, a2, a3, s0, s1, s2, s3, out, tiles, slots, shapes, row_ids, seed, n_on,
                          X: tl.constexpr, ELEMENT: tl.constexpr, SIDE: tl.constexpr, DROPOUT: tl.constexpr,
-                         ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr,
-                         BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+                         ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, SIZED: tl.constexpr, UPCAST: tl.constexpr,
+                         R: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """out [parts, n_on, R]: factor · (mask ∘ x) W over one part of D."""
     tile, part = tl.program_id(0), tl.program_id(1)
     lane, r = tl.arange(0, BN), tl.arange(0, R)
     row, slot, place = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     shape = shapes + slot * _SHAPES
-    linear, n_d, width = tl.load(shape), tl.load(shape + 2 + SIDE).to(tl.int32), tl.load(shape + 4 + SIDE).to(tl.int32)
-    x = _rows_of(linear, a0, a1, a2, a3, X, ROWS_ALIGNED)
-    stride = _of(linear, s0, s1, s2, s3)
+    n_d, width = _size(shape, 2 + SIDE, SIZED), _size(shape, 4 + SIDE, True)
+    x, stride = _rows_of(tl.load(shape), a0, a1, a2, a3, s0, s1, s2, s3, X, ROWS_ALIGNED)
     live = (lane < tl.load(tiles + tile * 4 + 1)) & (part * width < n_d)
     rows = row + lane
     if DROPOUT:
@@ -95,16 +103,16 @@ def _group_shrink_kernel(a0, a1, a2, a3, s0, s1, s2, s3, out, tiles, slots, shap
 @triton.jit(do_not_specialize=["a0", "a1", "a2", "a3"])
 def _group_expand_y_kernel(small, a0, a1, a2, a3, s0, s1, s2, s3, tiles, slots, shapes, n_parts, n_on, Y: tl.constexpr,
                            ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr,
-                           UPCAST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-                           BD: tl.constexpr):  # fmt: skip
+                           SIZED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                           BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """y_m rows += s · h Bᵀ, in fp32, rounded once."""
     tile, first = tl.program_id(0), tl.program_id(1) * BD
     lane, d = tl.arange(0, BN), first + tl.arange(0, BD)
     row, slot, place = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     shape = shapes + slot * _SHAPES
-    linear, n_d = tl.load(shape), tl.load(shape + 3).to(tl.int32)
+    n_d = _size(shape, 3, SIZED)
     if first < n_d:
-        out = _rows_of(linear, a0, a1, a2, a3, Y, ROWS_ALIGNED)
+        out, stride = _rows_of(tl.load(shape), a0, a1, a2, a3, s0, s1, s2, s3, Y, ROWS_ALIGNED)
         live = lane < tl.load(tiles + tile * 4 + 1)
         delta = tl.zeros([BN, BD], tl.float32)
         for first_r in range(0, R, BR):
@@ -112,7 +120,7 @@ def _group_expand_y_kernel(small, a0, a1, a2, a3, s0, s1, s2, s3, tiles, slots, 
             w = weight_of(slots, slot, d, n_d, r, ELEMENT, 1, ALIGNED)
             delta = dot(small_rows(small, n_parts, n_on, place, live, r, R, BN), tl.trans(w), delta, UPCAST)
         delta *= factor_of(slots, slot, 1)
-        at = (row + lane)[:, None] * _of(linear, s0, s1, s2, s3) + d[None, :]
+        at = (row + lane)[:, None] * stride + d[None, :]
         inside = live[:, None] & (d[None, :] < n_d)
         delta += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, delta.to(Y), mask=inside)
@@ -152,8 +160,8 @@ def _group_expand_x_kernel(small, out, blocks, slots, shapes, row_ids, seed, out
 def _group_columns_kernel(a0, a1, a2, a3, s0, s1, s2, s3, small, sums, shares, tiles, chunks, slots, shapes, row_ids,
                           seed, n_parts, n_on, n_most, X: tl.constexpr, ELEMENT: tl.constexpr, SIDE: tl.constexpr,
                           DROPOUT: tl.constexpr, SHARES: tl.constexpr, ALIGNED: tl.constexpr,
-                          ROWS_ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
-                          BD: tl.constexpr):  # fmt: skip
+                          ROWS_ALIGNED: tl.constexpr, SIZED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr,
+                          BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """sums [chunks, n_most, R]: factor · Σ_n (mask ∘ x_n) small_nᵀ over a chunk's rows.
 
     SHARES: also shares [D tiles, n_on, R], factor · x W over this program's columns, from the same x.
@@ -163,10 +171,9 @@ def _group_columns_kernel(a0, a1, a2, a3, s0, s1, s2, s3, small, sums, shares, t
     begin, end = tl.load(chunks + chunk * 2).to(tl.int32), tl.load(chunks + chunk * 2 + 1).to(tl.int32)
     slot = tl.load(tiles + begin * 4 + 2)  # one slot per chunk
     shape = shapes + slot * _SHAPES
-    linear, n_d = tl.load(shape), tl.load(shape + 2 + SIDE).to(tl.int32)
+    n_d = _size(shape, 2 + SIDE, SIZED)
     if column_tile * BD < n_d:
-        x = _rows_of(linear, a0, a1, a2, a3, X, ROWS_ALIGNED)
-        stride = _of(linear, s0, s1, s2, s3)
+        x, stride = _rows_of(tl.load(shape), a0, a1, a2, a3, s0, s1, s2, s3, X, ROWS_ALIGNED)
         factor = factor_of(slots, slot, SIDE)
         if DROPOUT:
             threshold, stream = tl.load(slots + slot * _WIDTH + 3), tl.load(shape + 1)
@@ -355,9 +362,9 @@ class _Group:
     def _addresses(self, rows: Sequence[Tensor]) -> tuple[list[int], dict[str, Any]]:
         """Addresses and strides of up to four tensors, and what is known of them."""
         rows = [*rows, *[rows[0]] * (MOST - len(rows))]
-        item = rows[0].element_size()
-        aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) * item % 16 == 0 for x in rows)
-        return [*(x.data_ptr() for x in rows), *(x.stride(0) for x in rows)], {"ROWS_ALIGNED": aligned}
+        aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 for x in rows)
+        sized = all(n % 16 == 0 for n in (self.k, *self.widths))
+        return [*(x.data_ptr() for x in rows), *(x.stride(0) for x in rows)], {"ROWS_ALIGNED": aligned, "SIZED": sized}
 
     def room(self, n_parts: int) -> Tensor:
         """Room for h or dh, [parts, n_on, R]."""
@@ -488,3 +495,69 @@ def backward(
     group = _Group(calls, rows, [w.shape[0] for w in weights])
     grads = group.backward(dy_rows, rows, h, dx, need_A, need_B)
     return grads if dx is None else [dx.view(x.shape), *grads]
+
+
+def aot_cases() -> list[AotCase]:
+    """Groups of three linears: bf16 activations with adapters of ranks 16 and 128, fp32 throughout, exact mode."""
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    addresses = {f"{kind}{i}": "i64" if kind == "a" else "i32" for kind in "as" for i in range(MOST)}
+    tables = dict.fromkeys(("tiles", "blocks", "chunks", "folds", "slots", "shapes", "row_ids"), "*i64")
+    numbers = dict.fromkeys(("n_on", "n_d", "n_parts", "n_most", "out_stride"), "i32")
+    known = {**addresses, **tables, **numbers, **dict.fromkeys(("small", "sums", "shares"), "*fp32"), "seed": "i64"}
+
+    def case(kernel: Any, x: str, adapter: str, rank: int, rows: int, side: int, kind: str, **flags: bool) -> AotCase:
+        rank_of_tiles = single.MAX_RANK if rows == EXACT_ROWS else rank
+        given = torch.float32 if kind == "expand" else types[x]
+        config = {"BD": 64 if rank <= 64 else 32, "num_warps": 4}
+        if kind in single._STAGES:
+            config = single._config(4096, rank_of_tiles, given, types[adapter], kind)
+        element = _ELEMENTS[types[adapter]]
+        out = "*fp32" if kind in ("shrink", "rows") else f"*{adapter if kind == 'fold' else x}"
+        constexprs: dict[str, Any] = {
+            **{"X": _ELEMENTS[types[x]], "Y": _ELEMENTS[types[x]], "ELEMENT": element, "SIDE": side, "LINEARS": 3},
+            **{
+                "DROPOUT": False,
+                "SHARES": False,
+                "ALIGNED": True,
+                "ROWS_ALIGNED": True,
+                "SIZED": True,
+                "UPCAST": False,
+            },
+            **{"R": rank, "BR": min(rank, EXPAND_RANKS), "BN": rows, "BD": config["BD"], **flags},
+        }
+        names = kernel.arg_names
+        signature = {name: kind for name, kind in {**known, "out": out}.items() if name in names}
+        wide = (name for name, kind in signature.items() if kind[0] == "*" or (name[0] == "s" and name[1:].isdigit()))
+        return AotCase(
+            name=f"group {'-'.join(flags)} {side} {x}/{adapter} r{rank} n{rows}",
+            kernel=kernel,
+            signature=signature,
+            constexprs={name: value for name, value in constexprs.items() if name in names},
+            num_warps=config["num_warps"],
+            num_stages=single._STAGES.get(kind, 2),
+            divisible_by_16=(*wide, *(n for n in ("out_stride", "n_d", "n_most") if n in names)),
+        )
+
+    cases = []
+    for x, adapter, rank, rows in (
+        ("bf16", "bf16", 16, 64),
+        ("bf16", "fp32", 16, 64),
+        ("bf16", "fp32", 128, 64),
+        ("fp32", "fp32", 128, 64),
+        ("bf16", "fp32", 16, EXACT_ROWS),
+    ):
+        what = (x, adapter, rank, rows)
+        one_read = rank <= ONE_READ_RANK and rows != EXACT_ROWS
+        cases += [
+            case(_group_shrink_kernel, *what, 0, "shrink"),
+            case(_group_shrink_kernel, *what, 0, "shrink", DROPOUT=True),
+            case(_group_shrink_kernel, *what, 1, "shrink"),
+            case(_group_expand_y_kernel, *what, 1, "expand"),
+            case(_group_expand_x_kernel, *what, 0, "expand"),
+            case(_group_expand_x_kernel, *what, 0, "expand", DROPOUT=True),
+            case(_group_columns_kernel, *what, 1, "columns", SHARES=one_read),
+            case(_group_columns_kernel, *what, 0, "columns", DROPOUT=True),
+            case(_group_fold_rows_kernel, *what, 1, "rows"),
+            case(_group_fold_columns_kernel, *what, 0, "fold"),
+        ]
+    return cases
