@@ -260,16 +260,9 @@ def _in_order(
         widest = max(size, value_size)
         query, key, value = (nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     out = attention_in_order(
-        query,
-        key,
-        value,
-        plan.lengths,
-        scale=scale,
-        window=rule.window,
-        softcap=rule.softcap,
-        sinks=rule.sinks,
+        query, key, value, plan.lengths, scale=scale, window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
         parents=plan.parents,
-    )
+    )  # fmt: skip
     return out[..., :value_size]
 
 

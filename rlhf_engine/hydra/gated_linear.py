@@ -50,8 +50,9 @@ class GatedLayer:
             return None
         pairs = [slots[name].pair(path) for name in present]
         configs = [slots[name].config for name in present]
-        key, p, dropout = call.dropout, tuple(config.dropout for config in configs), None
-        if key is not None and any(p):
+        key, dropout = call.dropout, None
+        if key is not None and any(config.dropout for config in configs):
+            p = tuple(config.dropout for config in configs)
             dropout = Dropout(p=p, seed=key.seed, row_ids=key.row_ids_T, stream=self.stream)
         A, B, scales = [pair.A for pair in pairs], [pair.B for pair in pairs], [config.scale for config in configs]
         return A, B, scales, gate.lora_segments(call.table, present), dropout

@@ -197,12 +197,8 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
     new = NewTokens.of_prompts(cache, [[i] for i in range(len(_LENGTHS))], _LENGTHS, tokens.device)
     windows: list[int | None] = []
-    call = gate.BackboneCall(
-        table=gate.SlotTable.uniform(None, len(tokens)),
-        attention=plan_packed(_LENGTHS, tokens.device, new=new),
-        positions_T=positions,
-        windows=windows,
-    )
+    table, plan = gate.SlotTable.uniform(None, len(tokens)), plan_packed(_LENGTHS, tokens.device, new=new)
+    call = gate.BackboneCall(table=table, attention=plan, positions_T=positions, windows=windows)
     devices = [tokens.device] if is_gpu(tokens.device) else []
     backbone.train()
     with torch.random.fork_rng(devices, device_type=tokens.device.type), gate.enter(call), _ran(backbone) as in_train:
