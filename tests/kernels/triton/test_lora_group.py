@@ -12,11 +12,12 @@ from rlhf_kernels.lora.group import OP, Held, Reader
 from rlhf_kernels.runtime import registry
 
 N, K = 70, 264
-WIDTHS = (96, 48, 48)
+WIDTHS = (96, 48, 48, 32)
 EVERYWHERE = Segments(starts=(0, 20, 30), ends=(20, 26, 70), slots=(1, 0, 1))
 """Runs of slot 1, slot 0, off rows, and slot 1 again."""
 SECOND = Segments(starts=(0, 30), ends=(20, 70), slots=(0, 0))
 """The same rows where slot 0 has no adapters."""
+NOWHERE = Segments(starts=(), ends=(), slots=())
 
 
 @dataclasses.dataclass
@@ -29,6 +30,8 @@ class Case:
     ranks: tuple[int, int] = (5, 8)
     keys: bool = True
     n_linears: int = 3
+    bare: int | None = None
+    """A linear without adapters."""
     bias: bool = True
     device: str = "cpu"
 
@@ -43,10 +46,10 @@ class Case:
         self.biases = [make(m) if self.bias and i else None for i, m in enumerate(WIDTHS[: self.n_linears])]
         self.A, self.B, self.segments = [], [], []
         for i, m in enumerate(WIDTHS[: self.n_linears]):
-            there = self.ranks if self.keys or i != 1 else self.ranks[1:]
+            there = () if i == self.bare else self.ranks if self.keys or i != 1 else self.ranks[1:]
             self.A.append([make(r, K, dtype=self.adapter) for r in there])
             self.B.append([make(m, r, dtype=self.adapter) for r in there])
-            self.segments.append(EVERYWHERE if len(there) == 2 else SECOND)
+            self.segments.append((NOWHERE, SECOND, EVERYWHERE)[len(there)])
 
     def leaves(self) -> list[torch.Tensor]:
         return [self.x, *(w for ws in (*self.A, *self.B) for w in ws)]
@@ -60,7 +63,7 @@ class Case:
         ids = torch.arange(N, device=self.device) * 3 + 5
         readers = []
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            scales, p = [0.5, 2.0][-len(A[i]) :], (0.5, 0.25)[-len(A[i]) :]
+            scales, p = [0.5, 2.0][2 - len(A[i]) :], (0.5, 0.25)[2 - len(A[i]) :]
             dropout = Dropout(p=p, seed=11, row_ids=ids, stream=4 + i) if self.drop else None
             frozen = (weight.to(to or weight.dtype), None if bias is None else bias.to(to or bias.dtype))
             readers.append(Reader(*frozen, A[i], B[i], scales, self.segments[i], dropout))
@@ -87,6 +90,8 @@ CASES = {
     "some linears": Case(keys=False, drop=True),
     "some linears, bf16": Case(dtype=torch.bfloat16, keys=False),
     "ranks beyond one read": Case(ranks=(40, 33)),
+    "four linears": Case(n_linears=4, ranks=(3, 4)),
+    "one without adapters": Case(bare=0, drop=True, dtype=torch.bfloat16),
     "one linear": Case(n_linears=1, drop=True),
     "gate and up": Case(n_linears=2, dtype=torch.bfloat16, adapter=torch.bfloat16),
 }
@@ -111,7 +116,13 @@ def error(x: torch.Tensor, exact: torch.Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+LONG = ("dropout", "some linears, bf16", "bf16", "ranks beyond one read")
+"""Cases whose parts others have, too; the interpreter is slow."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, case in CASES.items()]
+)
 def test_a_group_has_the_bits_of_each_linear_alone(case, device):
     """Where all have the same rows on; else other splits round differently. dx is added up in another order."""
     case = dataclasses.replace(case, device=device)
