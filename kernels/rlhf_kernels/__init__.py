@@ -14,6 +14,7 @@ from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
 from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, decode_delta_, lora_delta_, lora_linear
+from rlhf_kernels.lora.group import lora_linears
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.runtime.registry import BackendUnavailableError, set_default_backend, use_backend
 from rlhf_kernels.sample import SampleOutputs, sample
@@ -47,6 +48,7 @@ __all__ = [
     "linear_ppo_loss",
     "lora_delta_",
     "lora_linear",
+    "lora_linears",
     "masked_moments",
     "ppo_loss",
     "rms_norm",

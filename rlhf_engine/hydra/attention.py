@@ -236,7 +236,7 @@ def packed_attention(
         plan.new.write(_layer_index(module), key[0].transpose(0, 1), value[0].transpose(0, 1))
     packed = varlen.choose(query, value, rule, shared=plan.parents is not None)
     if packed is not None:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return packed(query, key, value, plan.sequences, rule)[None], None
     query, key, value = autocast.converted(query, key, value)  # as SDPA would
     if plan.parents is not None or _runs_in_order(query):
@@ -255,21 +255,14 @@ def _in_order(
     """[T, H, E], with the bits that a decoding step gives a row over the same keys. Heads of two sizes are padded."""
     scale = query.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
     size, value_size = query.shape[-1], value.shape[-1]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if size != value_size:
         widest = max(size, value_size)
         query, key, value = (nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     out = attention_in_order(
-        query,
-        key,
-        value,
-        plan.lengths,
-        scale=scale,
-        window=rule.window,
-        softcap=rule.softcap,
-        sinks=rule.sinks,
+        query, key, value, plan.lengths, scale=scale, window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
         parents=plan.parents,
-    )
+    )  # fmt: skip
     return out[..., :value_size]
 
 

@@ -239,13 +239,9 @@ class Backbone(nn.Module):
                 "attention of one sets that of the other"
             )
         call = gate.BackboneCall(
-            table=table,
-            attention=attention,
-            slots=self._slots,
-            dropout=dropout,
-            positions_T=positions_T,
+            table=table, attention=attention, slots=self._slots, dropout=dropout, positions_T=positions_T,
             windows=windows,
-        )
+        )  # fmt: skip
 
         def forward() -> torch.Tensor:
             with gate.enter(call):

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from rlhf_kernels.lora import Segments
+from rlhf_kernels.lora import Segments, group
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.adapters import AdapterSlot
@@ -73,10 +73,12 @@ def enter(call: BackboneCall | None) -> Iterator[None]:
     """Make `call` current in this thread for the length of a `with` block."""
     previous = current()
     _local.call = call
+    group.held.clear()  # what linears compute for each other is for one call
     try:
         yield
     finally:
         _local.call = previous
+        group.held.clear()  # a recompute may end between two linears of a group
 
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rlhf_kernels.linear import linear
-from rlhf_kernels.lora import DecodeLinear, Dropout, lora_delta_, lora_linear
+from rlhf_kernels.lora import DecodeLinear, Dropout, group, lora_delta_, lora_linear
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
@@ -50,25 +50,19 @@ class GatedLayer:
             return None
         pairs = [slots[name].pair(path) for name in present]
         configs = [slots[name].config for name in present]
-        dropout = None
-        if call.dropout is not None and any(config.dropout for config in configs):
-            dropout = Dropout(
-                p=tuple(config.dropout for config in configs),
-                seed=call.dropout.seed,
-                row_ids=call.dropout.row_ids_T,
-                stream=self.stream,
-            )
-        return (
-            [pair.A for pair in pairs],
-            [pair.B for pair in pairs],
-            [config.scale for config in configs],
-            gate.lora_segments(call.table, present),
-            dropout,
-        )
+        key, dropout = call.dropout, None
+        if key is not None and any(config.dropout for config in configs):
+            p = tuple(config.dropout for config in configs)
+            dropout = Dropout(p=p, seed=key.seed, row_ids=key.row_ids_T, stream=self.stream)
+        A, B, scales = [pair.A for pair in pairs], [pair.B for pair in pairs], [config.scale for config in configs]
+        return A, B, scales, gate.lora_segments(call.table, present), dropout
 
 
 class GatedLinear(nn.Linear):
     """An nn.Linear on the same weight and bias objects."""
+
+    readers: tuple[GatedLinear, ...] = ()
+    """Linears that read one tensor one after another, this one first, as the probe has seen; empty for the others."""
 
     def __init__(self, base: nn.Linear, *, path: str, stream: int) -> None:
         nn.Module.__init__(self)
@@ -81,11 +75,17 @@ class GatedLinear(nn.Linear):
         call = gate.current()
         if call is not None and call.dropout is None and isinstance(call.attention, DecodePlan):
             return self._decode(x, call, call.attention.linears)
+        if call is not None and group.is_wanted():
+            return group.read(x, self, self.readers, lambda linear: linear.reader(call))
         arguments = None if call is None else self.gated.lora_arguments(call)
         if arguments is None:
             return linear(x, self.weight, self.bias)
         *lora, dropout = arguments
         return lora_linear(x, self.weight, self.bias, *lora, dropout=dropout)
+
+    def reader(self, call: gate.BackboneCall) -> group.Reader:
+        """Weights of the linear, and the slots that run here in a call."""
+        return group.Reader(self.weight, self.bias, *(self.gated.lora_arguments(call) or ()))
 
     def _decode(self, x: torch.Tensor, call: gate.BackboneCall, linears: Linears) -> torch.Tensor:
         """Multiply through what the first step with these rows has prepared."""

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rlhf_kernels.lora import group
 from rlhf_kernels.runtime import testing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,7 +37,7 @@ from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
-from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.gated_linear import GatedHead, GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 
 if TYPE_CHECKING:
@@ -195,12 +197,8 @@ def _check_packed_row(backbone: Backbone, own: OwnStates, cache: KVCache) -> int
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
     new = NewTokens.of_prompts(cache, [[i] for i in range(len(_LENGTHS))], _LENGTHS, tokens.device)
     windows: list[int | None] = []
-    call = gate.BackboneCall(
-        table=gate.SlotTable.uniform(None, len(tokens)),
-        attention=plan_packed(_LENGTHS, tokens.device, new=new),
-        positions_T=positions,
-        windows=windows,
-    )
+    table, plan = gate.SlotTable.uniform(None, len(tokens)), plan_packed(_LENGTHS, tokens.device, new=new)
+    call = gate.BackboneCall(table=table, attention=plan, positions_T=positions, windows=windows)
     devices = [tokens.device] if is_gpu(tokens.device) else []
     backbone.train()
     with torch.random.fork_rng(devices, device_type=tokens.device.type), gate.enter(call), _ran(backbone) as in_train:
@@ -306,10 +304,20 @@ def _check_logits(backbone: Backbone, hidden: torch.Tensor, logits: torch.Tensor
 
 @contextlib.contextmanager
 def _ran(backbone: Backbone) -> Iterator[set[str]]:
-    """Names of the backbone's gated linears that run within the block."""
+    """Names of the gated linears that run within the block; siblings that read one tensor in turn become a group."""
     names: set[str] = set()
+    last: list[Any] = [None, "", ()]  # what was read, whose parts read it, and which did
+
+    def note(module: nn.Module, arguments: tuple[Any, ...], out: object, path: str) -> None:
+        names.add(path)
+        x, parent = arguments[0] if arguments else None, path.rpartition(".")[0]
+        alike = x is last[0] and parent == last[1] and module not in last[2] and len(last[2]) < group.MOST
+        last[:] = x, parent, (*last[2], module) if alike else (module,)
+        for linear in last[2] if all(isinstance(member, GatedLinear) for member in last[2]) else ():
+            linear.readers = last[2] if linear is last[2][0] else ()
+
     hooks = [
-        backbone.model.get_submodule(path).register_forward_hook(lambda *_, path=path: names.add(path))
+        backbone.model.get_submodule(path).register_forward_hook(functools.partial(note, path=path))
         for path, layer in backbone.linears.items()
         if not isinstance(layer, GatedHead)  # which is no part of the backbone
     ]

@@ -26,6 +26,7 @@ Launches: two forward; five to seven backward for any number of runs and slots t
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -541,4 +542,4 @@ def aot_cases() -> list[AotCase]:
             case("exact dx", _expand_kernel, *few, 0, "expand", MAX_RANK),
             case("exact dy", _columns_kernel, *few, 1, "columns", MAX_RANK),
         ]
-    return cases
+    return cases + importlib.import_module("rlhf_kernels.lora.triton_group").aot_cases()  # which imports this module

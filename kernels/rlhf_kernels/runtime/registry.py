@@ -13,8 +13,9 @@ rows or by a measurement of the moment. In this order:
     4. the same as in exact mode, less the backends that are taken only `when_measured`: torch has an op of its own
     5. `reference`
 
-A backend that is registered `by_name` is none of these. On a GPU, where there is no table, only a backend that a GPU
-has run may be registered otherwise: tests/test_gpu_defaults.py names the record of each.
+A backend that is registered `by_name` is none of these; `use_op_backend` names one for its op alone. On a GPU, where
+there is no table, only a backend that a GPU has run may be registered otherwise: tests/test_gpu_defaults.py names the
+record of each.
 
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
@@ -57,6 +58,8 @@ _WHEN_MEASURED: set[tuple[str, str]] = set()
 _BY_NAME: set[tuple[str, str]] = set()
 """(op, backend) that `auto` never takes."""
 _default_backend = "auto"
+_of_op: dict[str, str] = {}
+"""Backends of single ops, which go before the default."""
 _exact = False
 
 
@@ -146,7 +149,7 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
         backend: one of `BACKENDS`.
         implementation: module, or any namespace, with the functions that the op calls.
         when_measured: True: `auto` takes it only where the kernel table names it, and in exact mode.
-        by_name: True: `auto` never takes it, because another backend was measured to be faster.
+        by_name: True: `auto` never takes it: another was measured to be faster, or no GPU has run it.
 
     Raises:
         ValueError: backend is unknown.
@@ -269,7 +272,7 @@ def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, sha
         ValueError: backend is unknown.
     """
     if backend == "auto":
-        backend = _default_backend
+        backend = asked(op)
     if backend == "auto":
         # under torch.compile a size may be a symbol, of which `index` makes a number
         sizes = None if shape is None else tuple(operator.index(n) for n in shape)
@@ -534,6 +537,43 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
 def default_backend() -> str:
     """Name that `backend="auto"` stands for in this process: "auto", or the backend that was set."""
     return _default_backend
+
+
+def asked(op: str) -> str:
+    """Name that `backend="auto"` stands for in an op: its own (`use_op_backend`), or that of the process.
+
+    Args:
+        op: name of the op.
+
+    Returns:
+        "auto", or the backend that was set.
+    """
+    return _of_op.get(op, _default_backend)
+
+
+@contextlib.contextmanager
+def use_op_backend(op: str, backend: str) -> Iterator[None]:
+    """Make `backend="auto"` stand for a given backend within a `with` block, in one op of this process.
+
+    Args:
+        op: name of a registered op.
+        backend: one of `BACKENDS` that the op has.
+
+    Returns:
+        A context manager, for a `with` block; what the op had before it comes back at its end.
+
+    Raises:
+        KeyError: op is unknown.
+        ValueError: the op has no such backend.
+    """
+    implementation(op, backend)
+    before = dict(_of_op)
+    _of_op[op] = backend
+    try:
+        yield
+    finally:
+        _of_op.clear()
+        _of_op.update(before)
 
 
 def leaves_to_torch() -> bool:
