@@ -540,7 +540,9 @@ def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, lis
     engine._burst = 5
     idle = engine._admission.pool.size
     engine.cache.grow(idle + 1)
-    engine._step = GraphStep(engine.backbone, engine.cache, engine._live.columns, idle, again, required=True)
+    engine._step = GraphStep(
+        TransformersStep(engine.backbone, engine.cache), engine._live.columns, idle, again, required=True
+    )
     answers = sorted(engine.run(), key=lambda answer: answer.index)
     sizes = [size for size, _ in engine._step._graphs]
     return [list(a.tokens) for a in answers], [a.finish_reason for a in answers], sizes
@@ -574,7 +576,7 @@ def test_a_step_that_cannot_be_captured():
     for required in (True, False):
         engine = begun(model, how, requests, decode_step="transformers")
         engine.cache.grow(engine._admission.pool.size)
-        engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, cannot, required=required)
+        engine._step = GraphStep(TransformersStep(engine.backbone, engine.cache), 3, 0, cannot, required=required)
         if required:
             with pytest.raises(CaptureError, match="decode_step: expected a model whose step can be captured"):
                 list(engine.run())
@@ -629,7 +631,7 @@ def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monke
         engine = begun(model, how, requests, decode_step="transformers")
         engine.cache.grow(engine._admission.pool.size)
         capture = CudaCapture(torch.device("cpu"))
-        engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, capture, required=False)
+        engine._step = GraphStep(TransformersStep(engine.backbone, engine.cache), 3, 0, capture, required=False)
         if breaks:
             decode, calls_so_far = engine._step.decode, itertools.count()
 

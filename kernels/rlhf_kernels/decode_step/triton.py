@@ -49,7 +49,7 @@ from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 ROWS = 16  # of a program that multiplies by an adapter: one instruction for any number of rows
 SPLIT, MAX_SPLITS = 256, 16  # features of a split of A's depth, and most splits; beyond, splits grow
 RANKS = 32  # most ranks that are multiplied at a time
-COLUMNS = 128  # of a tile of A or B; half of them in fp32
+COLUMNS = 128  # of a tile of A or B; half of them where not of bf16
 PIECE, ELEMENTS = 4096, 1024  # widest piece of a row in a norm; elements of a program of the gated product
 _SIX = tl.constexpr(6)  # numbers of an adapter in the table: addresses of A and B, their strides, rank, bits of s
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -451,7 +451,7 @@ def _numbers(pair: tuple[Tensor, Tensor] | None, scale: float) -> list[int]:
 
 def _tile(rank: int, width: int, element: Any) -> dict[str, int]:
     """Tiles of an adapter: R ranks in all, BR of them and BD columns at a time."""
-    R, columns = max(16, triton.next_power_of_2(rank)), COLUMNS // (1 + int(element == tl.float32))
+    R, columns = max(16, triton.next_power_of_2(rank)), COLUMNS // (1 + int(element != tl.bfloat16))
     return {"R": R, "BR": min(R, RANKS), "BN": ROWS, "BD": min(columns, max(16, triton.next_power_of_2(width)))}
 
 

@@ -1,10 +1,11 @@
-"""Decoding steps of Llama-like backbones on the CPU, a whole model in one call of `rlhf_kernels.decode_step`.
+"""Decoding steps of Llama-like backbones, a whole model in one call of `rlhf_kernels.decode_step`.
 
 A backbone qualifies by what it is made of, and by a trial: some tokens go through transformers' forward and through the
 kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
 scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
 
-Prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster there.
+On a CPU prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster
+there. On a GPU, where the step is asked for by name, all do; weights of linears with one input are laid side by side.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter, join
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone, head_logits
@@ -42,7 +44,7 @@ _LINEARS = {
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
-_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
 """Largest error of a hidden state in the trial, relative to what the layers add to the embedding; figures in
 docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs time only."""
 _LATEST = 2**16  # positions up to which the trial looks at a late one
@@ -58,6 +60,7 @@ class NativeStep(RolloutStep):
     """Prompts and rows through the kernel; long prompts through the model's own forward."""
 
     name = "native"
+    reads_slots = True
     wait_share = 1000
 
     def __init__(
@@ -66,7 +69,8 @@ class NativeStep(RolloutStep):
         """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
         self.backbone, self.cache = backbone, cache
         self._plain = TransformersStep(backbone, cache)
-        self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
+        adapters = [_adapter(backbone, backbone.slot(slot)) for slot in slots]
+        self._run = DecodeStep(decoder, adapters, backend=_backend(backbone))
         self._cos, self._sin = _angles(backbone, positions)
         self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
         self._n_layers = len(decoder.layers)
@@ -87,7 +91,7 @@ class NativeStep(RolloutStep):
         lengths = [len(prompt.tokens) for prompt in prompts]
         short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
         long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
-        if sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
+        if self._run.backend != "cpu" or sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
             return [], [list(range(len(prompts)))]
         return _calls(short, lengths), [long] if long else []
 
@@ -139,6 +143,7 @@ class _Examined:
 
     dtype: torch.dtype
     exact: bool  # whether it was tried in exact mode, where the two ways have to agree to the bit
+    backend: str  # of the kernel
     decoder: Decoder | None
     reason: str | None
 
@@ -150,7 +155,12 @@ def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if backbone.in_turn is not None:
         return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base)"
-    return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
+    return without_ops(backbone, ("decode_step",), _backend(backbone)) or _examine(backbone).reason
+
+
+def _backend(backbone: Backbone) -> str:
+    """The kernels that serve a backbone where it is."""
+    return "triton" if is_gpu(backbone.device) or registry.default_backend() == "triton" else "cpu"
 
 
 def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") -> str | None:
@@ -195,14 +205,16 @@ def decoder_of(backbone: Backbone) -> Decoder:
 
 
 def _examine(backbone: Backbone) -> _Examined:
-    known = _examined.get(backbone)
-    if known is None or (known.dtype, known.exact) != (backbone.dtype, registry.is_exact()):
+    known, kind = _examined.get(backbone), (backbone.dtype, registry.is_exact(), _backend(backbone))
+    if known is None or (known.dtype, known.exact, known.backend) != kind:
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
+            if kind[2] == "triton":
+                join(decoder)
             reason = _try(backbone, decoder)
         _examined[backbone] = known = _Examined(
-            dtype=backbone.dtype, exact=registry.is_exact(), decoder=decoder, reason=reason
+            dtype=kind[0], exact=kind[1], backend=kind[2], decoder=decoder, reason=reason
         )
     return known
 
