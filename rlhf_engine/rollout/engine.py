@@ -586,8 +586,7 @@ class RolloutEngine:
         # one more block, which idle places of a graph write into
         self.cache.grow(blocks + int(self._captures))
         if self._kind == "native":
-            decoder, positions = native_step.decoder_of(self.backbone), live.columns * BLOCK
-            self._step = NativeStep(self.backbone, decoder, self.cache, list(live.slots), positions)
+            self._step = NativeStep(self.backbone, self.cache, list(live.slots), live.columns * BLOCK)
         else:
             self._step = TransformersStep(self.backbone, self.cache)
         if self._captures:

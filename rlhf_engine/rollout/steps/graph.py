@@ -63,10 +63,12 @@ class GraphStep(RolloutStep):
 
     def _graph_for(self, live: LiveRows, sampler: Sampler) -> _Graph | None:
         """The graph that serves these rows; None for the step itself."""
-        reads = self._step.reads_slots
-        if self._capture is None or not (reads or len(live.slot_table.slots) == 1) or not _captures(live):
+        (group, *others), any_slot, rows = live.groups(), self._step.reads_slots, len(live)
+        if self._capture is None or others or (len(live.slot_table.slots) > 1 and not any_slot):
             return None
-        slot, group, rows = None if reads else live.rows[0].slot, live.groups()[0], len(live)
+        if group.temperature is None or group.truncates or group.not_yet is not None:
+            return None
+        slot = None if any_slot else live.rows[0].slot
         kind = (slot, group.slot, group.temperature)
         size, left = bucket(rows), max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows)
         known = min((n for n, other in self._graphs if n >= rows and other == kind), default=None)
@@ -128,12 +130,6 @@ class _Graph:
 def bucket(rows: int) -> int:
     """Places of the smallest graph that has room for so many rows."""
     return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
-
-
-def _captures(live: LiveRows) -> bool:
-    """Whether one graph draws for these rows."""
-    group, *others = live.groups()
-    return not others and group.temperature is not None and not group.truncates and group.not_yet is None
 
 
 class CudaCapture:

@@ -64,17 +64,18 @@ class NativeStep(RolloutStep):
     wait_share = 1000
 
     def __init__(
-        self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
+        self, backbone: Backbone, cache: KVCache, slots: Sequence[str], positions: int, decoder: Decoder | None = None
     ) -> None:
         """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
-        self.backbone, self.cache = backbone, cache
+        self.backbone, self.cache, decoder = backbone, cache, decoder or _examine(backbone).decoder
+        assert decoder is not None, "of a backbone that is not `unsupported`, or in its trial"
         self._plain = TransformersStep(backbone, cache)
         adapters = [_adapter(backbone, backbone.slot(slot)) for slot in slots]
         self._run = DecodeStep(decoder, adapters, backend=_backend(backbone))
         self._cos, self._sin = _angles(backbone, positions)
         self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
         self._n_layers = len(decoder.layers)
-        self._like = torch.empty(0, decoder.n_kv_heads, decoder.head_dim, dtype=backbone.dtype)
+        self._like = self._cos.new_empty(0, decoder.n_kv_heads, decoder.head_dim)
         self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -93,7 +94,15 @@ class NativeStep(RolloutStep):
         long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
         if self._run.backend != "cpu" or sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
             return [], [list(range(len(prompts)))]
-        return _calls(short, lengths), [long] if long else []
+        calls: list[list[int]] = []
+        tokens = _ROWS
+        for i in short:  # in their order, as many together as one call of the kernel takes
+            if tokens + lengths[i] > _ROWS:
+                calls.append([])
+                tokens = 0
+            calls[-1].append(i)
+            tokens += lengths[i]
+        return calls, [long] if long else []
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
@@ -124,26 +133,12 @@ class NativeStep(RolloutStep):
         return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
 
 
-def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Places in their order, as many together as one call of the kernel takes."""
-    calls: list[list[int]] = []
-    tokens = _ROWS
-    for i in places:
-        if tokens + lengths[i] > _ROWS:
-            calls.append([])
-            tokens = 0
-        calls[-1].append(i)
-        tokens += lengths[i]
-    return calls
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Examined:
-    """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
+    """Decoder of a backbone or the reason against one, for as long as it is of this kind."""
 
-    dtype: torch.dtype
-    exact: bool  # whether it was tried in exact mode, where the two ways have to agree to the bit
-    backend: str  # of the kernel
+    kind: tuple[torch.dtype, str, bool]
+    """Dtype of its weights, backend, and whether exact mode was on, where the two ways have to agree to the bit."""
     decoder: Decoder | None
     reason: str | None
 
@@ -187,35 +182,21 @@ def preferred(backbone: Backbone, device_type: str) -> bool:
 def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:
     """Tokens that go through a layer at once, of so many prompts of one length that are admitted together."""
     tokens = prompt_length * prompts
-    if not takes_prompts(dtype, prompt_length, prompts):
+    if prompt_length > _LONG_PROMPT or tokens > _MANY_TOKENS[dtype]:
         return tokens
     return min(tokens, _ROWS // prompt_length * prompt_length)
 
 
-def takes_prompts(dtype: torch.dtype, prompt_length: int, prompts: int) -> bool:
-    """Whether the kernel takes so many prompts of one length that are admitted together."""
-    return prompt_length <= _LONG_PROMPT and prompt_length * prompts <= _MANY_TOKENS[dtype]
-
-
-def decoder_of(backbone: Backbone) -> Decoder:
-    """The weights of a backbone that is not `unsupported`, as the kernel takes them."""
-    decoder = _examine(backbone).decoder
-    assert decoder is not None
-    return decoder
-
-
 def _examine(backbone: Backbone) -> _Examined:
-    known, kind = _examined.get(backbone), (backbone.dtype, registry.is_exact(), _backend(backbone))
-    if known is None or (known.dtype, known.exact, known.backend) != kind:
+    known, kind = _examined.get(backbone), (backbone.dtype, _backend(backbone), registry.is_exact())
+    if known is None or known.kind != kind:
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
-            if kind[2] == "triton":
+            if _backend(backbone) == "triton":
                 join(decoder)
             reason = _try(backbone, decoder)
-        _examined[backbone] = known = _Examined(
-            dtype=kind[0], exact=kind[1], backend=kind[2], decoder=decoder, reason=reason
-        )
+        _examined[backbone] = known = _Examined(kind=kind, decoder=decoder, reason=reason)
     return known
 
 
@@ -272,16 +253,15 @@ def _decoder(backbone: Backbone) -> Decoder:
 
 
 def _layer(layer: Any, window: int | None) -> DecoderLayer:
-    projections = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
-    attention = layer.self_attn
-    norms = {f"{x}_norm": getattr(attention, f"{x}_norm", None) for x in "qk"}
+    linears = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
+    norms = {f"{x}_norm": getattr(layer.self_attn, f"{x}_norm", None) for x in "qk"}
+    parts: dict[str, Any] = {name: getattr(norm, "weight", None) for name, norm in norms.items()}
+    parts |= {name: Projection(weight=p.weight, bias=p.bias) for name, p in linears.items()}
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
-        q_norm=None if norms["q_norm"] is None else norms["q_norm"].weight,
-        k_norm=None if norms["k_norm"] is None else norms["k_norm"].weight,
         window=window,
-        **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
+        **parts,
     )
 
 
@@ -318,7 +298,7 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
     late = min(backbone.context_length, _LATEST) - 1
     try:
         plain = _trial_steps(TransformersStep(backbone, cache), cache, backbone, late)
-        ours = _trial_steps(NativeStep(backbone, decoder, cache, (), late + 1), cache, backbone, late)
+        ours = _trial_steps(NativeStep(backbone, cache, (), late + 1, decoder), cache, backbone, late)
     except (ValueError, TypeError) as error:  # shapes and dtypes that the kernel does not take
         return f"the kernel refuses it: {error}"
     if registry.is_exact() and not torch.equal(ours, plain):
