@@ -562,6 +562,27 @@ def test_graphs_draw_the_same_answers(max_rows, monkeypatch):
     assert len(sizes) == len(set(sizes)) >= 1  # captured once each
 
 
+def test_rows_of_several_slots_share_the_graph_of_a_step_that_reads_them():
+    model, how = build(), sampling(max_completion_length=40, eos_token_ids=())
+    requests = [
+        Request(prompt=tuple(p), sample_id=i, role=("actor", "reference")[i % 2]) for i, p in enumerate(prompts(5))
+    ]
+    expected = tokens(generate_requests(model, requests, how))
+    makes = {"transformers": lambda engine: TransformersStep(engine.backbone, engine.cache)}
+    if native.missing() is None:
+        makes["native"] = lambda engine: NativeStep(
+            engine.backbone, engine.cache, list(engine._live.slots), engine._live.columns * BLOCK
+        )
+    for name, make in makes.items():
+        engine = begun(model, how, requests, decode_step=name)
+        idle = engine._admission.pool.size
+        engine.cache.grow(idle + 1)
+        engine._step = GraphStep(make(engine), engine._live.columns, idle, again, required=True)
+        answers = sorted(engine.run(), key=lambda answer: answer.index)
+        assert [list(answer.tokens) for answer in answers] == expected
+        assert [size for size, _ in engine._step._graphs] == ([8] if name == "native" else [])
+
+
 def test_few_tokens_are_not_worth_a_capture():
     how = sampling(max_completion_length=30)
     assert run_graphs(build(), prompts(4), how)[2] == []

@@ -200,7 +200,7 @@ def _adapter(entry, SIDE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.const
     return address, stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def shrink_kernel(
     x_ptr,  # [n_rows, depth]
     slot_ptr,  # [n_rows]
@@ -242,7 +242,7 @@ def shrink_kernel(
     tl.store(h_ptr + at, h * scale, mask=mine[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def expand_kernel(
     h_ptr,  # [n_splits, n_rows, members, R] fp32
     slot_ptr,  # [n_rows]
