@@ -74,18 +74,12 @@ def _sum(x_ptr, delta_ptr, source, row, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_norm_kernel(
-    x_ptr,  # [.., WIDTH], rows x_stride apart
-    token_ptr,  # [N], rows of x; None: 0, 1, …
-    delta_ptr,  # [N, WIDTH] or None
-    weight_ptr,  # [WIDTH]
-    sum_ptr,  # out [N, WIDTH] or None: x + delta
-    y_ptr,  # out [N, WIDTH]: its norm
-    x_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def add_norm_kernel(x_ptr, token_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, x_stride, eps, WIDTH: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """sum [N, WIDTH]: x + delta, unless there is no delta, and y [N, WIDTH]: its norm.
+
+    Rows of x are x_stride apart; row n is the one of token n where there are tokens. Without sum it is not kept.
+    """
     row = tl.program_id(0).to(tl.int64)
     source = row * x_stride
     if token_ptr is not None:
@@ -117,32 +111,13 @@ def _normed(a, b, weight_ptr, i, eps, narrow: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def heads_kernel(
-    x_ptr,  # [N, n_heads + 2 n_kv, 2 HALF]: q, k and v
-    position_ptr,  # [N]
-    table_ptr,  # [N, max_blocks]
-    cos_ptr,  # [P, 2 HALF]
-    sin_ptr,
-    q_norm_ptr,  # [2 HALF] or None
-    k_norm_ptr,
-    q_ptr,  # out [N, n_heads, 2 HALF]
-    key_ptr,  # out, the cache [blocks, block, n_kv, 2 HALF]
-    value_ptr,
-    n_heads,
-    n_kv,
-    block,
-    table_row,
-    table_column,
-    k_block,
-    k_position,
-    k_head,
-    v_block,
-    v_position,
-    v_head,
-    eps,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def heads_kernel(x_ptr, position_ptr, table_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr, key_ptr, value_ptr,
+                 n_heads, n_kv, block, table_row, table_column, k_block, k_position, k_head, v_block, v_position,
+                 v_head, eps, HALF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """q [N, n_heads, 2 HALF], and rows of the caches [blocks, block, n_kv, 2 HALF], of x [N, heads of q, k and v].
+
+    A head is normed where there is a weight [2 HALF], and q and k are turned by the angles [P, 2 HALF] of the position.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     inside = i < HALF
@@ -201,24 +176,13 @@ def _adapter(entry, SIDE: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def shrink_kernel(
-    x_ptr,  # [n_rows, depth]
-    slot_ptr,  # [n_rows]
-    adapter_ptr,  # [members, n_slots, 6]
-    h_ptr,  # out [splits, n_rows, members, R] fp32: s A x over a split, in rows that have the slot
-    n_rows,
-    n_slots,
-    n_members,
-    depth,
-    split_size,
-    ELEMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-):
+def shrink_kernel(x_ptr, slot_ptr, adapter_ptr, h_ptr, n_rows, n_slots, n_members, depth, split_size,
+                  ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr,
+                  BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """h [splits, n_rows, members, R] fp32: s A x of x [n_rows, depth] over a split, in rows that have the slot.
+
+    adapters: [members, n_slots, 6]; slot: [n_rows].
+    """
     split, kind = tl.program_id(1), tl.program_id(2)
     slot, member = kind % n_slots, kind // n_slots % n_members
     r = kind // n_slots // n_members * BR + tl.arange(0, BR)
@@ -243,26 +207,13 @@ def shrink_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def expand_kernel(
-    h_ptr,  # [n_splits, n_rows, members, R] fp32
-    slot_ptr,  # [n_rows]
-    adapter_ptr,  # [members, n_slots, 6]
-    y_ptr,  # [n_rows, width]: B h is added in rows that have the slot
-    n_rows,
-    n_slots,
-    n_members,
-    n_splits,
-    end_0,  # columns of the first member, of the first two, of all
-    end_1,
-    width,
-    ELEMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-):
+def expand_kernel(h_ptr, slot_ptr, adapter_ptr, y_ptr, n_rows, n_slots, n_members, n_splits, end_0, end_1, width,
+                  ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr, R: tl.constexpr,
+                  BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """y [n_rows, width] += B h in rows that have the slot, h being what `shrink_kernel` has made.
+
+    end_0, end_1, width: columns of the first member, of the first two, of all.
+    """
     tile, slot = tl.program_id(1), tl.program_id(2)
     after_0 = tl.cdiv(end_0, BD)  # tiles of the first member
     after_1 = after_0 + tl.cdiv(end_1 - end_0, BD)
@@ -304,7 +255,7 @@ class _Adapters(NamedTuple):
     A: Any  # dtypes, as Triton names them
     B: Any
     rank: int  # the largest one
-    aligned: bool  # addresses, strides and columns allow wide loads
+    aligned: tuple[bool, bool]  # addresses, strides and columns allow wide loads of A, of B
 
 
 class _Group(NamedTuple):
@@ -432,7 +383,8 @@ class Step:
                     own = rows[begin : begin + len(names) * n_slots]
                     rank = max(row[4] for row in own)
                     if rank:
-                        aligned = all(x % 16 == 0 for row in own for x in row[:4]) and all(x % 16 == 0 for x in ends)
+                        wide = [all(x % 16 == 0 for row in own for x in row[side:4:2]) for side in (0, 1)]
+                        aligned = wide[0], wide[1] and all(x % 16 == 0 for x in ends)
                         part = table[i, first : first + len(names)]
                         adapters.append(_Adapters(part, _ELEMENTS[A], _ELEMENTS[B], rank, aligned))
                 groups.append(_Group(side_by_side(linears), ends, adapters))
@@ -472,13 +424,13 @@ def _product(x: Tensor, group: _Group, slots: Tensor) -> Tensor:
         splits = triton.cdiv(depth, split)
         shrink, expand = _tile(a.rank, depth, a.A), _tile(a.rank, width, a.B)
         h = torch.empty(splits, n, members, shrink["R"], dtype=torch.float32, device=x.device)
-        common: dict[str, Any] = {"ALIGNED": a.aligned, "UPCAST": INTERPRETED}
+        wide_A, wide_B = ({"ALIGNED": aligned, "UPCAST": INTERPRETED} for aligned in a.aligned)
         shrink_kernel[(triton.cdiv(n, ROWS), splits, members * n_slots * (shrink["R"] // shrink["BR"]))](
-            x, slots, a.table, h, n, n_slots, members, depth, split, ELEMENT=a.A, **common, **shrink
+            x, slots, a.table, h, n, n_slots, members, depth, split, ELEMENT=a.A, **wide_A, **shrink
         )
         tiles = sum(triton.cdiv(b - a, expand["BD"]) for a, b in itertools.pairwise((0, *ends, width)))
         expand_kernel[(triton.cdiv(n, ROWS), tiles, n_slots)](
-            h, slots, a.table, y, n, n_slots, members, splits, *ends, width, ELEMENT=a.B, **common, **expand
+            h, slots, a.table, y, n, n_slots, members, splits, *ends, width, ELEMENT=a.B, **wide_B, **expand
         )
     return y
 

@@ -2,9 +2,9 @@
 
 A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
-drawn token the next input and moves on by one position, all on the device. Rows of several slots, unless the step reads
-slots from the state, draws with top-k, top-p or min-p, and rows that may not end yet go through the other step itself.
-So do the last tokens of rows for which no graph is large enough: a capture takes as long as many steps.
+drawn token the next input and moves on by one position, all on the device. Draws with top-k, top-p or min-p, and rows
+that may not end yet, go through the other step itself. So do rows of several slots, unless that reads slots from the
+state, and the last tokens of rows for which no graph is large enough: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
