@@ -258,11 +258,9 @@ MUTATIONS = read("""
 -if addresses != self._addresses:
 +if not self._addresses:
 @ triton kernels/rlhf_kernels/decode_step/model.py
-# what lies apart is taken together | triton/test_decode_step.py::test_tiers
--        b.data_ptr() == a.data_ptr() + a.shape[0] * a.stride(0) * a.element_size()
--        and a.stride() == b.stride()
--        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-+        a.stride() == b.stride()
+# joined in another order | triton/test_decode_step.py::test_groups_that_lie_side_by_side_are_one_product
+-zip(tensors, parts, strict=True)
++zip(tensors[::-1], parts, strict=True)
 
 == linear
 @ triton kernels/rlhf_kernels/linear/triton.py
