@@ -153,6 +153,14 @@ def test_exact_mode_and_what_was_never_measured_are_asked_for_by_name(monkeypatc
     assert not exactness.by_default("cuda")
 
 
+def test_a_whole_step_in_triton_is_asked_for_by_name(monkeypatch):
+    assert gpu_defaults(monkeypatch, ("triton",))["decode_step"] == "reference"
+    backbone = SimpleNamespace(device=torch.device("cuda"), quantized=False, sharded=False, base_model=None)
+    monkeypatch.setattr(engine.native_step, "unsupported", lambda backbone: None)
+    chosen = [engine._choose_step(engine.EngineOptions(decode_step=name), backbone) for name in ("auto", "native")]
+    assert chosen == ["graph", "native"]
+
+
 def test_prompts_are_copied_on_a_gpu_unless_a_model_is_told(monkeypatch):
     """`can_share` says yes, as it does on a GPU in half precision and in exact mode."""
     monkeypatch.setattr(hydra_model, "can_share", lambda *_: True)

@@ -236,7 +236,8 @@ class EngineOptions:
     """Most bytes of keys and values, all rows together, ≥ 1; None: as many as the rows alive at once may need."""
     decode_step: StepName = "auto"
     """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
-    step where it serves the backbone, except where the kernel table prefers the reference."""
+    step where it serves the backbone, except where the kernel table prefers the reference. On CUDA the native step is
+    captured, too."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineOptions:
@@ -442,7 +443,8 @@ class RolloutEngine:
 
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
-        addresses = [p.data_ptr() for p in self.backbone.parameters()] if step == "graph" else []
+        self._captures = step == "graph" or (step == "native" and _no_graphs(self.backbone) is None)
+        addresses = [p.data_ptr() for p in self.backbone.parameters()] if self._captures else []
         where = (self.backbone.device, self.backbone.dtype, *self.backbone._slots.values())
         reads = (step, registry.is_exact(), registry.default_backend(), *where, *addresses)
         if reads != self._reads:
@@ -462,10 +464,11 @@ class RolloutEngine:
         alive = len(live) + waiting
         # a prompt and a row at a time where exact mode does not serve the backbone
         self._max_rows = 1 if self._is_alone else min(alive, self._options.max_rows or alive)
-        self._places_to_wait_for = -(-self._max_rows // _KINDS[self._kind].wait_share)
+        share = NativeStep.wait_share if self._kind == "native" and not self._captures else GraphStep.wait_share
+        self._places_to_wait_for = -(-self._max_rows // share)
         had = (live.columns, len(live.slots), pool.size)
         columns = max(row.blocks_needed for row in rows)
-        if self._kind == "graph":  # few sizes, each of which is captured anew
+        if self._captures:  # few sizes, each of which is captured anew
             columns = 1 << (columns - 1).bit_length()
         live.widen(max(live.columns, columns))
         for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
@@ -595,15 +598,14 @@ class RolloutEngine:
             return self._step
         live, blocks = self._live, self._admission.pool.size
         # one more block, which idle places of a graph write into
-        self.cache.grow(blocks + int(self._kind == "graph"))
-        if self._kind == "graph":
-            capture, required = CudaCapture(self.backbone.device), self._options.decode_step == "graph"
-            self._step = GraphStep(self.backbone, self.cache, live.columns, blocks, capture, required=required)
-        elif self._kind == "native":
-            decoder, positions = native_step.decoder_of(self.backbone), live.columns * BLOCK
-            self._step = NativeStep(self.backbone, decoder, self.cache, list(live.slots), positions)
+        self.cache.grow(blocks + int(self._captures))
+        if self._kind == "native":
+            self._step = NativeStep(self.backbone, self.cache, list(live.slots), live.columns * BLOCK)
         else:
             self._step = TransformersStep(self.backbone, self.cache)
+        if self._captures:
+            capture, required = CudaCapture(self.backbone.device), self._options.decode_step == "graph"
+            self._step = GraphStep(self._step, live.columns, blocks, capture, required=required)
         return self._step
 
     def _row(self, number: int, request: Request, sampling: SamplingConfig, decode: Decode | None) -> AnswerRow:
@@ -618,9 +620,6 @@ class RolloutEngine:
             then=request.then,
             stop=StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None,
         )
-
-
-_KINDS: dict[str, type[RolloutStep]] = {"native": NativeStep, "graph": GraphStep, "transformers": TransformersStep}
 
 
 def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:
@@ -660,6 +659,8 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
         return name
     if name == "transformers":
         return name
+    if is_gpu(backbone.device):
+        del reasons["native"]  # no GPU has run it
     served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
     if "native" in served and not native_step.preferred(backbone, "cpu"):
         served.remove("native")

@@ -615,7 +615,9 @@ def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, lis
     engine._burst = 5
     idle = engine._admission.pool.size
     engine.cache.grow(idle + 1)
-    engine._step = GraphStep(engine.backbone, engine.cache, engine._live.columns, idle, again, required=True)
+    engine._step = GraphStep(
+        TransformersStep(engine.backbone, engine.cache), engine._live.columns, idle, again, required=True
+    )
     answers = sorted(engine.run(), key=lambda answer: answer.index)
     sizes = [size for size, _ in engine._step._graphs]
     return [list(a.tokens) for a in answers], [a.finish_reason for a in answers], sizes
@@ -635,6 +637,27 @@ def test_graphs_draw_the_same_answers(max_rows, monkeypatch):
     assert len(sizes) == len(set(sizes)) >= 1  # captured once each
 
 
+def test_rows_of_several_slots_share_the_graph_of_a_step_that_reads_them():
+    model, how = build(), sampling(max_completion_length=40, eos_token_ids=())
+    requests = [
+        Request(prompt=tuple(p), sample_id=i, role=("actor", "reference")[i % 2]) for i, p in enumerate(prompts(5))
+    ]
+    expected = tokens(generate_requests(model, requests, how))
+    makes = {"transformers": lambda engine: TransformersStep(engine.backbone, engine.cache)}
+    if native.missing() is None:
+        makes["native"] = lambda engine: NativeStep(
+            engine.backbone, engine.cache, list(engine._live.slots), engine._live.columns * BLOCK
+        )
+    for name, make in makes.items():
+        engine = begun(model, how, requests, decode_step=name)
+        idle = engine._admission.pool.size
+        engine.cache.grow(idle + 1)
+        engine._step = GraphStep(make(engine), engine._live.columns, idle, again, required=True)
+        answers = sorted(engine.run(), key=lambda answer: answer.index)
+        assert [list(answer.tokens) for answer in answers] == expected
+        assert [size for size, _ in engine._step._graphs] == ([8] if name == "native" else [])
+
+
 def test_few_tokens_are_not_worth_a_capture():
     how = sampling(max_completion_length=30)
     assert run_graphs(build(), prompts(4), how)[2] == []
@@ -649,7 +672,7 @@ def test_a_step_that_cannot_be_captured():
     for required in (True, False):
         engine = begun(model, how, requests, decode_step="transformers")
         engine.cache.grow(engine._admission.pool.size)
-        engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, cannot, required=required)
+        engine._step = GraphStep(TransformersStep(engine.backbone, engine.cache), 3, 0, cannot, required=required)
         if required:
             with pytest.raises(CaptureError, match="decode_step: expected a model whose step can be captured"):
                 list(engine.run())
@@ -704,7 +727,7 @@ def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monke
         engine = begun(model, how, requests, decode_step="transformers")
         engine.cache.grow(engine._admission.pool.size)
         capture = CudaCapture(torch.device("cpu"))
-        engine._step = GraphStep(engine.backbone, engine.cache, 3, 0, capture, required=False)
+        engine._step = GraphStep(TransformersStep(engine.backbone, engine.cache), 3, 0, capture, required=False)
         if breaks:
             decode, calls_so_far = engine._step.decode, itertools.count()
 

@@ -18,12 +18,13 @@ anything, NaN and wild indices included. Rows of one call may have the same tabl
 whole prompt: each sees those before it. Adapters of other
 slots never touch a row, infinite ones included.
 
-dtypes: weights, norms, biases, angles, caches and hidden have one, float32 or bfloat16 (cpu), any floating one
-(reference); A and B may differ from it. Sums are fp32 (fp64 for fp64) and rounded where transformers' modules round:
-norms, linears (with bias, then with the adapter's part), rotary products, silu and the gated product, attention,
-residual sums. Deterministic: on the cpu backend the bits of a row do not depend on the other rows, their number, order
-or slots. Nor do they depend on where its blocks lie or on the number of threads. Inference only. Backends: cpu,
-reference.
+dtypes: weights, norms, biases, angles, caches and hidden have one, float32 or bfloat16 (cpu), float16 too (triton),
+any floating one (reference); A and B may differ from it. Sums are fp32 (fp64 for fp64) and rounded where transformers'
+modules round: norms, linears (with bias, then with the adapter's part), rotary products, silu and the gated product,
+attention, residual sums. Deterministic: on the cpu backend the bits of a row do not depend on the other rows, their
+number, order or slots. Nor do they depend on where its blocks lie or on the number of threads. Inference only.
+
+Backends: cpu; triton, asked for by name, never in exact mode, which a CUDA graph can capture; reference.
 
 Weights and adapters are read where they lie at every call, so what an optimizer writes into them is seen. Calls of one
 `DecodeStep` from several threads take turns.
@@ -45,15 +46,27 @@ from rlhf_kernels.decode_step.model import (
     StepAdapter,
     check_adapter,
     check_decoder,
+    join,
     mlp_shape,
     tensors_of,
 )
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime import registry, triton_support
 
-__all__ = ["LINEARS", "DecodeStep", "Decoder", "DecoderLayer", "Projection", "StepAdapter"]
+__all__ = ["LINEARS", "DecodeStep", "Decoder", "DecoderLayer", "Projection", "StepAdapter", "join"]
 
 registry.register("decode_step", "reference", reference)
 registry.register("decode_step", "cpu", native)
+
+
+def _triton_unsupported(device_type: str, dtype: torch.dtype) -> str | None:
+    if registry.is_exact():
+        return "exact mode: its products are torch's, whose bits are not those of a training forward"
+    return triton_support.unsupported(device_type, dtype)
+
+
+registry.register(
+    "decode_step", "triton", registry.Lazy("rlhf_kernels.decode_step.triton", _triton_unsupported), by_name=True
+)
 
 
 class DecodeStep:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlhf_kernels.runtime.signature import check_window
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of a layer's linears, in their order."""
+GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+"""Linears of one input, in the order of `LINEARS`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +129,52 @@ def tensors_of(decoder: Decoder, adapters: Sequence[StepAdapter]) -> list[Tensor
     for adapter in adapters:
         tensors += [t for pairs in adapter.pairs for pair in pairs.values() for t in pair]
     return tensors
+
+
+def side_by_side(linears: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of all linears together, as views, where these lie one after another; else the linears."""
+    weights, biases = [weight for weight, _ in linears], [bias for _, bias in linears if bias is not None]
+    if not _follow(weights) or len(biases) not in (0, len(linears)) or not _follow(biases):
+        return linears
+    return [(_over(weights), _over(biases) if biases else None)]
+
+
+def join(decoder: Decoder) -> None:
+    """Lay the weights of q, k and v side by side, and those of gate and up, so that one product serves each group.
+
+    The tensors stay what they are, with their values; their memory is another one, of the same size in all. One group
+    is copied at a time. Groups that lie side by side already, or of which not all linears have a bias, are left.
+
+    Args:
+        decoder: weights of a model, each a tensor of its own.
+    """
+    for layer in decoder.layers:
+        for names in GROUPS:
+            projections: list[Projection] = [getattr(layer, name) for name in names]
+            biases = [p.bias for p in projections if p.bias is not None]
+            if len(biases) not in (0, len(names)):
+                continue
+            for tensors in ([p.weight for p in projections], biases):
+                if not _follow(tensors):
+                    parts = torch.cat([t.detach() for t in tensors]).split([t.shape[0] for t in tensors])
+                    for tensor, part in zip(tensors, parts, strict=True):
+                        tensor.data = part
+
+
+def _follow(tensors: list[Tensor]) -> bool:
+    """Whether each begins in memory where the one before it ends, rows being equally far apart."""
+    return all(
+        b.data_ptr() == a.data_ptr() + a.shape[0] * a.stride(0) * a.element_size()
+        and a.stride() == b.stride()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        for a, b in itertools.pairwise(tensors)
+    )
+
+
+def _over(tensors: list[Tensor]) -> Tensor:
+    """View of tensors that follow each other."""
+    first = tensors[0].detach()
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
 def check_decoder(decoder: Decoder) -> None:

@@ -1,10 +1,10 @@
-"""Decoding steps as CUDA graphs: transformers' forward and the sampling, captured once per number of rows.
+"""Decoding steps as CUDA graphs: another step's decoding and the sampling, captured once per number of rows.
 
 A graph reads and writes tensors that stay where they are, with places for as many rows as its bucket has; rows that are
 not there are idle and write into a block of the cache that is nobody's. One replay is one token: it draws, makes the
-drawn token the next input and moves on by one position, all on the device. Rows of several slots, draws with top-k,
-top-p or min-p, and rows that may not end yet go through the forward itself. So do the last tokens of rows for which no
-graph is large enough: a capture takes as long as many steps.
+drawn token the next input and moves on by one position, all on the device. Draws with top-k, top-p or min-p, and rows
+that may not end yet, go through the other step itself. So do rows of several slots, unless that reads slots from the
+state, and the last tokens of rows for which no graph is large enough: a capture takes as long as many steps.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from rlhf_engine.errors import EngineError
-from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.hydra.kv_cache import KVCache
 from rlhf_engine.rollout.rows import LiveRows, RowState, SampleGroup
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
-from rlhf_engine.rollout.steps.transformers import TransformersStep
+from rlhf_engine.rollout.steps.transformers import Prompt, RolloutStep, TransformersStep
 
 Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]
 """Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
@@ -40,16 +38,15 @@ class CaptureError(EngineError):
     """A decoding step that cannot be captured."""
 
 
-class GraphStep(TransformersStep):
-    """`TransformersStep` with captured decoding."""
+class GraphStep(RolloutStep):
+    """Another step, its decoding captured."""
 
     name = "graph"
+    wait_share = TransformersStep.wait_share
 
-    def __init__(
-        self, backbone: Backbone, cache: KVCache, columns: int, idle_block: int, capture: Capture, *, required: bool
-    ) -> None:
-        """Capture a step for tables of `columns` blocks; else the forward runs, or CaptureError if required."""
-        super().__init__(backbone, cache)
+    def __init__(self, step: RolloutStep, columns: int, idle_block: int, capture: Capture, *, required: bool) -> None:
+        """Capture a step for tables of `columns` blocks; else it runs by itself, or CaptureError if required."""
+        self._step, self.backbone, self.cache = step, step.backbone, step.cache
         self._columns, self._idle_block = columns, idle_block
         self._capture: Capture | None = capture
         self._required = required
@@ -64,15 +61,24 @@ class GraphStep(TransformersStep):
             self._graphs = {key: graph for key, graph in self._graphs.items() if key in self.used}
         self.used.clear()
 
+    def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        return self._step.prefill(prompts)
+
+    def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
+        return self._step.decode(state, table, longest)
+
     def decode_many(self, live: LiveRows, n: int, sampler: Sampler) -> list[NextTokens]:
         graph = self._graph_for(live, sampler)
         return super().decode_many(live, n, sampler) if graph is None else graph.run(live, n)
 
     def _graph_for(self, live: LiveRows, sampler: Sampler) -> _Graph | None:
-        """The graph that serves these rows; None for the forward itself."""
-        if self._capture is None or not _captures(live):
+        """The graph that serves these rows; None for the step itself."""
+        (group, *others), any_slot, rows = live.groups(), self._step.reads_slots, len(live)
+        if self._capture is None or others or (len(live.slot_table.slots) > 1 and not any_slot):
             return None
-        slot, group, rows = live.rows[0].slot, live.groups()[0], len(live)
+        if group.temperature is None or group.truncates or group.not_yet is not None:
+            return None
+        slot = None if any_slot else live.rows[0].slot
         kind = (slot, group.slot, group.temperature)
         size, left = bucket(rows), max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows)
         known = min((n for n, other in self.used if n >= rows and other == kind), default=None)
@@ -88,7 +94,7 @@ class GraphStep(TransformersStep):
         except CaptureError as error:
             if self._required:
                 raise
-            self._capture, self.name = None, TransformersStep.name
+            self._capture, self.name = None, self._step.name
             warnings.warn(f"decoding without CUDA graphs: {error}", stacklevel=2)
             return None
         self._graphs[size, kind] = made
@@ -137,14 +143,6 @@ class _Graph:
 def bucket(rows: int) -> int:
     """Places of the smallest graph that has room for so many rows."""
     return next((size for size in _BUCKETS if size >= rows), -(-rows // 128) * 128)
-
-
-def _captures(live: LiveRows) -> bool:
-    """Whether one graph serves these rows."""
-    group, *others = live.groups()
-    if others or len(live.slot_table.slots) > 1:
-        return False
-    return group.temperature is not None and not group.truncates and group.not_yet is None
 
 
 class CudaCapture:

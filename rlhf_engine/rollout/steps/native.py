@@ -1,10 +1,11 @@
-"""Decoding steps of Llama-like backbones on the CPU, a whole model in one call of `rlhf_kernels.decode_step`.
+"""Decoding steps of Llama-like backbones, a whole model in one call of `rlhf_kernels.decode_step`.
 
 A backbone qualifies by what it is made of, and by a trial: some tokens go through transformers' forward and through the
 kernel, and hidden states and arg-max tokens have to agree. Whatever the modules do that the kernel does not know of (a
 scaled embedding, another norm) fails the trial, and the backbone keeps to transformers' forward.
 
-Prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster there.
+On a CPU prompts are rows of a call as well, one for each token; long ones go through transformers' forward, faster
+there. On a GPU, where the step is asked for by name, all do; weights of linears with one input are laid side by side.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter, join
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone, head_logits
@@ -42,7 +44,7 @@ _LINEARS = {
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
-_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
 """Largest error of a hidden state in the trial, relative to what the layers add to the embedding; figures in
 docs/decisions. Beyond it a backbone keeps to transformers' forward, which costs time only."""
 _LATEST = 2**16  # positions up to which the trial looks at a late one
@@ -58,19 +60,22 @@ class NativeStep(RolloutStep):
     """Prompts and rows through the kernel; long prompts through the model's own forward."""
 
     name = "native"
+    reads_slots = True
     wait_share = 1000
 
     def __init__(
-        self, backbone: Backbone, decoder: Decoder, cache: KVCache, slots: Sequence[str], positions: int
+        self, backbone: Backbone, cache: KVCache, slots: Sequence[str], positions: int, decoder: Decoder | None = None
     ) -> None:
         """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
-        self.backbone, self.cache = backbone, cache
+        self.backbone, self.cache, decoder = backbone, cache, decoder or _examine(backbone).decoder
+        assert decoder is not None, "of a backbone that is not `unsupported`, or in its trial"
         self._plain = TransformersStep(backbone, cache)
-        self._run = DecodeStep(decoder, [_adapter(backbone, backbone.slot(slot)) for slot in slots], backend="cpu")
+        adapters = [_adapter(backbone, backbone.slot(slot)) for slot in slots]
+        self._run = DecodeStep(decoder, adapters, backend=_backend(backbone))
         self._cos, self._sin = _angles(backbone, positions)
         self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
         self._n_layers = len(decoder.layers)
-        self._like = torch.empty(0, decoder.n_kv_heads, decoder.head_dim, dtype=backbone.dtype)
+        self._like = self._cos.new_empty(0, decoder.n_kv_heads, decoder.head_dim)
         self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -87,9 +92,17 @@ class NativeStep(RolloutStep):
         lengths = [len(prompt.tokens) for prompt in prompts]
         short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
         long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
-        if sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
+        if self._run.backend != "cpu" or sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
             return [], [list(range(len(prompts)))]
-        return _calls(short, lengths), [long] if long else []
+        calls: list[list[int]] = []
+        tokens = _ROWS
+        for i in short:  # in their order, as many together as one call of the kernel takes
+            if tokens + lengths[i] > _ROWS:
+                calls.append([])
+                tokens = 0
+            calls[-1].append(i)
+            tokens += lengths[i]
+        return calls, [long] if long else []
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
@@ -120,25 +133,12 @@ class NativeStep(RolloutStep):
         return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
 
 
-def _calls(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Places in their order, as many together as one call of the kernel takes."""
-    calls: list[list[int]] = []
-    tokens = _ROWS
-    for i in places:
-        if tokens + lengths[i] > _ROWS:
-            calls.append([])
-            tokens = 0
-        calls[-1].append(i)
-        tokens += lengths[i]
-    return calls
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Examined:
-    """Decoder of a backbone or the reason against one, for as long as its weights are of this dtype."""
+    """Decoder of a backbone or the reason against one, for as long as it is of this kind."""
 
-    dtype: torch.dtype
-    exact: bool  # whether it was tried in exact mode, where the two ways have to agree to the bit
+    kind: tuple[torch.dtype, str, bool]
+    """Dtype of its weights, backend, and whether exact mode was on, where the two ways have to agree to the bit."""
     decoder: Decoder | None
     reason: str | None
 
@@ -150,7 +150,12 @@ def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if backbone.in_turn is not None:
         return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base)"
-    return without_ops(backbone, ("decode_step",)) or _examine(backbone).reason
+    return without_ops(backbone, ("decode_step",), _backend(backbone)) or _examine(backbone).reason
+
+
+def _backend(backbone: Backbone) -> str:
+    """The kernels that serve a backbone where it is."""
+    return "triton" if is_gpu(backbone.device) or registry.default_backend() == "triton" else "cpu"
 
 
 def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") -> str | None:
@@ -177,33 +182,21 @@ def preferred(backbone: Backbone, device_type: str) -> bool:
 def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int:
     """Tokens that go through a layer at once, of so many prompts of one length that are admitted together."""
     tokens = prompt_length * prompts
-    if not takes_prompts(dtype, prompt_length, prompts):
+    if prompt_length > _LONG_PROMPT or tokens > _MANY_TOKENS[dtype]:
         return tokens
     return min(tokens, _ROWS // prompt_length * prompt_length)
 
 
-def takes_prompts(dtype: torch.dtype, prompt_length: int, prompts: int) -> bool:
-    """Whether the kernel takes so many prompts of one length that are admitted together."""
-    return prompt_length <= _LONG_PROMPT and prompt_length * prompts <= _MANY_TOKENS[dtype]
-
-
-def decoder_of(backbone: Backbone) -> Decoder:
-    """The weights of a backbone that is not `unsupported`, as the kernel takes them."""
-    decoder = _examine(backbone).decoder
-    assert decoder is not None
-    return decoder
-
-
 def _examine(backbone: Backbone) -> _Examined:
-    known = _examined.get(backbone)
-    if known is None or (known.dtype, known.exact) != (backbone.dtype, registry.is_exact()):
+    known, kind = _examined.get(backbone), (backbone.dtype, _backend(backbone), registry.is_exact())
+    if known is None or known.kind != kind:
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
+            if _backend(backbone) == "triton":
+                join(decoder)
             reason = _try(backbone, decoder)
-        _examined[backbone] = known = _Examined(
-            dtype=backbone.dtype, exact=registry.is_exact(), decoder=decoder, reason=reason
-        )
+        _examined[backbone] = known = _Examined(kind=kind, decoder=decoder, reason=reason)
     return known
 
 
@@ -260,16 +253,15 @@ def _decoder(backbone: Backbone) -> Decoder:
 
 
 def _layer(layer: Any, window: int | None) -> DecoderLayer:
-    projections = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
-    attention = layer.self_attn
-    norms = {f"{x}_norm": getattr(attention, f"{x}_norm", None) for x in "qk"}
+    linears = {name: layer.get_submodule(path) for name, path in _LINEARS.items()}
+    norms = {f"{x}_norm": getattr(layer.self_attn, f"{x}_norm", None) for x in "qk"}
+    parts: dict[str, Any] = {name: getattr(norm, "weight", None) for name, norm in norms.items()}
+    parts |= {name: Projection(weight=p.weight, bias=p.bias) for name, p in linears.items()}
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
-        q_norm=None if norms["q_norm"] is None else norms["q_norm"].weight,
-        k_norm=None if norms["k_norm"] is None else norms["k_norm"].weight,
         window=window,
-        **{name: Projection(weight=p.weight, bias=p.bias) for name, p in projections.items()},
+        **parts,
     )
 
 
@@ -306,7 +298,7 @@ def _try(backbone: Backbone, decoder: Decoder) -> str | None:
     late = min(backbone.context_length, _LATEST) - 1
     try:
         plain = _trial_steps(TransformersStep(backbone, cache), cache, backbone, late)
-        ours = _trial_steps(NativeStep(backbone, decoder, cache, (), late + 1), cache, backbone, late)
+        ours = _trial_steps(NativeStep(backbone, cache, (), late + 1, decoder), cache, backbone, late)
     except (ValueError, TypeError) as error:  # shapes and dtypes that the kernel does not take
         return f"the kernel refuses it: {error}"
     if registry.is_exact() and not torch.equal(ours, plain):

@@ -1,7 +1,7 @@
 """Steps over prompts and new tokens: hidden states of the next token, with keys and values kept in the cache.
 
-`TransformersStep` goes through the model's own forward under the gate, which serves every backbone. `native_step` and
-`graph_step` do the same faster where they can.
+`TransformersStep` goes through the model's own forward under the gate, which serves every backbone. `NativeStep` does
+the same faster where it can, and `GraphStep` captures either.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class RolloutStep(ABC):
 
     name: str
     backbone: Backbone
+    cache: KVCache
+    reads_slots = False  # from the state, so that a captured call serves rows of any slots
     wait_share: int  # one in so many places has to be free before waiting prompts interrupt the decoding of the others
 
     @abstractmethod
