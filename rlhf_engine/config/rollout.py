@@ -26,8 +26,8 @@ class EngineConfig(Options):
     )
     decode_step: StepName = option(
         "auto",
-        "what runs a step: native code for Llama-like models on a CPU, CUDA graphs, or the model's own forward, "
-        "which serves every model",
+        "what runs a step: own code for Llama-like models (native; on a GPU by name), CUDA graphs, or the model's "
+        "forward, which serves every model",
     )
     exact: bool | None = option(
         None,
