@@ -62,7 +62,7 @@ class GatedLinear(nn.Linear):
     """An nn.Linear on the same weight and bias objects."""
 
     readers: tuple[GatedLinear, ...] = ()
-    """Linears that read one tensor one after another, this one first, as the probe has seen; empty for the others."""
+    """Linears that read its input right after it, as the probe has seen. Not itself: a cycle would keep its weight."""
 
     def __init__(self, base: nn.Linear, *, path: str, stream: int) -> None:
         nn.Module.__init__(self)
@@ -76,7 +76,7 @@ class GatedLinear(nn.Linear):
         if call is not None and call.dropout is None and isinstance(call.attention, DecodePlan):
             return self._decode(x, call, call.attention.linears)
         if call is not None and group.is_wanted():
-            return group.read(x, self, self.readers, lambda linear: linear.reader(call))
+            return group.read(x, self, (self, *self.readers), lambda linear: linear.reader(call))
         arguments = None if call is None else self.gated.lora_arguments(call)
         if arguments is None:
             return linear(x, self.weight, self.bias)

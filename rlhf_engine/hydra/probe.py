@@ -314,7 +314,7 @@ def _ran(backbone: Backbone) -> Iterator[set[str]]:
         alike = x is last[0] and parent == last[1] and module not in last[2] and len(last[2]) < group.MOST
         last[:] = x, parent, (*last[2], module) if alike else (module,)
         for linear in last[2] if all(isinstance(member, GatedLinear) for member in last[2]) else ():
-            linear.readers = last[2] if linear is last[2][0] else ()
+            linear.readers = last[2][1:] if linear is last[2][0] else ()
 
     hooks = [
         backbone.model.get_submodule(path).register_forward_hook(functools.partial(note, path=path))

@@ -405,9 +405,10 @@ def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
     engine = begun(model, how, [Request(prompt=(5,), sample_id=0)])
     engine.step()
     generate(copied, [[5]], how)
-    gone = [weakref.ref(x) for x in (engine, copied, copied.backbone(), RolloutEngine.of(copied))]
-    del engine, copied
-    assert [ref() for ref in gone] == [None] * 4  # at once, and the caches with them
+    linear = next(iter(copied.backbone().linears.values()))
+    gone = [weakref.ref(x) for x in (engine, copied, copied.backbone(), RolloutEngine.of(copied), linear)]
+    del engine, copied, linear
+    assert [ref() for ref in gone] == [None] * 5  # at once, and the caches with them
     with pytest.raises(ValueError, match="number: expected one of the 0 that `submit` returned, got 0"):
         RolloutEngine(model).cancel(0)
 

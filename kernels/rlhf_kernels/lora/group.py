@@ -202,7 +202,7 @@ def read(x: Tensor, owner: _T, group: Sequence[_T], reader_of: Callable[[_T], Re
     Args:
         x: [.., K], floating.
         owner: a linear.
-        group: linears that are expected to read x one after another, the owner first. Empty: it is none's first.
+        group: linears that are expected to read x one after another, the owner first.
         reader_of: weights and adapters of one of them.
 
     Returns:
@@ -215,7 +215,6 @@ def read(x: Tensor, owner: _T, group: Sequence[_T], reader_of: Callable[[_T], Re
     """
     y = held.take(x, owner)
     if y is None:
-        group = group or (owner,)
         y, *others = lora_linears(x, [reader_of(member) for member in group])
         held.put(x, {id(member): result for member, result in zip(group[1:], others, strict=True)})
     return y
