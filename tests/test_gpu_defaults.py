@@ -81,7 +81,6 @@ RECORDS: dict[tuple[str, str], Proof] = {
     ("linear_ppo_loss", "triton"): timed("linear_ppo_loss_frozen.jsonl"),
     ("lora", "triton"): profiled("_shrink_kernel"),
     ("lora_decode", "triton"): timed("lora_decode_graphs.jsonl"),
-    ("lora_decode_delta", "cuda"): passed("tests/kernels/test_cuda_lora_decode.py"),
     ("ppo_loss", "cuda"): OF_CUDA,
     ("ppo_loss", "triton"): passed("tests/kernels/triton/test_ppo_loss.py"),
     ("rms_norm", "triton"): profiled("norm_kernel"),

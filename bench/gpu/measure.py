@@ -39,7 +39,7 @@ REHEARSED = "rehearsal"
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 ON_A_GPU = (  # tests that put tensors on a GPU if there is one
     "tests/kernels/triton",
-    *(f"tests/kernels/test_{name}.py" for name in ("cuda_ops", "cuda_lora_decode", "gae", "whiten")),
+    *(f"tests/kernels/test_{name}.py" for name in ("cuda_ops", "gae", "whiten")),
     *(f"tests/hydra/test_{name}.py" for name in ("on_gpu", "shares", "varlen")),
     "tests/generators/test_overlap_on_gpu.py",
     "tests/bench/test_timing_on_gpu.py",

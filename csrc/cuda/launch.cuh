@@ -25,36 +25,15 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPack = 4;  // elements that a thread reads and writes together
 
-struct Grid {
-    int64_t blocks;
-    int threads;
-    int shared_bytes = 0;  // dynamic
-    int cluster = 1;       // blocks per cluster, of which `blocks` is a multiple
-};
-
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Grid& grid, void* stream, Arguments... arguments) {
-    if (grid.blocks == 0) return cudaSuccess;
-    if (grid.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(grid.blocks));
-    config.blockDim = dim3(unsigned(grid.threads));
-    config.dynamicSmemBytes = size_t(grid.shared_bytes);
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute = {};
-    if (grid.cluster > 1) {
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = unsigned(grid.cluster);
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-    }
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream, Arguments... arguments) {
-    return launch(kernel, Grid{blocks, threads}, stream, arguments...);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks));
+    config.blockDim = dim3(unsigned(threads));
+    config.stream = static_cast<cudaStream_t>(stream);
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 constexpr int pack_alignment(int size) { return size * kPack < 16 ? size * kPack : 16; }

@@ -13,7 +13,7 @@ from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
-from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, decode_delta_, lora_delta_, lora_linear
+from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_delta_, lora_linear
 from rlhf_kernels.lora.group import lora_linears
 from rlhf_kernels.ppo_loss import PpoLossOutputs, ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.runtime.registry import BackendUnavailableError, set_default_backend, use_backend
@@ -39,7 +39,6 @@ __all__ = [
     "activation",
     "attention",
     "decode_attention",
-    "decode_delta_",
     "gae",
     "gather_logprob",
     "linear",

@@ -41,7 +41,7 @@ def prepare(kernels: str) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-SHORT_CUTS = ("decode_step", "lora_decode_delta")
+SHORT_CUTS = ("decode_step", "lora_group")
 """Ops that do at once what others do one by one; where a backend has none, the others run."""
 
 

@@ -124,7 +124,7 @@ def test_doctor_shows_the_choice_and_its_reason(capsys, tmp_path):
         assert f"kernel table: {table}, measured on a CPU, 1 threads, torch 2" in out
         assert "float32 gae: by the table: reference 3.00 x as fast" in out
         assert f": the first that serves; the table has nothing for {isa}" in out
-    assert "lora_decode_delta: the only one that serves: lora_decode_delta has no cpu implementation" in out
+    assert "lora_group: the only one that serves: lora_group has no cpu implementation" in out
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="without the native extension there is nothing to choose")

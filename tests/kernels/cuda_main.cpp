@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/gae.h"
@@ -17,8 +16,6 @@
 #undef RLHF_DEFINE
 #include "cuda/ppo_loss.cu"
 #undef RLHF_DEFINE
-#undef RLHF_DEFINE
-#include "cuda/lora_decode.cu"
 #include "cuda/library.cu"
 
 namespace {
@@ -168,65 +165,9 @@ void ppo_case(int64_t count, int64_t shift, bool bytes, bool options, double tol
     for (int64_t i = 0; i < count; ++i) require(near(slope[i], want_slope[i], tol), "value gradient");
 }
 
-// Rows of type X, adapters of type W. dynamic memory starts as NaN, so a share that nobody wrote is seen.
-template <typename X, typename W>
-void lora_decode_case(int64_t N, int64_t K, int64_t M, std::vector<int64_t> ranks, int64_t shift, bool clusters) {
-    const int type = sizeof(X) == 4 ? 0 : std::is_same_v<X, rlhf::BFloat16> ? 1 : 2;
-    const int64_t x_stride = K + shift, y_stride = M + 2 * shift;
-    Heap<X> x(N ? (N - 1) * x_stride + K : 0, shift), y(N ? (N - 1) * y_stride + M : 0, shift);
-    for (int64_t i = 0; N && i < (N - 1) * x_stride + K; ++i) x[i] = rlhf::Rounded<X>::from(float(random_number()));
-    for (int64_t i = 0; N && i < (N - 1) * y_stride + M; ++i) y[i] = rlhf::Rounded<X>::from(float(random_number()));
-    std::vector<Heap<W>> A, B;
-    const int64_t n_slots = int64_t(ranks.size());
-    Heap<int64_t> slots(6 * n_slots);
-    for (int64_t i = 0; i < n_slots; ++i) {
-        A.emplace_back(ranks[i] * K, shift);
-        B.emplace_back(ranks[i] * M, shift);
-        for (int64_t k = 0; k < ranks[i] * K; ++k) A[i][k] = rlhf::Rounded<W>::from(float(random_number()));
-        for (int64_t k = 0; k < ranks[i] * M; ++k) B[i][k] = rlhf::Rounded<W>::from(float(random_number()));
-        const int64_t entry[] = {int64_t(A[i].data), int64_t(B[i].data), ranks[i], 0, 0,
-                                 int64_t(rlhf::bits_of(0.5f + float(i)))};
-        std::copy(entry, entry + 6, &slots[6 * i]);
-    }
-    Heap<int32_t> row_slot(N);
-    for (int64_t n = 0; n < N; ++n) row_slot[n] = int32_t(n * 7 % (n_slots + 2)) - 1;  // one beyond the last
-    std::vector<double> want;
-    for (int64_t n = 0; n < N; ++n) {
-        const bool on = row_slot[n] >= 0 && row_slot[n] < n_slots;
-        for (int64_t m = 0; m < M; ++m) {
-            double sum = 0;
-            for (int64_t j = 0; on && j < ranks[row_slot[n]]; ++j) {
-                double h = 0;
-                for (int64_t k = 0; k < K; ++k) {
-                    h += double(rlhf::to_float(A[row_slot[n]][j * K + k])) * rlhf::to_float(x[n * x_stride + k]);
-                }
-                sum += h * rlhf::to_float(B[row_slot[n]][m * ranks[row_slot[n]] + j]);
-            }
-            want.push_back(rlhf::to_float(y[n * y_stride + m]) + (on ? sum * (0.5 + row_slot[n]) : 0.0));
-        }
-    }
-    require(rlhf_lora_decode(x.data, x_stride, y.data, y_stride, type, N, K, M, row_slot.data, 0, slots.data, n_slots,
-                             sizeof(W) == 4 ? 0 : 1, shift % 4 == 0, clusters, nullptr) == 0, "lora_decode");
-    const double tolerance = type == 0 ? 1e-4 : type == 1 ? 5e-3 : 1e-3;
-    for (int64_t n = 0; n < N; ++n) {
-        for (int64_t m = 0; m < M; ++m) {
-            const double expected = want[n * M + m];
-            require(near(rlhf::to_float(y[n * y_stride + m]), expected, tolerance * (1 + std::abs(expected))), "delta");
-        }
-    }
-}
-
 }  // namespace
 
 int main() {
-    for (bool clusters : {false, true}) {
-        for (int64_t shift : {0, 1, 4}) {
-            lora_decode_case<float, float>(5, 130, 37, {3, 8}, shift, clusters);
-            lora_decode_case<rlhf::BFloat16, float>(9, 512, 64, {16}, shift, clusters);
-            lora_decode_case<rlhf::Float16, rlhf::BFloat16>(17, 96, 300, {128, 33, 1}, shift, clusters);
-        }
-        lora_decode_case<rlhf::BFloat16, rlhf::BFloat16>(0, 5, 5, {4}, 0, clusters);
-    }
     for (double keep_share : {0.0, 0.02, 0.7, 1.0}) {
         for (int64_t T : {0, 1, 3, 4, 17, 128, 516, 2050, 4100}) {
             gae_case<float>(2, T, T + 3, 1, keep_share, 1e-4);

@@ -56,9 +56,7 @@ def _public() -> dict[str, Any]:
     return {
         name: found
         for name, found in offered.items()
-        if not name.startswith(("use_", "set_"))
-        and name != "decode_delta_"  # no C++ serves it
-        and (not isinstance(found, type) or "__call__" in vars(found))
+        if not name.startswith(("use_", "set_")) and (not isinstance(found, type) or "__call__" in vars(found))
     }
 
 

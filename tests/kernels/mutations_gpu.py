@@ -182,48 +182,11 @@ MUTATIONS = read("""
 -step = EXACT_CHUNK if exact else
 +step = EXACT_CHUNK if False else
 
-== lora_decode
-@ cuda csrc/cuda/lora_decode.cu
-# off rows perturbed | test_cuda_lora_decode.py::test_off_rows_are_neither_read_nor_written
--if (mask >> warp & 1u && column < call.n_out) {
-+if ((mask != 0 && row0 + warp < call.n_rows) && column < call.n_out) {
-# one slot for all rows | test_cuda_lora_decode.py::test_tier1
--unsigned(call.slot_of(row0 + row) == slot) << row
-+unsigned(call.slot_of(row0 + row) >= 0) << row
-# scale lost | test_cuda_lora_decode.py::test_tier1
--shared.h[row * kMaxRank + j] = sum * scale;
-+shared.h[row * kMaxRank + j] = sum * (scale * 0.0f + 1.0f);
-# first part of K alone | test_cuda_lora_decode.py::test_tier1
--for (int p = 0; p < n_parts; ++p) sum
-+for (int p = 0; p < 1; ++p) sum
-# first block's share alone | test_cuda_lora_decode.py::test_tier1
--for (int block = 0; block < kBlocks; ++block) {
-+for (int block = 0; block < 1; ++block) {
-# shares overwritten before all have read them | test_cuda_lora_decode.py::test_tier1
--kBlocks > 1 ? cluster_sync() : __syncthreads();  // nobody
-+__syncthreads();  // nobody
-# deltas read before all have written them | test_cuda_lora_decode.py::test_tier1
--        __syncthreads();
--        // A warp per row
--
-# last ranks lost | test_cuda_lora_decode.py::test_tier1
--const int per_part = (rank + kWarps - 1) / kWarps;
-+const int per_part = rank / kWarps < 1 ? 1 : rank / kWarps;
-# double rounding | test_cuda_lora_decode.py::test_y_is_rounded_once
--Rounded<X>::from(to_float(*to) + delta)
-+Rounded<X>::from(to_float(*to) + to_float(Rounded<X>::from(delta)))
-# work on K by the number of rows
-| test_cuda_lora_decode.py::test_neither_the_other_rows_nor_their_order_change_a_row_s_bits
--(n_steps + n_workers - 1) / n_workers;
-+(n_steps * (1 + call.n_rows % 2) + n_workers - 1) / n_workers;
+== half
 @ cuda csrc/common/half.h
 # a tie away from zero | test_cuda_build.py::test_common_code_under_sanitizers
 -0x7fffu + (bits >> 16 & 1u)
 +0x8000u
-@ cuda kernels/rlhf_kernels/lora/tables.py
-# off rows in the table are slot 0 | test_cuda_lora_decode.py::test_decode_linear
--rows = [[OFF]] * n_rows
-+rows = [[0]] * n_rows
 
 == decode_step
 @ triton kernels/rlhf_kernels/decode_step/triton.py

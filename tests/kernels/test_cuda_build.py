@@ -44,13 +44,10 @@ def test_machine_code(target):
     for name in names.split():
         for letter in "fd":  # float, double: as C++ mangles a template's argument
             assert any(re.search(rf"\d+{name}I{letter}", kernel) for kernel in kernels), f"{name}<{letter}> is missing"
-    decoding = [kernel for kernel in kernels if "lora_decode_kernel" in kernel]
-    assert len(decoding) == 12  # three types of rows, two of adapters, with and without clusters
     for kernel, usage in kernels.items():
         assert usage["spills"] == usage["stack"] == 0, f"{kernel}: {usage}"
-        # 65536 registers: two blocks of 512 threads (gae) or two of 256, the latter in fp64 only. One block of 256
-        # per multiprocessor is all that decoding launches.
-        most = 64 if "gae" in kernel else 160 if kernel in decoding else 128
+        # 65536 registers: two blocks of 512 threads (gae) or two of 256, the latter in fp64 only
+        most = 64 if "gae" in kernel else 128
         assert usage["registers"] <= most, f"{kernel}: {usage}"
 
 

@@ -7,6 +7,16 @@ import torch
 from rlhf_kernels.lora import tables
 
 CPU = torch.device("cpu")
+UPLOADS = 3  # of a batch: its tiles, chunks and folds
+
+
+def batch(n):
+    """The layout of n rows that all carry slot 0."""
+    return tables.layout_of([0], [n], [0], [2], [0], 1, False, CPU)
+
+
+def rows(layout):
+    return int(layout.tiles[:, 1].sum())
 
 
 @pytest.fixture
@@ -34,22 +44,22 @@ def test_a_large_model_s_second_step_makes_no_table(uploads):
     step()
     assert len(uploads) == 4800
     for n in range(1, 2000):
-        tables.row_slots_of([0], [n], [0], n, CPU)
+        batch(n)
     uploads.clear()
     step()
     assert uploads == []
-    tables.row_slots_of([0], [1999], [0], 1999, CPU)
+    batch(1999)
     assert uploads == []
-    tables.row_slots_of([0], [1], [0], 1, CPU)
-    assert len(uploads) == 1  # batches of long ago made room
+    batch(1)
+    assert len(uploads) == UPLOADS  # batches of long ago made room
 
 
 def test_the_table_not_used_for_longest_makes_room(uploads, monkeypatch):
     monkeypatch.setattr(tables.BATCHES, "entries", 3)
     for n in (1, 2, 3, 1, 4, 1, 5):  # 1 is used again and again
-        tables.row_slots_of([0], [n], [0], n, CPU)
-    assert sorted(len(table.table) for table in tables.BATCHES.tables()) == [1, 4, 5]
-    assert len(uploads) == 5
+        batch(n)
+    assert sorted(map(rows, tables.BATCHES.tables())) == [1, 4, 5]
+    assert len(uploads) == 5 * UPLOADS
 
 
 def test_threads_share_tables(uploads, monkeypatch):
@@ -59,7 +69,7 @@ def test_threads_share_tables(uploads, monkeypatch):
     def calls(first):
         for i in range(10_000):
             n = 1 + (first + i) % 7
-            assert len(tables.row_slots_of([0], [n], [0], n, CPU).table) == n
+            assert rows(batch(n)) == n
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(calls, first) for first in (0, 3)]:

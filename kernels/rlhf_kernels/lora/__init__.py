@@ -14,7 +14,7 @@ Symbols: x [.., K] with N rows (all leading dims flattened), y [.., M], weight [
 id, layer, column), so it is recomputed in the backward pass and does not depend on what else is in the
 batch.
 
-`DecodeLinear` and `decode_delta_` are the same for the few rows of a decoding step, forward only.
+`DecodeLinear` is the same for the few rows of a decoding step, forward only.
 
 Off rows of `lora_linear` are bit-identical to `linear(x, weight, bias)` on the same x. A slot without
 rows gets no gradient (None, not zeros). Nothing is computed for what needs no gradient: a frozen weight
@@ -39,25 +39,20 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.linear import linear
-from rlhf_kernels.lora import cuda, native, reference
-from rlhf_kernels.lora.decode import decode_delta_
+from rlhf_kernels.lora import native, reference
 from rlhf_kernels.lora.reference import compute_dtype
 from rlhf_kernels.lora.segments import OFF, Dropout, LoraCall, Segments, make_call
 from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 
-__all__ = ["OFF", "DecodeLinear", "Dropout", "LoraCall", "Segments", "decode_delta_", "lora_delta_", "lora_linear"]
+__all__ = ["OFF", "DecodeLinear", "Dropout", "LoraCall", "Segments", "lora_delta_", "lora_linear"]
 
 registry.register("lora", "reference", reference)
 registry.register("lora", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
 registry.register("lora", "cpu", native)
-# What `DecodeLinear` and `decode_delta_` choose from
+# What `DecodeLinear` chooses from
 registry.register("lora_decode", "reference", reference)
-# On an H200 Triton's two launches take 0.44 of its time: bench/results/nvidia-h200/budget-1b.json
-registry.register("lora_decode", "cuda", cuda, by_name=True)
 registry.register("lora_decode", "triton", registry.Lazy("rlhf_kernels.lora.triton", triton_support.unsupported))
 registry.register("lora_decode", "cpu", native)
-registry.register("lora_decode_delta", "reference", reference)
-registry.register("lora_decode_delta", "cuda", cuda)
 
 
 @eager.custom_op(
@@ -320,11 +315,10 @@ class DecodeLinear:
 
     Where nothing wants a gradient and the rows are few, a kernel for just that serves. `cpu`: the weight is read once
     for product and delta. It adds in another order than torch, so y may differ from `lora_linear`'s by rounding. It
-    serves calls with off rows where `linear` is C++, too: they keep its bits. `cuda`, which `auto` never takes: any mix
-    of slots and off rows, one launch adds every delta onto F.linear.
+    serves calls with off rows where `linear` is C++, too: they keep its bits.
 
     All that is checked and bound at the first call; later ones with such an x go straight to the kernel. Every other
-    call is one of `lora_linear`, with its checks and errors; but backend="cuda" never falls back.
+    call is one of `lora_linear`, with its checks and errors.
 
     Between calls tensors may change in place, and their storage may move; their shapes, strides and dtypes may not
     change, nor the instruction set. Not for several threads at once.
@@ -353,7 +347,7 @@ class DecodeLinear:
         self._given = (weight, bias, list(A), list(B), list(scales), segments)
         self._tensors = [t for t in (weight, bias, *A, *B) if t is not None]
         self._backend = backend
-        self._decoder: native.Decoder | cuda.Decoder | None = None
+        self._decoder: native.Decoder | None = None
         self._without: tuple[object, ...] | None = None
         """Shape, dtype, device and default backend of the last call that no decoder serves."""
         self._default = ""
@@ -387,7 +381,7 @@ class DecodeLinear:
             self._decoder, self._default = decoder, default
         return decoder(x)
 
-    def _make_decoder(self, x: Tensor) -> native.Decoder | cuda.Decoder | None:
+    def _make_decoder(self, x: Tensor) -> native.Decoder | None:
         weight, bias, A, B, scales, segments = self._given
         _check_linear(x, weight, bias)
         lora_call = make_call(x, weight.shape[0], A, B, scales, segments, None)
@@ -396,11 +390,6 @@ class DecodeLinear:
         chosen = _resolve(self._backend, x, lora_call, weight.shape[0], "lora_decode")
         if chosen == "cpu" and native.Decoder.serves(x, weight, bias, lora_call):
             return native.Decoder(x, weight, bias, lora_call)
-        if chosen == "cuda":
-            reason = cuda.Decoder.refusal(x, weight, bias, lora_call)
-            if reason is not None:
-                raise registry.BackendUnavailableError(f"backend='cuda' cannot serve this decode: {reason}")
-            return cuda.Decoder(x, weight, bias, lora_call)
         return None
 
 

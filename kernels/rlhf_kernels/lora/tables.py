@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kernels.lora.segments import OFF
 from rlhf_kernels.runtime.device_tables import Cache, upload
 
 SLOT_WIDTH = 6  # address of A, address of B, rank, dropout threshold, 1 / (1 − p), scale (the last two as fp32 bits)
@@ -23,12 +22,6 @@ class Slots(NamedTuple):
 
     table: Tensor  # [slots, SLOT_WIDTH]
     aligned: bool  # every address is divisible by 16
-
-
-class RowSlots(NamedTuple):
-    """The slot of each row, as `lora_decode` reads it."""
-
-    table: Tensor  # [N] int64, the slot of each row, −1: off
 
 
 class Layout(NamedTuple):
@@ -68,20 +61,6 @@ def slots_of(A: list[Tensor], B: list[Tensor], scales: Sequence[float], p: Seque
         return Slots(upload(rows, SLOT_WIDTH, device), all(x % 16 == 0 for pair in addresses for x in pair))
 
     return ADAPTERS.get((*addresses, *ranks, *scales, *p), device, make)
-
-
-def row_slots_of(
-    starts: Sequence[int], ends: Sequence[int], slots: Sequence[int], n_rows: int, device: torch.device
-) -> RowSlots:
-    """The table of runs that are on, for a batch of `n_rows`."""
-
-    def make() -> RowSlots:
-        rows = [[OFF]] * n_rows
-        for start, end, slot in zip(starts, ends, slots, strict=True):
-            rows[start:end] = [[slot]] * (end - start)
-        return RowSlots(upload(rows, 1, device).view(-1))
-
-    return BATCHES.get(("rows", *starts, *ends, *slots, n_rows), device, make)
 
 
 def layout_of(

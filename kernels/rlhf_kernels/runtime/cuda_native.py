@@ -44,8 +44,6 @@ SIGNATURES = {
     "ppo_loss_backward": "pp pf p d n pp",
     "value_loss_forward": "ppp pf p n d p ppp",
 }
-# The same of functions that are told the types of their tensors: there is one of each, not one per dtype.
-MIXED_SIGNATURES = {"lora_decode": "pn pn f nnn pf pn ff f"}
 _C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_int, "d": ctypes.c_double}
 
 _log = logging.getLogger(__name__)
@@ -124,8 +122,7 @@ def cache_folder() -> Path:
 
 def functions() -> dict[str, str]:
     """Arguments of every C function that queues work, by its full name."""
-    per_dtype = {f"rlhf_{name}_{dtype}": letters for name, letters in SIGNATURES.items() for dtype in DTYPES}
-    return per_dtype | {f"rlhf_{name}": letters for name, letters in MIXED_SIGNATURES.items()}
+    return {f"rlhf_{name}_{dtype}": letters for name, letters in SIGNATURES.items() for dtype in DTYPES}
 
 
 def load(path: Path) -> ctypes.CDLL:

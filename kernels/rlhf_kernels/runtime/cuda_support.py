@@ -46,16 +46,14 @@ def stream_of(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_stream(device).cuda_stream
 
 
-def call(name: str, dtype: torch.dtype | None, device: torch.device, *arguments: int | float | bool) -> None:
+def call(name: str, dtype: torch.dtype, device: torch.device, *arguments: int | float | bool) -> None:
     """Queue the C function `name` for `dtype` on the current stream of `device`; see `cuda_native.SIGNATURES`.
-
-    Without a dtype it is one of `cuda_native.MIXED_SIGNATURES`.
 
     The caller keeps the tensors behind the addresses alive until this returns; the caching allocator hands their
     memory out again in stream order.
     """
     library = _library()
-    function = getattr(library, f"rlhf_{name}" if dtype is None else f"rlhf_{name}_{_NAMES[dtype]}")
+    function = getattr(library, f"rlhf_{name}_{_NAMES[dtype]}")
     with stream_of(device) as stream:
         code = function(*arguments, stream)
     if code != 0:

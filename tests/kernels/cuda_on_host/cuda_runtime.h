@@ -3,9 +3,7 @@
 // g++ finds this header in place of NVIDIA's. A fiber runs until it waits for others: at __syncthreads() for those of its
 // block, at a shuffle or a vote for those of its warp. So a warp runs ahead of the others as far as it can, and a missing
 // __syncthreads() shows as a wrong result. Threads that wait for one that never comes abort the program. Blocks have
-// whole warps. The blocks of a cluster run together, each with dynamic shared memory of its own; what is __shared__ they
-// would share, so kernels that are launched in clusters have no such variables. `fail_next_launch` stands in for a launch
-// that the device refuses.
+// whole warps. `fail_next_launch` stands in for a launch that the device refuses.
 #pragma once
 
 #include <ucontext.h>
@@ -34,20 +32,9 @@ struct dim3 {
     dim3(unsigned x = 1) : x(x) {}
 };
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
-struct cudaLaunchAttribute {
-    cudaLaunchAttributeID id;
-    struct {
-        dim3 clusterDim;
-    } val;
-};
-
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
-    size_t dynamicSmemBytes = 0;
     cudaStream_t stream = nullptr;
-    cudaLaunchAttribute* attrs = nullptr;
-    unsigned numAttrs = 0;
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -69,14 +56,11 @@ struct Fiber {
     bool done = false;
 };
 
-// The blocks of a cluster; mostly it is one.
-struct Cluster {
-    std::vector<Fiber> fibers;  // a block's after another's
-    std::vector<Barrier> warps, blocks;
+struct Block {
+    std::vector<Fiber> fibers;
+    std::vector<Barrier> warps;
     std::vector<uint64_t> slots;  // what each lane shows the others of its warp
     Barrier all;
-    unsigned threads, first_block;
-    std::vector<std::unique_ptr<char[]>> shared;  // of each block
     unsigned current = 0;
     unsigned waits = 0;  // since a barrier last opened
     ucontext_t outside;
@@ -84,25 +68,24 @@ struct Cluster {
     void* argument;
 };
 
-inline Cluster* cluster = nullptr;
+inline Block* block = nullptr;
 
 inline void switch_to(unsigned next) {
-    const unsigned previous = cluster->current;
-    cluster->current = next;
-    threadIdx.x = next % cluster->threads;
-    blockIdx.x = cluster->first_block + next / cluster->threads;
-    if (next != previous) swapcontext(&cluster->fibers[previous].context, &cluster->fibers[next].context);
+    const unsigned previous = block->current;
+    block->current = next;
+    threadIdx.x = next;
+    if (next != previous) swapcontext(&block->fibers[previous].context, &block->fibers[next].context);
 }
 
 // On to the next fiber of `count` from `first` on that is not done.
 inline void yield(unsigned first, unsigned count) {
-    if (++cluster->waits > 8 * cluster->fibers.size() + 64) {
+    if (++block->waits > 8 * block->fibers.size() + 64) {
         std::fprintf(stderr, "threads wait for others that do not come\n");
         std::abort();
     }
     for (unsigned step = 1; step < count; ++step) {
-        const unsigned next = first + (cluster->current - first + step) % count;
-        if (!cluster->fibers[next].done) return switch_to(next);
+        const unsigned next = first + (block->current - first + step) % count;
+        if (!block->fibers[next].done) return switch_to(next);
     }
 }
 
@@ -111,45 +94,37 @@ inline void wait(Barrier& barrier, unsigned first, unsigned count) {
     if (++barrier.arrived == count) {
         barrier.arrived = 0;
         ++barrier.generation;
-        cluster->waits = 0;
+        block->waits = 0;
         return;
     }
     while (barrier.generation == generation) yield(first, count);
 }
 
 inline void wait_for_warp() {
-    const unsigned warp = cluster->current / kWarp;
-    wait(cluster->warps[warp], warp * kWarp, kWarp);
+    const unsigned warp = block->current / kWarp;
+    wait(block->warps[warp], warp * kWarp, kWarp);
 }
 
 inline void enter() {
-    cluster->body(cluster->argument);
-    const unsigned me = cluster->current, threads = cluster->fibers.size();
-    cluster->fibers[me].done = true;
-    cluster->waits = 0;
+    block->body(block->argument);
+    const unsigned me = block->current, threads = block->fibers.size();
+    block->fibers[me].done = true;
+    block->waits = 0;
     for (unsigned step = 1; step < threads; ++step) {
         const unsigned next = (me + step) % threads;
-        if (!cluster->fibers[next].done) switch_to(next);
+        if (!block->fibers[next].done) switch_to(next);
     }
-    setcontext(&cluster->outside);
+    setcontext(&block->outside);
 }
 
-inline void run_cluster(unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes,
-                        void (*body)(void*), void* argument) {
-    Cluster here;
-    here.fibers.resize(blocks * threads);
-    here.warps.resize((blocks * threads + kWarp - 1) / kWarp);
-    here.blocks.resize(blocks);
-    here.slots.resize(blocks * threads);
-    here.threads = threads;
-    here.first_block = first_block;
-    for (unsigned b = 0; b < blocks; ++b) {
-        here.shared.emplace_back(new char[shared_bytes]);
-        std::memset(here.shared.back().get(), 0xff, shared_bytes);  // NaN in any floating type
-    }
+inline void run_block(unsigned index, unsigned threads, void (*body)(void*), void* argument) {
+    Block here;
+    here.fibers.resize(threads);
+    here.warps.resize((threads + kWarp - 1) / kWarp);
+    here.slots.resize(threads);
     here.body = body;
     here.argument = argument;
-    cluster = &here;
+    block = &here;
     for (Fiber& fiber : here.fibers) {
         fiber.stack = std::unique_ptr<char[]>(new char[kStack]);
         getcontext(&fiber.context);
@@ -160,46 +135,30 @@ inline void run_cluster(unsigned first_block, unsigned blocks, unsigned threads,
     }
     here.current = 0;
     threadIdx.x = 0;
-    blockIdx.x = first_block;
+    blockIdx.x = index;
     swapcontext(&here.outside, &here.fibers[0].context);
-    cluster = nullptr;
+    block = nullptr;
 }
 
 // Every lane shows `value` and sees lane `source`'s.
 template <typename T>
 T exchange(T value, unsigned source) {
     static_assert(sizeof(T) <= sizeof(uint64_t));
-    const unsigned base = cluster->current / kWarp * kWarp, me = cluster->current;
-    std::memcpy(&cluster->slots[me], &value, sizeof(T));
+    const unsigned base = block->current / kWarp * kWarp, me = block->current;
+    std::memcpy(&block->slots[me], &value, sizeof(T));
     wait_for_warp();
     T seen;
-    std::memcpy(&seen, &cluster->slots[base + source], sizeof(T));
+    std::memcpy(&seen, &block->slots[base + source], sizeof(T));
     wait_for_warp();
     return seen;
 }
 
-inline unsigned lane() { return cluster->current % kWarp; }
-
-}  // namespace on_host
-
-namespace on_host {
-
-inline unsigned block_rank() { return cluster->current / cluster->threads; }
-inline void wait_for_cluster() { wait(cluster->all, 0, cluster->fibers.size()); }
-inline void* dynamic_shared() { return cluster->shared[block_rank()].get(); }
-
-// The place in block `rank`'s shared memory that `mine` is in this block's.
-template <typename T>
-T* shared_of(T* mine, unsigned rank) {
-    const auto offset = reinterpret_cast<char*>(mine) - cluster->shared[block_rank()].get();
-    return reinterpret_cast<T*>(cluster->shared[rank].get() + offset);
-}
+inline unsigned lane() { return block->current % kWarp; }
 
 }  // namespace on_host
 
 inline void __syncthreads() {
-    const unsigned rank = on_host::block_rank(), threads = on_host::cluster->threads;
-    on_host::wait(on_host::cluster->blocks[rank], rank * threads, threads);
+    on_host::wait(on_host::block->all, 0, on_host::block->fibers.size());
 }
 
 template <typename T>
@@ -216,11 +175,11 @@ T __shfl_xor_sync(unsigned, T value, int pattern) {
     return on_host::exchange(value, on_host::lane() ^ unsigned(pattern));
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
-    const unsigned base = on_host::cluster->current / on_host::kWarp * on_host::kWarp;
-    on_host::cluster->slots[on_host::cluster->current] = vote;
+    const unsigned base = on_host::block->current / on_host::kWarp * on_host::kWarp;
+    on_host::block->slots[on_host::block->current] = vote;
     on_host::wait_for_warp();
     unsigned votes = 0;
-    for (unsigned i = 0; i < on_host::kWarp; ++i) votes |= unsigned(on_host::cluster->slots[base + i]) << i;
+    for (unsigned i = 0; i < on_host::kWarp; ++i) votes |= unsigned(on_host::block->slots[base + i]) << i;
     on_host::wait_for_warp();
     return votes;
 }
@@ -247,11 +206,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     gridDim = config->gridDim;
     blockDim = config->blockDim;
     std::tuple<void (*)(Parameters...), std::tuple<Parameters...>> bound(kernel, {arguments...});
-    const unsigned blocks = config->numAttrs > 0 ? config->attrs[0].val.clusterDim.x : 1;
-    if (gridDim.x % blocks != 0) return cudaErrorInvalidConfiguration;
-    for (unsigned first = 0; first < gridDim.x; first += blocks) {
-        on_host::run_cluster(
-            first, blocks, blockDim.x, config->dynamicSmemBytes,
+    for (unsigned index = 0; index < gridDim.x; ++index) {
+        on_host::run_block(
+            index, blockDim.x,
             [](void* pointer) {
                 auto& call = *static_cast<decltype(bound)*>(pointer);
                 std::apply(std::get<0>(call), std::get<1>(call));
