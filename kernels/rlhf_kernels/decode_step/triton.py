@@ -41,7 +41,7 @@ from rlhf_kernels.decode_step.model import (
     side_by_side,
     tensors_of,
 )
-from rlhf_kernels.runtime import autocast
+from rlhf_kernels.runtime import autocast, registry
 from rlhf_kernels.runtime.device_tables import upload
 from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
@@ -283,8 +283,14 @@ class Step:
         self._addresses: list[int] = []
         self._layers: list[list[_Group]] = []
 
+    def __call__(self, tokens: Tensor, *others: Any) -> Tensor:
+        """See `DecodeStep.__call__`. Triton launches on the current device, which need not be that of the tensors."""
+        device = registry.cuda_device([tokens])
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            return self._run(tokens, *others)
+
     @torch.no_grad()
-    def __call__(
+    def _run(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -295,7 +301,6 @@ class Step:
         values: Sequence[Tensor],
         table: Tensor,
     ) -> Tensor:
-        """See `DecodeStep.__call__`."""
         d, n = self._decoder, tokens.numel()
         check_caches(keys, values, d)
         if n == 0:

@@ -15,6 +15,7 @@ from rlhf_kernels.linear_logprob_pair import linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import linear_ppo_loss
 from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
 from rlhf_kernels.lora import Segments, lora_linear
+from rlhf_kernels.lora.group import Reader, lora_linears
 from rlhf_kernels.ppo_loss import ppo_loss, value_loss
 from rlhf_kernels.runtime import aot, registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
@@ -22,6 +23,7 @@ from rlhf_kernels.sample import sample
 from rlhf_kernels.vocab.logits import HeadLora
 
 from tests.kernels.checks import each
+from tests.kernels.decode_step_cases import SIZES, make_adapters, make_call, make_decoder
 from tests.kernels.test_direct_calls import opcheck
 
 ON = {"backend": "triton"}
@@ -65,6 +67,14 @@ def adapters():
     A, B = [leaf(4, 32), leaf(8, 32)], [leaf(48, 4), leaf(48, 8)]
     segments = Segments(starts=(0, 40), ends=(30, 90), slots=(1, 0))
     lora_linear(leaf(100, 32), torch.randn(48, 32), None, A, B, [1.0, 2.0], segments, **ON).sum().backward()
+    readers = [Reader(torch.randn(48, 32), None, A, B, [1.0, 2.0], segments) for _ in range(2)]
+    sum(y.sum() for y in lora_linears(leaf(100, 32), readers, **ON)).backward()
+
+
+def step():
+    sizes = SIZES[0]
+    slots = make_adapters(sizes)
+    make_call(sizes, 5, torch.float32, len(slots)).take(make_decoder(sizes, torch.float32), slots, "triton")
 
 
 def losses():
@@ -113,7 +123,7 @@ def test_every_launch_has_its_tensors_device(monkeypatch):
     monkeypatch.setattr(registry, "cuda_device", lambda args: second)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", made_current)
-    for calls in (heads, blocks, adapters, losses, advantages, attention):
+    for calls in (heads, blocks, adapters, step, losses, advantages, attention):
         calls()
     assert set(launched) == {case.kernel.__name__ for op in aot.OPS for case in aot.cases(op)}
     assert {name for name, devices in launched.items() if devices != {1}} == set()
