@@ -39,7 +39,7 @@ CEILINGS = {
     "engine: longest file": 800,
     "engine: longest function": 82,
     "examples: lines": 539,
-    "kernels: lines": 17578,
+    "kernels: lines": 17584,
     "options of all commands": 135,
     "options of train": 85,
     "step: engine files entered": 49,
@@ -50,7 +50,7 @@ CEILINGS = {
     "step: types of records": 35,
     "tests: items in the interpreter": 334,
     "tests: items per push": 2560,
-    "tests: lines": 46858,
+    "tests: lines": 46868,
 }
 
 
