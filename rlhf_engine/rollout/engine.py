@@ -332,9 +332,9 @@ class RolloutEngine:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
         for role in dict.fromkeys(request.role for request in requests):
             _require_lm_role(self._model, role, self._name)
-        given, context, vocabulary = list(enumerate(requests)), self.backbone.context_length, self.backbone.vocabulary
-        for i, request in given:
-            how = request.sampling(sampling)
+        context, vocabulary = self.backbone.context_length, self.backbone.vocabulary
+        asked = [(request, request.sampling(sampling)) for request in requests]
+        for i, (request, how) in enumerate(asked):
             if how.stop and decode is None:
                 raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
             check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
@@ -342,7 +342,7 @@ class RolloutEngine:
             most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
             check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
         with self._lock, torch.inference_mode(False):
-            rows = [self._row(self._next + i, request, request.sampling(sampling), decode) for i, request in given]
+            rows = [self._row(self._next + i, request, how, decode) for i, (request, how) in enumerate(asked)]
             step = _choose_step(self._options, self.backbone)
             most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
             if self.finished:
