@@ -333,8 +333,10 @@ class RolloutEngine:
         for role in dict.fromkeys(request.role for request in requests):
             _require_lm_role(self._model, role, self._name)
         context, vocabulary = self.backbone.context_length, self.backbone.vocabulary
-        asked = [(request, request.sampling(sampling)) for request in requests]
-        for i, (request, how) in enumerate(asked):
+        asked = list[tuple[Request, SamplingConfig]]()
+        for i, request in enumerate(requests):
+            how = request.sampling(sampling)
+            asked.append((request, how))
             if how.stop and decode is None:
                 raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
             check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
