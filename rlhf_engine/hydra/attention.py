@@ -54,21 +54,12 @@ _WITHOUT_EFFECT = frozenset(
 """Keywords that models hand through and that change nothing about who attends to whom: the plan says that."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Bucket:
-    """Sequences that share one SDPA call."""
+Bucket = tuple[int, int]
+"""Sequences that share one SDPA call: the length that they are padded to, and their number."""
 
-    length: int  # length they are padded to
-    n_sequences: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Grid:
-    """Places of packed rows in the padded rows of all buckets, one bucket after another."""
-
-    rows: torch.Tensor
-    """int64 [places], the row of each place; a place of padding repeats the first row of its sequence."""
-    places: torch.Tensor  # int64 [T], the place of each row
+Grid = tuple[torch.Tensor, torch.Tensor]
+"""Places of packed rows in the padded rows of all buckets, one bucket after another: int64 [places], the row of each
+place, where one of padding repeats the first row of its sequence; and int64 [T], the place of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,9 +132,9 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
         else:
             groups.append([i])
     groups = [sorted(group) for group in groups]
-    buckets = tuple(Bucket(length=max(lengths[i] for i in g), n_sequences=len(g)) for g in groups)
+    buckets = tuple((max(lengths[i] for i in g), len(g)) for g in groups)
     in_order = torch.tensor([i for group in groups for i in group])
-    padded = torch.tensor([b.length for b in buckets for _ in range(b.n_sequences)])
+    padded = torch.tensor([length for length, n in buckets for _ in range(n)])
     begin = torch.tensor(starts[:-1])[in_order].repeat_interleave(padded)
     offsets = torch.arange(len(begin)) - (padded.cumsum(0) - padded).repeat_interleave(padded)
     real = offsets < torch.tensor(lengths)[in_order].repeat_interleave(padded)
@@ -152,7 +143,7 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
         return buckets, None
     places = torch.empty(starts[-1], dtype=torch.int64)
     places[rows[real]] = real.nonzero().squeeze(1)
-    return buckets, Grid(rows=rows.to(device), places=places.to(device))
+    return buckets, (rows.to(device), places.to(device))
 
 
 SHARING = ("cpu",)
@@ -246,7 +237,7 @@ def packed_attention(
     parts = [attend(module, q, k, v, rule, plan).flatten(0, 1) for q, k, v in buckets]  # each [n · length, H, D]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     grid = plan.layout[1]
-    return (out if grid is None else out.index_select(0, grid.places))[None], None
+    return (out if grid is None else out.index_select(0, grid[1]))[None], None
 
 
 def _in_order(
@@ -271,11 +262,9 @@ def _in_buckets(x: torch.Tensor, plan: PackedPlan) -> list[torch.Tensor]:
     rows = x.squeeze(0).transpose(0, 1)
     buckets, grid = plan.layout
     if grid is not None:
-        rows = _Padded.apply(rows, grid.rows, grid.places)  # type: ignore[no-untyped-call]
-    parts = rows.split([b.n_sequences * b.length for b in buckets])
-    return [
-        part.unflatten(0, (b.n_sequences, b.length)).transpose(1, 2) for part, b in zip(parts, buckets, strict=True)
-    ]
+        rows = _Padded.apply(rows, *grid)  # type: ignore[no-untyped-call]
+    parts = rows.split([length * n for length, n in buckets])
+    return [part.unflatten(0, (n, -1)).transpose(1, 2) for part, (_, n) in zip(parts, buckets, strict=True)]
 
 
 class _Padded(torch.autograd.Function):

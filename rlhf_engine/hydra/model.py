@@ -474,7 +474,7 @@ class HydraModel(nn.Module):
         """
         names = [role for output in outputs for role in output.roles]
         lanes = fold_lanes(self.roles, names)
-        for name in dict.fromkeys(lane.backbone for lane in lanes):
+        for name in dict.fromkeys(backbone for backbone, _ in lanes):
             self.backbone(name).require_served(name, batch)
         with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_slot(lane)]
         without = [lane for lane in lanes if lane not in with_grad]
@@ -483,7 +483,7 @@ class HydraModel(nn.Module):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 seed = dropout_seed if grad and self.training else None
                 for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
-                    hidden |= dict.fromkeys(lane.roles, states)
+                    hidden |= dict.fromkeys(lanes[lane], states)
         used = dict.fromkeys(names)
         states_by_role = HiddenStates(
             batch=batch,
@@ -589,7 +589,7 @@ class HydraModel(nn.Module):
             ValueError: a role that does not exist.
         """
         lanes = fold_lanes(self.roles, roles)
-        return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
+        return len({backbone for backbone, _ in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
 
     def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
         """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.
@@ -637,11 +637,11 @@ class HydraModel(nn.Module):
     ) -> list[torch.Tensor]:
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
         by_lane: dict[Lane, torch.Tensor] = {}
-        for name in dict.fromkeys(lane.backbone for lane in lanes):
-            group = [lane for lane in lanes if lane.backbone == name]
+        for name in dict.fromkeys(backbone for backbone, _ in lanes):
+            group = [lane for lane in lanes if lane[0] == name]
             calls = [group] if self._fits(batch, len(group), budget) else [[lane] for lane in group]
             for call in calls:
-                hidden = self._backbone_call(batch, self.backbone(name), [lane.slot for lane in call], dropout_seed)
+                hidden = self._backbone_call(batch, self.backbone(name), [slot for _, slot in call], dropout_seed)
                 by_lane |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
         return [by_lane[lane] for lane in lanes]
 
@@ -672,9 +672,8 @@ class HydraModel(nn.Module):
         return hidden.index_select(0, torch.cat([shared.places_T + i * t for i in range(n)]))
 
     def _trains_slot(self, lane: Lane) -> bool:
-        if lane.slot is OFF:
-            return not self.backbone(lane.backbone).frozen
-        return self.backbone(lane.backbone).slot(lane.slot).trainable
+        backbone, slot = self.backbone(lane[0]), lane[1]
+        return not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
 
     def _scalar_head(self, role: str) -> ScalarHead:
         head = self.heads[self.roles[role].head]

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import LmHead
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.truncation import Reader, have_one_head, head_options, logprobs, pair
+from rlhf_engine.hydra.truncation import have_one_head, head_options, logprobs, pair
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class HiddenStates:
             raise ValueError(f"role: expected one with a scalar head ({sorted(self.scalar_heads)}), got {role!r}")
         return self.scalar_heads[role]
 
-    def reader(self, role: str) -> Reader:
+    def reader(self, role: str) -> tuple[torch.Tensor, LmHead]:
         """Hidden states that predict the completion tokens, with the head that reads them.
 
         Args:
@@ -113,7 +113,7 @@ class HiddenStates:
         Raises:
             ValueError: a role with a scalar head, or one that no output of this pass reads.
         """
-        return Reader(self.predicting(role), self.lm_head(role))
+        return self.predicting(role), self.lm_head(role)
 
 
 class Output(Protocol):
@@ -135,7 +135,20 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Logprobs:
+class _OfOneRole:
+    """An output that reads one role."""
+
+    role: str
+    """Name of the role."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that are read. See `Output.roles`."""
+        return (self.role,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Logprobs(_OfOneRole):
     """Log-probs [M] of the completion tokens under a role, and the other statistics of `linear_logprob`."""
 
     role: str = "actor"
@@ -146,11 +159,6 @@ class Logprobs:
     """Names among `logprob`, `entropy`, `lse`, `is_top1`, `mean_logit` and `log_sum_sq_prob`."""
     detach: tuple[str, ...] = ()
     """Outputs that need no gradient, see `linear_logprob`."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> LogprobOutputs:
         """Compute the statistics that `outputs` names. See `Output.compute`.
@@ -167,7 +175,7 @@ class Logprobs:
             TypeError: a string instead of a tuple as `outputs` or `detach`.
         """
         return logprobs(
-            states.reader(self.role),
+            *states.reader(self.role),
             states.batch.targets_M,
             states.batch.supports,
             temperature=self.temperature,
@@ -209,16 +217,18 @@ class LogprobPair:
                 heads.
             TypeError: a string instead of a tuple as `detach`.
         """
-        reader, reference = states.reader(self.role), states.reader(self.reference)
-        needs_gradient = reader.hidden.requires_grad or reference.hidden.requires_grad
-        if torch.is_grad_enabled() and needs_gradient and not have_one_head(reader.head, reference.head):
+        (hidden, head), (other, other_head) = states.reader(self.role), states.reader(self.reference)
+        needs_gradient = hidden.requires_grad or other.requires_grad
+        if torch.is_grad_enabled() and needs_gradient and not have_one_head(head, other_head):
             raise ValueError(
                 f"reference: expected a role with the LM head of {self.role!r} (the same backbone) where gradients are "
                 f"needed, got {self.reference!r}; ask for their log-probs one by one"
             )
         return pair(
-            reader,
-            reference,
+            hidden,
+            head,
+            other,
+            other_head,
             states.batch.targets_M,
             states.batch.supports,
             temperature=self.temperature,
@@ -227,16 +237,11 @@ class LogprobPair:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Values:
+class Values(_OfOneRole):
     """Values [M] of the states before each completion token."""
 
     role: str = "critic"
     """A role with a value head."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
         """Compute the values. See `Output.compute`.
@@ -255,16 +260,11 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rewards:
+class Rewards(_OfOneRole):
     """Rewards [N], read at each sequence's last token."""
 
     role: str = "reward"
     """A role with a reward head."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
         """Compute the rewards. See `Output.compute`.
@@ -283,7 +283,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyLoss:
+class PolicyLoss(_OfOneRole):
     """Clipped PPO loss (arXiv 1707.06347) with optional KL and entropy terms, see `rlhf_kernels.linear_ppo_loss`."""
 
     role: str = "actor"
@@ -313,11 +313,6 @@ class PolicyLoss:
     temperature: float = 1.0
     """Number > 0 that logits are divided by."""
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
-
     def compute(self, states: HiddenStates) -> Any:
         """Compute the loss and its statistics. See `Output.compute`.
 
@@ -333,7 +328,7 @@ class PolicyLoss:
             ValueError: a number out of its range, or a `kl_coef` other than 0 without `ref_logprob_M`.
             TypeError: a tensor of another dtype.
         """
-        reader, batch = states.reader(self.role), states.batch
+        (hidden, head), batch = states.reader(self.role), states.batch
         tokens = (self.old_logprob_M, self.advantage_M, self.mask_M)
         options: dict[str, Any] = {
             "denom": self.denom,
@@ -346,10 +341,11 @@ class PolicyLoss:
             "entropy_coef": self.entropy_coef,
         }
         if batch.supports is None:
-            options |= {"temperature": self.temperature, **head_options(reader.head)}
-            return linear_ppo_loss(reader.hidden, reader.head.weight, batch.targets_M, *tokens, **options)
+            options |= {"temperature": self.temperature, **head_options(head)}
+            return linear_ppo_loss(hidden, head.weight, batch.targets_M, *tokens, **options)
         out = logprobs(
-            reader,
+            hidden,
+            head,
             batch.targets_M,
             batch.supports,
             temperature=self.temperature,
@@ -371,7 +367,7 @@ class LogprobLossOutputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LogprobLoss:
+class LogprobLoss(_OfOneRole):
     """Any loss of the log-probs of tokens in mask_M [M], less entropy_coef · Σ entropy / denom."""
 
     role: str = "actor"
@@ -387,11 +383,6 @@ class LogprobLoss:
     mask_M: torch.Tensor | None = None
     """[M], bool or float, tokens of the entropy bonus; None: all of them."""
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
-
     def compute(self, states: HiddenStates) -> LogprobLossOutputs:
         """Compute the loss. See `Output.compute`.
 
@@ -405,7 +396,7 @@ class LogprobLoss:
             ValueError: a role without an LM head, or a temperature that is not > 0.
         """
         out = logprobs(
-            states.reader(self.role),
+            *states.reader(self.role),
             states.batch.targets_M,
             states.batch.supports,
             temperature=self.temperature,
@@ -423,7 +414,7 @@ class LogprobLoss:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ValueLoss:
+class ValueLoss(_OfOneRole):
     """Clipped value loss, see `rlhf_kernels.ppo_loss.value_loss`."""
 
     role: str = "critic"
@@ -438,11 +429,6 @@ class ValueLoss:
     """Number > 0 or 0-d, the sum of the mask over a whole optimizer step."""
     clip: float | None = None
     """Number > 0, the largest distance from the old value; None: no clipping."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> ValueLossOutputs:
         """Compute the loss and its statistics. See `Output.compute`.
@@ -462,7 +448,7 @@ class ValueLoss:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LmLoss:
+class LmLoss(_OfOneRole):
     """Cross-entropy −Σ log p / denom over completion tokens, or over `rows_M` of them."""
 
     role: str
@@ -471,11 +457,6 @@ class LmLoss:
     """Denominator for a whole optimizer step, a number or 0-d; usually its completion tokens."""
     rows_M: torch.Tensor | None = None
     """int64 indices into the M completion tokens, None for all."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> torch.Tensor:
         """Compute the loss. See `Output.compute`.
@@ -489,12 +470,12 @@ class LmLoss:
         Raises:
             ValueError: a role without an LM head.
         """
-        reader, target, supports = states.reader(self.role), states.batch.targets_M, states.batch.supports
+        (hidden, head), target, supports = states.reader(self.role), states.batch.targets_M, states.batch.supports
         if self.rows_M is not None:
-            reader = reader._replace(hidden=reader.hidden.index_select(0, self.rows_M))
+            hidden = hidden.index_select(0, self.rows_M)
             target = target[self.rows_M]
             supports = None if supports is None else supports.select(self.rows_M.cpu())
-        out = logprobs(reader, target, supports, temperature=1.0)
+        out = logprobs(hidden, head, target, supports, temperature=1.0)
         assert out.logprob is not None
         return -out.logprob.sum() / self.denom
 
@@ -509,7 +490,7 @@ class PairwiseOutputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PairwiseRewardLoss:
+class PairwiseRewardLoss(_OfOneRole):
     """(−Σ log σ(r_w − r_l − m) + center · Σ (r_w + r_l)²) / denom over P pairs (chosen w, rejected l) of the batch.
 
     m is a margin that each pair may have, as in Llama 2 (arXiv 2307.09288, equation 2) and TRL. The first term is
@@ -529,11 +510,6 @@ class PairwiseRewardLoss:
     """Coefficient of the second term; 0 leaves it out."""
     margin_P: torch.Tensor | None = None
     """m, float32 [P]; None: 0 for all."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> PairwiseOutputs:
         """Compute the loss and how well the rewards rank. See `Output.compute`.
@@ -571,7 +547,7 @@ class PointwiseOutputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PointwiseRewardLoss:
+class PointwiseRewardLoss(_OfOneRole):
     """−Σ [w p log σ(r) + (1 − p) log(1 − σ(r))] / denom over the N sequences of the batch, p their labels.
 
     PERL's loss for single answers that were liked or not (arXiv 2403.10704 §3). The paper prints σ(1 − r) in the second
@@ -588,11 +564,6 @@ class PointwiseRewardLoss:
     """Denominator for a whole optimizer step, a number or 0-d; usually its answers."""
     pos_weight: float = 1.0
     """w, the weight of answers with label 1."""
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles that are read. See `Output.roles`."""
-        return (self.role,)
 
     def compute(self, states: HiddenStates) -> PointwiseOutputs:
         """Compute the loss and how well the rewards' signs fit the labels. See `Output.compute`.

@@ -41,14 +41,8 @@ class RoleSpec:
                 raise ValueError(f"{field}: expected a name of letters, digits, '_' and '-', got {name!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lane:
-    """One backbone forward: the roles that read its hidden states."""
-
-    backbone: str
-    slot: str | None
-    roles: tuple[str, ...]
-
+Lane = tuple[str, str | None]
+"""One backbone forward: names of the backbone and of its slot."""
 
 Roles = Mapping[str, RoleSpec]
 
@@ -175,15 +169,13 @@ def needs_lm_head(roles: Roles, backbone: str) -> bool:
     return any(r.backbone == backbone and r.head == LM_HEAD for r in roles.values())
 
 
-def fold_lanes(roles: Roles, names: Iterable[str]) -> tuple[Lane, ...]:
-    """Lanes that serve the named roles, in order of first use. Raises ValueError for an unknown role."""
-    grouped: dict[tuple[str, str | None], list[str]] = {}
-    for name in names:
+def fold_lanes(roles: Roles, names: Iterable[str]) -> dict[Lane, list[str]]:
+    """The named roles by lane, in order of first use. Raises ValueError for an unknown role."""
+    lanes: dict[Lane, list[str]] = {}
+    for name in dict.fromkeys(names):
         spec = require_role(roles, name)
-        members = grouped.setdefault((spec.backbone, spec.slot), [])
-        if name not in members:
-            members.append(name)
-    return tuple(Lane(backbone=b, slot=s, roles=tuple(members)) for (b, s), members in grouped.items())
+        lanes.setdefault((spec.backbone, spec.slot), []).append(name)
+    return lanes
 
 
 def require_role(roles: Roles, name: str) -> RoleSpec:

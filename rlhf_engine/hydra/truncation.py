@@ -16,7 +16,7 @@ Legend: M rows, H hidden, V words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rlhf_kernels.gather_logprob import gather_logprob
@@ -34,28 +34,23 @@ OUTSIDE = -1e30  # logit of a word outside of a support: its probability is 0, a
 Results = tuple[torch.Tensor, ...]
 
 
-class Reader(NamedTuple):
-    """Hidden states and the head that reads them."""
+def wide_logits(hidden: torch.Tensor, head: LmHead) -> torch.Tensor:
+    """Logits before the temperature: fp32 [M, V], or fp64 with an fp64 head."""
+    with off(hidden):  # as inside an op
+        z = head_logits(hidden.to(head.weight.dtype), head)
+    return z.to(accumulation_dtype(head.weight))
 
-    hidden: torch.Tensor  # [M, H], floating
-    head: LmHead  # LM head
 
-    def logits(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Logits before the temperature: fp32 [m, V], or fp64 with an fp64 head, for some rows."""
-        weight = self.head.weight
-        with off(self.hidden):  # as inside an op
-            z = head_logits(self.hidden[rows].to(weight.dtype), self.head)
-        return z.to(accumulation_dtype(weight))
-
-    def scaled(self, temperature: float, supports: Supports | None) -> torch.Tensor:
-        """Logits [M, V] divided by the temperature, and `OUTSIDE` beyond the supports."""
-        logits = self.logits()
-        z = logits / logits.new_tensor(check_temperature(temperature, (), logits)[0])
-        return z if supports is None else z.masked_fill(~supports.mask(), OUTSIDE)
+def _scaled(hidden: torch.Tensor, head: LmHead, temperature: float, supports: Supports | None) -> torch.Tensor:
+    """Logits [M, V] divided by the temperature, and `OUTSIDE` beyond the supports."""
+    logits = wide_logits(hidden, head)
+    z = logits / logits.new_tensor(check_temperature(temperature, (), logits)[0])
+    return z if supports is None else z.masked_fill(~supports.mask(), OUTSIDE)
 
 
 def logprobs(
-    reader: Reader,
+    hidden: torch.Tensor,
+    head: LmHead,
     target_M: torch.Tensor,
     supports: Supports | None,
     *,
@@ -66,7 +61,8 @@ def logprobs(
     """Statistics of `linear_logprob`, over the words that each token was drawn among.
 
     Args:
-        reader: hidden states that predict the M tokens, and their head.
+        hidden: floating [M, H], hidden states that predict the M tokens.
+        head: LM head that reads them.
         target_M: int64 [M], the tokens.
         supports: words that each token was drawn among; None: all words.
         temperature: number > 0 that logits are divided by.
@@ -81,7 +77,6 @@ def logprobs(
             vocabulary.
         TypeError: a string instead of a tuple as `outputs` or `detach`.
     """
-    hidden, head = reader
     options = {"temperature": temperature, **head_options(head)}
     if supports is None:
         return linear_logprob(hidden, head.weight, target_M, outputs=outputs, detach=detach, **options)
@@ -95,7 +90,7 @@ def logprobs(
         return tuple(getattr(outputs, name) for name in names)
 
     def truncated(some: Supports | None, hidden: torch.Tensor, target: torch.Tensor) -> Results:
-        z = Reader(hidden, head).scaled(temperature, some)
+        z = _scaled(hidden, head, temperature, some)
         outputs = gather_logprob(z, target, outputs=names, inplace_backward=True)
         return _detached([getattr(outputs, name) for name in names], names, fixed)
 
@@ -104,8 +99,10 @@ def logprobs(
 
 
 def pair(
-    reader: Reader,
-    reference: Reader,
+    hidden: torch.Tensor,
+    head: LmHead,
+    other: torch.Tensor,
+    other_head: LmHead,
     target_M: torch.Tensor,
     supports: Supports | None,
     *,
@@ -115,8 +112,10 @@ def pair(
     """Statistics of `linear_logprob_pair`, over the words that each token was drawn among; heads may differ.
 
     Args:
-        reader: hidden states that predict the M tokens, and their head.
-        reference: the same of the reference, which gets no gradient.
+        hidden: floating [M, H], hidden states that predict the M tokens.
+        head: LM head that reads them.
+        other: floating [M, H], hidden states of the reference, which get no gradient.
+        other_head: LM head of the reference.
         target_M: int64 [M], the tokens.
         supports: words that each token was drawn among; None: all words.
         temperature: number > 0 that logits are divided by.
@@ -129,8 +128,6 @@ def pair(
         ValueError: an unknown name, a temperature that is not > 0, or supports of another vocabulary.
         TypeError: a string instead of a tuple as `detach`.
     """
-    hidden, head = reader
-    other, other_head = reference
     names = PairOutputs._fields
     fixed = check_detach(detach, names)
 
@@ -141,7 +138,8 @@ def pair(
         return tuple(linear_logprob_pair(hidden, other, head.weight, target, detach=detach, **options))
 
     def in_logits(some: Supports | None, hidden: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> Results:
-        z, z_r = (x.scaled(temperature, some) for x in (Reader(hidden, head), Reader(other.detach(), other_head)))
+        z = _scaled(hidden, head, temperature, some)
+        z_r = _scaled(other.detach(), other_head, temperature, some)
         ours = gather_logprob(z, target, outputs=("logprob", "entropy", "lse"))
         theirs = gather_logprob(z_r, target, outputs=("logprob", "lse"))
         assert ours.lse is not None

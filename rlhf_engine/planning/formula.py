@@ -305,7 +305,7 @@ class Formula:
         tokens, kept = self._tokens("inference", rows), 0
         state = self.hidden * s.dtype.itemsize
         for name in self._backbones:
-            lanes = [lane for lane in fold_lanes(self.roles, self.roles) if lane.backbone == name]
+            lanes = [lane for lane in fold_lanes(self.roles, self.roles) if lane[0] == name]
             together = tokens * (len(lanes) if len(lanes) * tokens <= s.token_budget else 1)
             most = max(most, kept + together * self._forward)
             kept += len(lanes) * tokens * state
@@ -318,12 +318,12 @@ class Formula:
         rows = min(s.micro_batch, minibatch)
         tokens = self._tokens("update", rows)
         lanes = fold_lanes(self.roles, [name for name, role in self.roles.items() if role.trainable])
-        together = len({lane.backbone for lane in lanes}) == 1 and len(lanes) * tokens <= s.token_budget
+        together = len({backbone for backbone, _ in lanes}) == 1 and len(lanes) * tokens <= s.token_budget
         done, most = 0, state["gradients"] + state["optimizer_step"]
-        for lane in lanes[:1] if together else lanes:
+        for (name, _), roles in list(lanes.items())[: 1 if together else None]:
             n = tokens * (len(lanes) if together else 1)
-            trained = self._trains_base[lane.backbone]
-            fresh = sum(size.numel() for size in self._weights(lane.backbone)) if trained else 0
+            trained = self._trains_base[name]
+            fresh = sum(size.numel() for size in self._weights(name)) if trained else 0
             gradients = fresh * gradient_dtype(s.optim, s.dtype).itemsize
             saved = [n * (block.saved_whole if trained else block.saved) for block in self.blocks]
             inputs, back = n * self.hidden * s.dtype.itemsize, n * max(block.backward for block in self.blocks)
@@ -331,7 +331,7 @@ class Formula:
                 back += max(saved)
                 saved = [inputs] * len(saved)
             head = 3 * inputs
-            if any(self.roles[role].head == LM_HEAD for role in lane.roles):
+            if any(self.roles[role].head == LM_HEAD for role in roles):
                 needs = "hidden,weight" if trained else "hidden"
                 head += self._sweep(rows * s.completion_length, needs=needs, ahead=not trained)
                 if trained:

@@ -17,7 +17,7 @@ from rlhf_kernels.vocab.logits import row_chunks
 
 from rlhf_engine.hydra.backbone import Backbone, LmHead
 from rlhf_engine.hydra.supports import numbers_of_bits, pack_bits
-from rlhf_engine.hydra.truncation import OUTSIDE, Reader
+from rlhf_engine.hydra.truncation import OUTSIDE, wide_logits
 from rlhf_engine.rollout.rows import RowState, SampleGroup
 
 
@@ -48,7 +48,7 @@ class Sampler:
                 self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
             head = self._heads[group.slot]
             if group.truncates or group.not_yet is not None:
-                parts.append(self._sample_among_some(Reader(own_hidden, head), own, group))
+                parts.append(self._sample_among_some(own_hidden, head, own, group))
                 continue
             drawn = sample(
                 own_hidden,
@@ -67,11 +67,11 @@ class Sampler:
             parts.append(NextTokens(drawn.token, drawn.logprob))
         return parts[0] if len(parts) == 1 else _joined(parts, groups, len(hidden))
 
-    def _sample_among_some(self, reader: Reader, state: RowState, group: SampleGroup) -> NextTokens:
+    def _sample_among_some(self, hidden: torch.Tensor, head: LmHead, state: RowState, group: SampleGroup) -> NextTokens:
         """The same where words are left out. Ends that come too early go first, then the filters follow."""
         parts = []
-        for rows in row_chunks(len(reader.hidden), len(reader.head.weight)):
-            own, logits = state.at(rows), reader.logits(rows)
+        for rows in row_chunks(len(hidden), len(head.weight)):
+            own, logits = state.at(rows), wide_logits(hidden[rows], head)
             filtered = logits.clone()
             if group.not_yet is not None:
                 filtered[:, group.not_yet] = -torch.inf

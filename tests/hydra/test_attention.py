@@ -33,13 +33,14 @@ def off_logits(model: HydraModel, batch: PackedBatch) -> torch.Tensor:
 
 def test_the_lengths_make_padded_and_plain_buckets():
     buckets, grid = plan_packed(random_batch(LENGTHS).lengths, torch.device("cpu")).layout
-    assert [(b.length, b.n_sequences) for b in buckets] == [(32, 1), (20, 2), (9, 3), (2, 1)]
+    assert buckets == ((32, 1), (20, 2), (9, 3), (2, 1))
     assert grid is not None
-    assert grid.rows[grid.places].tolist() == list(range(len(grid.places)))  # every row has a place
-    assert len(grid.rows) == 32 + 2 * 20 + 3 * 9 + 2
+    rows, places = grid
+    assert rows[places].tolist() == list(range(len(places)))  # every row has a place
+    assert len(rows) == 32 + 2 * 20 + 3 * 9 + 2
     buckets, grid = plan_packed([5, 5, 5], torch.device("cpu")).layout
     assert grid is None
-    assert [(b.length, b.n_sequences) for b in buckets] == [(5, 3)]
+    assert buckets == ((5, 3),)
 
 
 def test_no_sequence_sees_another():

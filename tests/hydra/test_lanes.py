@@ -15,9 +15,9 @@ ROLES = ("actor", "reference", "critic", "reward")
 
 
 def test_roles_fold_into_lanes():
-    hydra = [(lane.slot, lane.roles) for lane in fold_lanes(hydra_roles(), ROLES)]
+    hydra = [(slot, tuple(roles)) for (_, slot), roles in fold_lanes(hydra_roles(), ROLES).items()]
     assert hydra == [("actor", ("actor",)), (None, ("reference", "reward")), ("critic", ("critic",))]
-    joint = [(lane.slot, lane.roles) for lane in fold_lanes(j_hydra_roles(), ROLES)]
+    joint = [(slot, tuple(roles)) for (_, slot), roles in fold_lanes(j_hydra_roles(), ROLES).items()]
     assert joint == [("actor", ("actor", "critic")), (None, ("reference", "reward"))]
 
 

@@ -21,7 +21,7 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra import hydra_roles as roles
 from rlhf_engine.hydra.backbone import LmHead
 from rlhf_engine.hydra.supports import Supports, pack_bits
-from rlhf_engine.hydra.truncation import Reader, logprobs, pair
+from rlhf_engine.hydra.truncation import logprobs, pair
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 
 
@@ -260,8 +260,8 @@ def test_all_words_as_a_support_are_all_words(dtype, head_options):
 
 
 def _both(hidden, other, head, target, supports):
-    single = logprobs(Reader(hidden, head), target, supports, temperature=0.8, outputs=("logprob", "entropy"))
-    both = pair(Reader(hidden, head), Reader(other, head), target, supports, temperature=0.8)
+    single = logprobs(hidden, head, target, supports, temperature=0.8, outputs=("logprob", "entropy"))
+    both = pair(hidden, head, other, head, target, supports, temperature=0.8)
     return single.logprob, single.entropy, *both
 
 
@@ -273,6 +273,6 @@ def test_equal_states_have_no_kl_to_the_bit():
     target = supports.mask().int().argmax(1)
     for exact in (True, False):
         with registry.use_exact(exact):
-            found = pair(Reader(hidden, head), Reader(hidden.clone(), head), target, supports, temperature=0.8)
+            found = pair(hidden, head, hidden.clone(), head, target, supports, temperature=0.8)
         assert torch.equal(found.kl, torch.zeros(9))
         assert torch.equal(found.logprob_a, found.logprob_r)
