@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra.loading import read_config
-from rlhf_engine.manifest import check_model
+from rlhf_engine.io import check_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _BEGINNINGS = ("", "\n", "x", ".", "a", "0")

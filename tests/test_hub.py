@@ -20,8 +20,8 @@ from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, save_pretrained
 from rlhf_engine.hydra.peft_io import read_slot_config
-from rlhf_engine.planning.formula import find_config
 from rlhf_engine.tokenizing import load_tokenizer
+from rlhf_engine.tools.memory import find_config
 from tests.conftest import randomise
 from tests.hub_stand_in import Hub, commit_of
 from tests.hub_stand_in import hub as stand_in

@@ -111,8 +111,8 @@ def run_trainer(name: str, trainer: Run, results: Callable[[], Mapping[str, Any]
 def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
     """Export a run's result to the folder `hub` in its own, and upload it; the address of the commit."""
     from rlhf_engine.config.commands import ExportConfig, Format
-    from rlhf_engine.export.write import export
     from rlhf_engine.io import remove
+    from rlhf_engine.tools.export import export
 
     is_full = getattr(config, "mode", None) == "full" or getattr(config, "method", None) == "full_ppo"
     to: Format = ("sequence_classification" if name == "reward" else "merged") if is_full else "peft"

@@ -20,10 +20,10 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_kernels.runtime import registry
 
     from rlhf_engine.devices import DTYPES, resolve_device
-    from rlhf_engine.evaluation.candidates import PAGE_FILE, RESULTS_FILE
-    from rlhf_engine.evaluation.evaluate import Evaluation
-    from rlhf_engine.evaluation.results import summarise, table, write_page
     from rlhf_engine.runs.metrics import run_record, write_json_atomic
+    from rlhf_engine.tools.candidates import PAGE_FILE, RESULTS_FILE
+    from rlhf_engine.tools.evaluate import Evaluation
+    from rlhf_engine.tools.results import summarise, table, write_page
 
     with as_request_errors():
         device_type = begin_drawing(config)

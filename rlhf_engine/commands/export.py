@@ -12,7 +12,7 @@ from rlhf_engine.config.commands import ExportConfig
 def run(argv: Sequence[str]) -> int:
     config = parse_config(ExportConfig, argv, prog="rlhf-engine export")
     prepare("auto")
-    from rlhf_engine.export.write import export
+    from rlhf_engine.tools.export import export
 
     with as_request_errors():
         url, notes = export(config)

@@ -11,7 +11,7 @@ from rlhf_engine.config import PlanConfig, parse_config
 from rlhf_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhf_engine.planning.formula import Formula
+    from rlhf_engine.tools.memory import Formula
 
 _STATE = {
     "frozen_weights": "frozen backbones",
@@ -51,7 +51,7 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
     from rlhf_engine.hydra import METHODS, SlotConfig
     from rlhf_engine.hydra.loading import context_length
     from rlhf_engine.hydra.model import default_token_budget
-    from rlhf_engine.planning.formula import Formula, Setting, find_config, roles_of
+    from rlhf_engine.tools.memory import Formula, Setting, find_config, roles_of
 
     shape = find_config(config.model)
     limit = context_length(shape)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.hub import local_folder, plain_name
 from rlhf_engine.hydra.adapters import AdapterSlot, SlotConfig
-from rlhf_engine.manifest import check_model
+from rlhf_engine.io import check_model
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -29,7 +29,7 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.peft_export import require_exportable, save_slot
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
 from rlhf_engine.hydra.shares import copy_whole, state_of
-from rlhf_engine.manifest import MANIFEST_FILE, check_model
+from rlhf_engine.io import MANIFEST_FILE, check_model
 
 _FORMAT = 2
 

@@ -29,7 +29,7 @@ from rlhf_engine.hydra.loading import Quantization, can_be_headless, is_sequence
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.hydra.shares import state_of
-from rlhf_engine.manifest import check_model
+from rlhf_engine.io import check_model
 
 _SCORE = ("score", "classifier")
 """Names of the module that reads the last hidden state in transformers' sequence classifiers."""

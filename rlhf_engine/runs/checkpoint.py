@@ -27,8 +27,16 @@ from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpo
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.io import finish_replacement, finish_replacements, remove, replacing, writing
-from rlhf_engine.manifest import MANIFEST_FILE, check_manifest, write_manifest
+from rlhf_engine.io import (
+    MANIFEST_FILE,
+    check_manifest,
+    finish_replacement,
+    finish_replacements,
+    remove,
+    replacing,
+    write_manifest,
+    writing,
+)
 from rlhf_engine.policy.optimizer import RoleOptimizer
 
 _NAME = re.compile(r"checkpoint-\d+")

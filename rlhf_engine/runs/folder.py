@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import peft_io
-from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing
-from rlhf_engine.manifest import write_manifest
+from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing, write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
 
 METRICS_FILE = "metrics.jsonl"

@@ -17,11 +17,11 @@ pytest.importorskip("peft")
 from peft import PeftModel
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.export import card
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, load_pretrained, peft_io, save_pretrained
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.reward_model import require_reward_head
 from rlhf_engine.io import MANIFEST_FILE
+from rlhf_engine.tools import card
 from tests.conftest import randomise
 from tests.training.test_data import PROMPTS, write_model, write_pairs, write_prompts
 from tests.training.test_every_architecture import write

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
 from rlhf_engine.config.commands import ExportConfig
-from rlhf_engine.export.write import find_source, merged_model
 from rlhf_engine.hydra import (
     HydraModel,
     Logprobs,
@@ -32,6 +31,7 @@ from rlhf_engine.hydra import (
 )
 from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.persist import require_savable
+from rlhf_engine.tools.export import find_source, merged_model
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 

@@ -11,7 +11,7 @@ from rlhf_kernels.runtime.kernel_table import Entry
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
-from rlhf_engine.manifest import write_manifest
+from rlhf_engine.io import write_manifest
 from rlhf_engine.runs.checkpoint import begin_kernels
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model

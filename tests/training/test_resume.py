@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_engine.commands.main import main, run_and_exit
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, EngineError, RewardError, notes
 from rlhf_engine.hydra import load_pretrained
-from rlhf_engine.manifest import check_manifest, write_manifest
+from rlhf_engine.io import check_manifest, write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint
 from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rlhf_engine.evaluation.statistics import interval_by_prompt, ratio_by_prompt
+from rlhf_engine.runs.statistics import interval_by_prompt, ratio_by_prompt
 
 CALIBRATION_BINS = 10
 LOWER_IS_BETTER = frozenset({"loss", "brier", "calibration_error"})

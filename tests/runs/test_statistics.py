@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
-from tests.evaluation.test_evaluate import write_adapter
+from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
+from tests.tools.test_evaluate import write_adapter
 from tests.training.test_data import write_rows
 
 

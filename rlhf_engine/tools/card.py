@@ -25,7 +25,7 @@ from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.text import format_score
 
 if TYPE_CHECKING:
-    from rlhf_engine.export.write import Source
+    from rlhf_engine.tools.export import Source
 
 CARD = "README.md"
 STATE_FILE = "trainer_state.json"

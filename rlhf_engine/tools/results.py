@@ -20,12 +20,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_engine.evaluation.evaluate import Evaluation, Outcome
-from rlhf_engine.evaluation.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page import COLOURS, render
+from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
 from rlhf_engine.runs.text import show_controls
 from rlhf_engine.scoring.rewards import mean_or_none
+from rlhf_engine.tools.evaluate import Evaluation, Outcome
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 """Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
@@ -185,9 +185,9 @@ def write_page(evaluation: Evaluation, measured: Mapping[str, Outcome], results:
     judge = results["judge"] or "nobody"  # without its address or path
     judge = "a server" if judge.startswith(("http://", "https://")) else judge.rpartition("/")[2]
     text = render(
-        "evaluation/page.html.jinja",
-        ["runs/page_chart.js", "evaluation/page.js"],
-        ["runs/page.css", "evaluation/page.css"],
+        "tools/page.html.jinja",
+        ["runs/page_chart.js", "tools/page.js"],
+        ["runs/page.css", "tools/page.css"],
         written=round(time.time()),
         refresh=None,
         title=show_controls(f"Evaluation of {', '.join(measured)}"),

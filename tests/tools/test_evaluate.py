@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.errors import ConfigError, EngineError
-from rlhf_engine.evaluation.candidates import find_candidates
-from rlhf_engine.evaluation.evaluate import Evaluation
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.tokenizing import encode_prompt, load_tokenizer
+from rlhf_engine.tools.candidates import find_candidates
+from rlhf_engine.tools.evaluate import Evaluation
 from tests.conftest import randomise
 from tests.data.texts import EACH_FAMILY, loss_of_text
-from tests.evaluation.test_judges import likes_longer, says, serving
+from tests.tools.test_judges import likes_longer, says, serving
 from tests.training.test_data import PROMPTS, write_model, write_rows
 from tests.training.test_sft import BORDERS, base_of_family
 
@@ -420,7 +420,7 @@ def test_the_page_holds_answers_and_no_paths(evaluated, place):
 @needs_node
 def test_ratings_are_rows_that_reward_reads(evaluated, place, tmp_path):
     output, _ = evaluated
-    script = Path("rlhf_engine/evaluation/page.js").read_text()
+    script = Path("rlhf_engine/tools/page.js").read_text()
     functions = script[script.index("const VERDICTS") : script.index("// ---- end of ratings")]
     data = (output / "report.html").read_text()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', data, re.DOTALL)[1]

@@ -10,7 +10,7 @@ from rlhf_engine.commands.main import main
 from rlhf_engine.config import PlanConfig, TrainConfig, parse_size
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS
-from rlhf_engine.planning.formula import PHASES
+from rlhf_engine.tools.memory import PHASES
 from rlhf_engine.training.rl import RlTrainer
 from tests.training.test_data import train_config, write_model, write_prompts, write_reward
 

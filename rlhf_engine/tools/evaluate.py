@@ -24,9 +24,6 @@ from rlhf_engine.data.read import with_options
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
-from rlhf_engine.evaluation import candidates as kept
-from rlhf_engine.evaluation.candidates import Candidate, CandidateAnswer, find_candidates
-from rlhf_engine.evaluation.judges import Pair, by_reward, make_judge
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
@@ -37,6 +34,9 @@ from rlhf_engine.rollout.request import Request, SamplingConfig, StopTexts
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.tools import candidates as kept
+from rlhf_engine.tools.candidates import Candidate, CandidateAnswer, find_candidates
+from rlhf_engine.tools.judges import Pair, by_reward, make_judge
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # called with (what is done, how many are, of how many)

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError, RolloutServerError
-from rlhf_engine.evaluation import judges
-from rlhf_engine.evaluation.judges import TEMPLATE, FunctionJudge, Pair, ServerJudge, _verdict, by_reward, make_judge
+from rlhf_engine.tools import judges
+from rlhf_engine.tools.judges import TEMPLATE, FunctionJudge, Pair, ServerJudge, _verdict, by_reward, make_judge
 
 Reply = Callable[[dict[str, Any]], "tuple[int, Any]"]
 

@@ -12,7 +12,7 @@ from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
-from rlhf_engine.planning.formula import FULL_SFT, PRESETS, Formula, Setting, find_config, roles_of
+from rlhf_engine.tools.memory import FULL_SFT, PRESETS, Formula, Setting, find_config, roles_of
 from tests.hydra.architectures import CONFIGS, plain_model
 
 ROOT = Path(__file__).resolve().parents[2]
