@@ -64,59 +64,20 @@ _WITHOUT = {
     "fp16": "dtype is float32 or bfloat16",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
     "shard_base=always": "a vLLM server draws for a base that is larger than a GPU (vllm_server_base_url)",
+    "adam_beta1 adam_beta2": "they are 0.9 and 0.999",
+    "ddp_timeout": "a process waits 1800 seconds for the others",
+    "dataset_streaming": "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]",
+    "load_in_4bit load_in_8bit": "quantization 4bit or 8bit",
+    "logging_steps": "every step has a line of metrics",
+    "overwrite_output_dir": "resume_from_checkpoint restart",
+    "reward_adapter": "reward_model_path, which may hold an adapter",
+    "target_kl": "cliprange and num_ppo_epochs bound an update",
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode": "off_policy_correction, of a server too",
+    "vllm_importance_sampling_clip_max": "off_policy_clip_max, of a server's answers too",
+    "vllm_server_timeout": "an answer has 240 seconds, and one for every ten tokens of max_completion_length",
+    "whiten_advantages whiten_rewards": "scale_rewards none leaves advantages as they are",
 }
-"""Names and values of elsewhere or before, and the reason why they are none here."""
-_GOLD = "a gold model labels pairs before: examples/recipes/async-ticketing.yaml does it"
-_GGUF = "llama.cpp's convert_hf_to_gguf.py takes the folder of export --to merged, see docs/guides/export.md"
-_GONE: dict[str, tuple[Any, str]] = {
-    "adam_beta1": (0.9, "it is 0.9"),
-    "adam_beta2": (0.999, "it is 0.999"),
-    "adapter_dtype": ("float32", "adapters are in bfloat16 with a stochastic optim, else in float32"),
-    "async_timeout": (600.0, "a generator is given up after 600 seconds without a token"),
-    "batches_per_policy": (1, "async blocks, with a max_staleness of one less"),
-    "cliprange_high": (None, "a second number of cliprange"),
-    "ddp_timeout": (1800.0, "a process waits 1800 seconds for the others"),
-    "dataset_limit": (None, "dataset_name NAME[:N] reads the first N rows"),
-    "dataset_streaming": (False, "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]"),
-    "divide_by_own_length": (False, "loss_type own_length of remax"),
-    "eval_share": (None, "a share as eval_dataset_name"),
-    "gold_adapter": (None, _GOLD),
-    "gold_model_path": (None, _GOLD),
-    "generator_threads": (None, "generators on a CPU have half of its threads"),
-    "kl_horizon": (10_000, "it is 10,000 answers"),
-    "llama_cpp": (None, _GGUF),
-    "load_in_4bit": (False, "quantization 4bit"),
-    "load_in_8bit": (False, "quantization 8bit"),
-    "logging_steps": (1, "every step has a line of metrics"),
-    "max_rows": (None, "kv_cache_memory bounds what is written at once"),
-    "missing_eos_score": (None, "missing_eos_penalty =SCORE"),
-    "num_samples": (4, "the answers of 4 prompts go into the report"),
-    "overwrite_output_dir": (False, "resume_from_checkpoint restart"),
-    "outtype": ("auto", _GGUF),
-    "plan:lora_dropout": (0.0, "its memory is within the plan's bound"),
-    "plan:max_grad_norm": (None, "its memory is within the plan's bound"),
-    "plan:out": (None, "no chart is drawn, and json prints the numbers"),
-    "plan:reserve": ("1GB", "5 % of gpu is left to the driver and fragmentation"),
-    "plan:time": (False, "a run tells the time that is left after its second step"),
-    "ray_address": (None, "the environment's RAY_ADDRESS"),
-    "ray_gpus_per_generator": (None, "generators share the cluster's GPUs evenly"),
-    "ray_restarts": (3, "three lost generators are replaced"),
-    "reward_adapter": (None, "reward_model_path, which may hold an adapter"),
-    "reward_timeout": (1800.0, "a reward function is given up after 1800 seconds"),
-    "rollout_backend": ("local", "a vllm_server_base_url alone says that the server draws"),
-    "target_kl": (None, "cliprange and num_ppo_epochs bound an update"),
-    "token_budget": (None, "it follows from device and model"),
-    "vllm_canary_bound": (None, "rollout_mismatch_bound, of a server too"),
-    "vllm_importance_sampling_clip_max": (2.0, "off_policy_clip_max, of a server's answers too"),
-    "vllm_importance_sampling_correction": (True, "off_policy_correction none, of a server's answers too"),
-    "vllm_importance_sampling_mode": ("token_truncate", "off_policy_correction, of a server's answers too"),
-    "vllm_model_name": (None, "vllm serve --served-model-name with the last part of model_name_or_path"),
-    "vllm_server_adapter_dir": (None, "vllm_adapter_dir HERE:THERE"),
-    "vllm_server_timeout": (240.0, "an answer has 240 seconds, and one for every ten tokens of max_completion_length"),
-    "whiten_advantages": (True, "scale_rewards none"),
-    "whiten_rewards": (False, "advantages are whitened"),
-}
-"""Options of before, of one command as COMMAND:NAME: the default, which a file may still have, and what serves now."""
+"""Names and values of elsewhere, and the reason why they are none here."""
 
 
 def option(
@@ -348,20 +309,12 @@ def _default(field: dataclasses.Field) -> Any:
     return _REQUIRED if field.default is dataclasses.MISSING else field.default
 
 
-def _before(cls: type[Options], name: str) -> set[str]:
-    """Names of an option of before in `_GONE`."""
-    return {name.removeprefix("no_"), f"{cls.__name__.removesuffix('Config').lower()}:{name}"}
-
-
 def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigError:
     switches = [s for f in dataclasses.fields(cls) for s in f.metadata["switches"]]
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
     close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
-    reasons = {**_WITHOUT, **{gone: f"it is gone: {instead}" for gone, (_, instead) in _GONE.items()}}
-    before = _before(cls, name)
-    why = next((why for names, why in reasons.items() if before & set(names.split())), None)
-    close = [] if before & set(_GONE) else close
+    why = next((why for names, why in _WITHOUT.items() if name.removeprefix("no_") in names.split()), None)
     if close and (ours or why is None):
         why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))
@@ -533,8 +486,6 @@ def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> 
     for key, value in content.items():
         name = str(key).replace("-", "_")
         name = _aliases(cls).get(name, name)
-        if name not in _fields(cls) and any(_GONE.get(n, (...,))[0] == value for n in _before(cls, name)):
-            continue  # `--print_config` of an earlier version wrote every option
         if name not in _fields(cls):
             raise _unknown(f"key in {where}:", name, cls, "")
         if name in values:

@@ -15,7 +15,6 @@ from rlhf_engine.config import (
     EvaluateConfig,
     GenerateConfig,
     Kernels,
-    PlanConfig,
     RewardConfig,
     SFTConfig,
     TrainConfig,
@@ -258,9 +257,9 @@ def test_errors_name_the_option() -> None:
         (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name, got 5"),
         (["--eval_dataset_name", "1.5"], r"eval_dataset_name: expected a source or a share between 0 and 1, got '1.5'"),
         (["--algorithm", "cispo", "--cliprange", "7", "0.3"], r"cliprange: expected one number for cispo, .*got \[7.0"),
-        (["--no_whiten_advantages"], r"unknown option --no_whiten_advantages; it is gone: scale_rewards none"),
+        (["--no_whiten_advantages"], r"unknown option --no_whiten_advantages; scale_rewards none"),
         (["--out", "x"], r"unknown option --out$|--out; did you mean"),
-        (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; it is gone: resume_from_checkpoint"),
+        (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; resume_from_checkpoint"),
         (["--seed", str(2**70)], r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
         (["--lora_r", "99999999"], r"^lora_r: expected an integer .*16384, got 99999999"),
         (["--learning_rate", "1" + "0" * 400], "^learning_rate: expected a number"),
@@ -337,10 +336,7 @@ def test_yaml_errors(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, message in (
         ("bf16: true", r"unknown key in .*: bf16; did you mean dtype: bfloat16\?"),
-        (
-            "gold_adapter: x",
-            r"unknown key in .*: gold_adapter; it is gone: a gold model labels pairs before",
-        ),
+        ("load_in_4bit: true", r"unknown key in .*: load_in_4bit; quantization 4bit"),
         ("packing: true", r"unknown key in .*: packing; rows are always packed, without padding$"),
         ("lerning_rate: 1", r"unknown key in .*: lerning_rate; did you mean learning_rate\?"),
         ("max_steps: '3'", r"max_steps: expected an integer, got '3'"),
@@ -362,25 +358,6 @@ def test_names_of_other_libraries_lead_to_options_that_there_are() -> None:
     names = [name for name, _ in pairs] + " ".join(parser._WITHOUT).split()
     assert len(names) == len(set(names))
     assert not set(names) & {field.name for field in dataclasses.fields(TrainConfig)}
-
-
-def test_options_of_before_are_read_at_their_defaults_and_else_lead_on(tmp_path: Path) -> None:
-    assert not set(parser._GONE) & {field.name for cls in (TrainConfig, SFTConfig) for field in dataclasses.fields(cls)}
-    file = tmp_path / "c.yaml"
-    plans = {name.removeprefix("plan:"): gone for name, gone in parser._GONE.items() if name.startswith("plan:")}
-    file.write_text(yaml.safe_dump({name: default for name, (default, _) in plans.items()}))
-    assert parse_config(PlanConfig, ["--model", "m", "--config", str(file)]) == PlanConfig(model="m")
-    for name, (_, instead) in plans.items():
-        with pytest.raises(ConfigError, match=f"--{name}; it is gone: {instead}"):
-            parse_config(PlanConfig, [f"--{name}", "7"])
-    of_all = {name: gone for name, gone in parser._GONE.items() if ":" not in name}
-    file.write_text(yaml.safe_dump({name: default for name, (default, _) in of_all.items()}))
-    assert parse("--config", str(file)) == parse()
-    for name, (default, instead) in of_all.items():
-        file.write_text(yaml.safe_dump({name: 7 if default is None else [default]}))
-        with pytest.raises(ConfigError) as refused:
-            parse("--config", str(file))
-        assert str(refused.value).endswith(f": {name}; it is gone: {instead}")
 
 
 def test_none_is_a_choice_where_there_is_one(tmp_path: Path) -> None:
