@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.hydra import SlotConfig as SlotConfig
     from rlhf_engine.hydra import ValueLoss as ValueLoss
     from rlhf_engine.hydra import hydra_roles as hydra_roles
-    from rlhf_engine.hydra import j_hydra_roles as j_hydra_roles
     from rlhf_engine.hydra import load_pretrained as load_pretrained
     from rlhf_engine.hydra import save_pretrained as save_pretrained
     from rlhf_engine.integrations.peft import fuse_lora as fuse_lora
@@ -52,7 +51,7 @@ _NAMES = {
     "errors": ("ConfigError", "EngineError"),
     "hydra": (
         *("HydraModel", "PackedBatch", "PolicyLoss", "RoleSpec", "SlotConfig", "ValueLoss"),
-        *("hydra_roles", "j_hydra_roles", "load_pretrained", "save_pretrained"),
+        *("hydra_roles", "load_pretrained", "save_pretrained"),
     ),
     "integrations.peft": ("fuse_lora",),
     "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),

@@ -64,9 +64,9 @@ def randomise(model: HydraModel, *names: str, seed: int = 7, scale: float = 0.1)
 
 def build(method: str = "hydra", *, seed: int = 0, **options: object) -> HydraModel:
     """A HydraModel on the tiny Llama with slots and heads that are not zero."""
-    from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, j_hydra_roles
+    from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 
-    roles = hydra_roles() if method == "hydra" else j_hydra_roles()
+    roles = hydra_roles() if method == "hydra" else hydra_roles("j_hydra_ppo")
     used = sorted({r.slot for r in roles.values() if r.slot is not None})
     slots = {name: SlotConfig(r=4, alpha=8.0) for name in used}
     model = HydraModel.from_pretrained(tiny_llama(seed), roles=roles, slots=slots, seed=seed, **options)

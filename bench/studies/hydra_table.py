@@ -44,7 +44,7 @@ from rlhf_engine.algorithms.ppo import Ppo, token_kl
 from rlhf_engine.config import parse_size
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
+from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.roles import needs_lm_head
 from rlhf_engine.policy.optimizer import RoleOptimizer
@@ -239,7 +239,7 @@ def plan(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         token_budget=arguments.token_budget or default_token_budget(device, config.hidden_size),
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    formula = Formula(METHODS[method](), setting)
+    formula = Formula(hydra_roles(method), setting)
     drawn, fits = formula.largest(parse_size("cap", arguments.cap))
     micro = min(fits, drawn, arguments.limit)
     rows = min(drawn, arguments.limit) // micro * micro if micro else 0

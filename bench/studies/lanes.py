@@ -32,7 +32,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import (
-    METHODS,
     HydraModel,
     Logprobs,
     PackedBatch,
@@ -41,6 +40,7 @@ from rlhf_engine.hydra import (
     SlotConfig,
     ValueLoss,
     Values,
+    hydra_roles,
 )
 from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 
@@ -63,7 +63,7 @@ def make_model(arguments: argparse.Namespace, device: torch.device, method: str 
     )
     with device:
         plain = LlamaForCausalLM(config).to(DTYPES[arguments.dtype])
-    roles = METHODS[method]()
+    roles = hydra_roles(method)
     slots = {role.slot: SlotConfig(r=16) for role in roles.values() if role.slot is not None}
     return HydraModel.from_pretrained(plain, roles=roles, slots=slots, device=device)
 

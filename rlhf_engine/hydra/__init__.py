@@ -22,11 +22,7 @@ from rlhf_engine.hydra.roles import (
     METHODS,
     OFF,
     RoleSpec,
-    dynamic_lora_roles,
-    full_ppo_roles,
     hydra_roles,
-    j_hydra_roles,
-    lora_ppo_roles,
 )
 
 __all__ = [
@@ -49,11 +45,7 @@ __all__ = [
     "SlotConfig",
     "ValueLoss",
     "Values",
-    "dynamic_lora_roles",
-    "full_ppo_roles",
     "hydra_roles",
-    "j_hydra_roles",
     "load_pretrained",
-    "lora_ppo_roles",
     "save_pretrained",
 ]

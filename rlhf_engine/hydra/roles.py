@@ -8,7 +8,7 @@ backbone forward whose hidden states feed several heads. The comparison methods 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 OFF = None  # the slot of a role that runs on the plain frozen backbone
@@ -47,121 +47,45 @@ Lane = tuple[str, str | None]
 Roles = Mapping[str, RoleSpec]
 
 
-def hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Role table of Hydra-PPO (arXiv 2309.00754, §3 and table 1): one backbone, slots for actor and critic.
+METHODS = ("full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo")
+"""The five methods of the Hydra paper (arXiv 2309.00754, §3 and table 1), from most to least frozen weights."""
 
-    Reference and reward run on the plain backbone or on a frozen slot.
+
+def hydra_roles(
+    method: str = "hydra_ppo", *, reference_slot: str | None = OFF, reward_slot: str | None = OFF
+) -> dict[str, RoleSpec]:
+    """Role table of a method of the Hydra paper (arXiv 2309.00754, §3 and table 1).
+
+    | method | backbones | trained |
+    |---|---|---|
+    | hydra_ppo | one | slots `actor` and `critic` |
+    | j_hydra_ppo | one | slot `actor`, for actor and critic: one forward serves both |
+    | dynamic_lora_ppo | `base` for actor and reference, `reward` for critic and reward | a slot on each |
+    | lora_ppo | one for each role | slots `actor` and `critic` |
+    | full_ppo | one for each role | the backbones of actor and critic |
 
     Args:
+        method: one of `METHODS`.
         reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
         reward_slot: the same for the reward role.
 
     Returns:
-        Roles `actor`, `reference`, `critic` and `reward`, all on backbone `base`.
+        Roles `actor`, `reference`, `critic` and `reward`. The actor's backbone is `base`.
 
     Raises:
-        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
+        ValueError: another method, or a slot's name with characters other than letters, digits, `_` and `-`.
     """
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
+    apart, whole = method in ("full_ppo", "lora_ppo"), method == "full_ppo"
+    of_reward = "reward" if apart or method == "dynamic_lora_ppo" else "base"
+    critic = OFF if whole else "actor" if method == "j_hydra_ppo" else "critic"
     return {
-        "actor": RoleSpec(slot="actor", trainable=True),
-        "reference": RoleSpec(slot=reference_slot),
-        "critic": RoleSpec(slot="critic", head="value", trainable=True),
-        "reward": RoleSpec(slot=reward_slot, head="reward"),
+        "actor": RoleSpec(slot=OFF if whole else "actor", trainable=True),
+        "reference": RoleSpec(backbone="reference" if apart else "base", slot=reference_slot),
+        "critic": RoleSpec(backbone="critic" if apart else of_reward, slot=critic, head="value", trainable=True),
+        "reward": RoleSpec(backbone=of_reward, slot=reward_slot, head="reward"),
     }
-
-
-def j_hydra_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Role table of joint Hydra-PPO (arXiv 2309.00754, §3 and table 1): actor and critic share one slot.
-
-    One backbone forward serves both.
-
-    Args:
-        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
-        reward_slot: the same for the reward role.
-
-    Returns:
-        Roles `actor`, `reference`, `critic` and `reward`, all on backbone `base`.
-
-    Raises:
-        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
-    """
-    roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
-    return {**roles, "critic": RoleSpec(slot="actor", head="value", trainable=True)}
-
-
-def dynamic_lora_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Role table of dynamic-LoRA PPO (arXiv 2309.00754, §3 and table 1): two backbones with an adapter each.
-
-    Actor and reference share `base`. Critic and reward share `reward`.
-
-    Args:
-        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
-        reward_slot: the same for the reward role.
-
-    Returns:
-        Roles `actor`, `reference`, `critic` and `reward`, on backbones `base` and `reward`.
-
-    Raises:
-        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
-    """
-    roles = hydra_roles(reference_slot=reference_slot, reward_slot=reward_slot)
-    return {
-        **roles,
-        "critic": RoleSpec(backbone="reward", slot="critic", head="value", trainable=True),
-        "reward": RoleSpec(backbone="reward", slot=reward_slot, head="reward"),
-    }
-
-
-def lora_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Role table of LoRA-PPO (arXiv 2309.00754, §3 and table 1): a backbone per role, adapters on actor and critic.
-
-    Args:
-        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
-        reward_slot: the same for the reward role.
-
-    Returns:
-        Roles `actor` on backbone `base`, and `reference`, `critic` and `reward`, each on a backbone of its own name.
-
-    Raises:
-        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
-    """
-    return {
-        "actor": RoleSpec(slot="actor", trainable=True),
-        "reference": RoleSpec(backbone="reference", slot=reference_slot),
-        "critic": RoleSpec(backbone="critic", slot="critic", head="value", trainable=True),
-        "reward": RoleSpec(backbone="reward", slot=reward_slot, head="reward"),
-    }
-
-
-def full_ppo_roles(*, reference_slot: str | None = OFF, reward_slot: str | None = OFF) -> dict[str, RoleSpec]:
-    """Role table of full PPO (arXiv 2309.00754, §3 and table 1): a backbone per role, actor and critic trained whole.
-
-    Args:
-        reference_slot: name of a frozen slot for the reference, or OFF for the plain backbone.
-        reward_slot: the same for the reward role.
-
-    Returns:
-        Roles `actor` on backbone `base`, and `reference`, `critic` and `reward`, each on a backbone of its own name.
-
-    Raises:
-        ValueError: a slot's name with characters other than letters, digits, `_` and `-`.
-    """
-    roles = lora_ppo_roles(reference_slot=reference_slot, reward_slot=reward_slot)
-    return {
-        **roles,
-        "actor": RoleSpec(trainable=True),
-        "critic": RoleSpec(backbone="critic", head="value", trainable=True),
-    }
-
-
-METHODS: Mapping[str, Callable[..., dict[str, RoleSpec]]] = {
-    "full_ppo": full_ppo_roles,
-    "lora_ppo": lora_ppo_roles,
-    "dynamic_lora_ppo": dynamic_lora_roles,
-    "j_hydra_ppo": j_hydra_roles,
-    "hydra_ppo": hydra_roles,
-}
-"""The five methods of the Hydra paper (arXiv 2309.00754, §3 and table 1) by name, from most to least frozen weights."""
 
 
 def needs_lm_head(roles: Roles, backbone: str) -> bool:

@@ -21,7 +21,7 @@ from rlhf_engine.devices import DTYPES, resolve_device, return_freed_memory
 from rlhf_engine.distributed.process_group import SECONDS, World
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
-from rlhf_engine.hydra import METHODS, HydraModel, RoleSpec, SlotConfig, peft_io, reward_model
+from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_bitsandbytes, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
@@ -47,7 +47,8 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
 
 def ppo_roles(config: TrainConfig) -> dict[str, RoleSpec]:
     """The role table of the configured method; critic and reward role only where they are asked for."""
-    roles = METHODS[config.method](
+    roles = hydra_roles(
+        config.method,
         reference_slot="sft" if config.reference_adapter else OFF,
         reward_slot="reward" if config.reward_adapter else OFF,
     )

@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
-from rlhf_engine.hydra import METHODS, RoleSpec, SlotConfig
+from rlhf_engine.hydra import RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.gated_linear import match_targets
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
@@ -58,7 +58,7 @@ _COMPOSED = {"gelu_new", "gelu_fast"}  # activations that transformers composes,
 
 def roles_of(method: str) -> dict[str, RoleSpec]:
     """The role table of a method of RL, or of `full_sft`."""
-    return {"sft": RoleSpec(trainable=True)} if method == FULL_SFT else METHODS[method]()
+    return {"sft": RoleSpec(trainable=True)} if method == FULL_SFT else hydra_roles(method)
 
 
 @dataclass(frozen=True, kw_only=True)

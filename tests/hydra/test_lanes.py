@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, full_ppo_roles, hydra_roles, j_hydra_roles
+from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.model import split_by_tokens
 from rlhf_engine.hydra.roles import fold_lanes
 from tests.conftest import build, random_batch, randomise, tiny_llama
@@ -17,7 +17,7 @@ ROLES = ("actor", "reference", "critic", "reward")
 def test_roles_fold_into_lanes():
     hydra = [(slot, tuple(roles)) for (_, slot), roles in fold_lanes(hydra_roles(), ROLES).items()]
     assert hydra == [("actor", ("actor",)), (None, ("reference", "reward")), ("critic", ("critic",))]
-    joint = [(slot, tuple(roles)) for (_, slot), roles in fold_lanes(j_hydra_roles(), ROLES).items()]
+    joint = [(slot, tuple(roles)) for (_, slot), roles in fold_lanes(hydra_roles("j_hydra_ppo"), ROLES).items()]
     assert joint == [("actor", ("actor", "critic")), (None, ("reference", "reward"))]
 
 
@@ -86,7 +86,7 @@ def test_off_lanes_never_enter_a_gradient_call():
 
 FIRST = {"roles": hydra_roles(), "slots": {"actor": SlotConfig(r=4), "critic": SlotConfig(r=2, dropout=0.3)}, "seed": 1}
 SECOND = {
-    "roles": j_hydra_roles(),
+    "roles": hydra_roles("j_hydra_ppo"),
     "slots": {"actor": SlotConfig(r=8, target_modules=("q_proj", "lm_head"))},
     "seed": 2,
 }
@@ -150,7 +150,7 @@ def test_what_cannot_come_or_go(tmp_path):
     with pytest.raises(ValueError, match=r"role: expected one of .*, got 'guest'"):
         model.remove_roles(["guest"])
     with pytest.raises(ValueError, match=r"backbone: expected one of \['base'\], got 'reference'"):
-        model.beside(roles=full_ppo_roles())
+        model.beside(roles=hydra_roles("full_ppo"))
     whole = HydraModel.from_pretrained(tiny_llama(), roles={"sft": RoleSpec(trainable=True)})
     with pytest.raises(ValueError, match=r"backbone: expected a frozen base that is whole to share, got one that is t"):
         whole.beside(roles=hydra_roles())

@@ -13,6 +13,7 @@ from rlhf_engine.hydra import (
     SlotConfig,
     ValueLoss,
     Values,
+    hydra_roles,
     load_pretrained,
     save_pretrained,
 )
@@ -32,7 +33,7 @@ every = pytest.mark.parametrize("method", METHODS)
 
 
 def make(method: str, base, **options) -> HydraModel:
-    roles = METHODS[method]()
+    roles = hydra_roles(method)
     slots = {role.slot: SlotConfig(r=RANK) for role in roles.values() if role.slot is not None}
     others = {role.backbone: base for role in roles.values() if role.backbone != "base"}
     return HydraModel.from_pretrained(base, roles=roles, slots=slots, backbones=others, **options)
@@ -49,7 +50,7 @@ def heads_that_differ(model: HydraModel) -> None:
 @every
 def test_storages_and_trainables_equal_the_paper_s_table(method, base):
     frozen, trained, n_slots, forwards = TABLE[method]
-    assert len(fold_lanes(METHODS[method](), ROLES)) == forwards
+    assert len(fold_lanes(hydra_roles(method), ROLES)) == forwards
     plain = tiny_llama()
     lm_head = plain.lm_head.weight.numel()
     whole = sum(p.numel() for p in plain.parameters())
@@ -181,6 +182,6 @@ def test_a_backbone_without_lm_head_serves_no_policy(tmp_path):
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"expected a model with an LM head, got .* saved as LlamaForSequenceClass"):
-        HydraModel.from_pretrained(tmp_path, roles=METHODS["hydra_ppo"]())
+        HydraModel.from_pretrained(tmp_path, roles=hydra_roles("hydra_ppo"))
     with pytest.raises(ValueError, match=r"roles\['actor'\]: expected a backbone with an LM head, got 'base'"):
-        HydraModel.from_pretrained(classifier, roles=METHODS["hydra_ppo"]())
+        HydraModel.from_pretrained(classifier, roles=hydra_roles("hydra_ppo"))

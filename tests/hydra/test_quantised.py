@@ -6,7 +6,6 @@ from rlhf_kernels.runtime import registry
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.hydra import (
-    METHODS,
     HydraModel,
     Logprobs,
     PackedBatch,
@@ -187,7 +186,7 @@ def test_a_quantised_base_is_not_trained(base):
     with pytest.raises(ValueError, match=r"quantization: expected 'none' where backbones are trained .*got '4bit'"):
         HydraModel.from_pretrained(
             base,
-            roles=METHODS["full_ppo"](),
+            roles=hydra_roles("full_ppo"),
             backbones=dict.fromkeys(("reference", "critic", "reward"), base),
             quantization="4bit",
         )
@@ -195,7 +194,7 @@ def test_a_quantised_base_is_not_trained(base):
     with pytest.raises(ValueError, match="source: expected weights that can be trained for full fine-tuning, got quan"):
         HydraModel.from_pretrained(
             plain,
-            roles=METHODS["full_ppo"](),
+            roles=hydra_roles("full_ppo"),
             backbones={name: tiny_llama() for name in ("reference", "critic", "reward")},
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
-from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, j_hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, load_pretrained, save_pretrained
 from rlhf_engine.io import write_manifest
 from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import TrainerState, list_checkpoints, load_checkpoint, resolve_resume, save_checkpoint
@@ -126,7 +126,7 @@ def test_lost_heads_are_not_replaced_by_zeros(base, tmp_path):
 def test_a_checkpoint_of_another_configuration_is_refused(base, tmp_path):
     folder = save_checkpoint(tmp_path / "a", *make(base), state(1), keep=None)
     with pytest.raises(ConfigError, match=r"expected slots \['actor'\], got \['actor', 'critic'\]"):
-        load_checkpoint(folder, *make(base, roles=j_hydra_roles()))
+        load_checkpoint(folder, *make(base, roles=hydra_roles("j_hydra_ppo")))
     for slot, r in (({"r": 2}, 2), ({"alpha": 16.0}, 4)):  # the latter of the same shapes, another function
         with pytest.raises(ValueError, match=f"expected r={r}, scale 4 like slot 'actor', got r=4 and scale 2"):
             load_checkpoint(folder, *make(base, **slot))

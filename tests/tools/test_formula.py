@@ -11,7 +11,7 @@ import torch
 from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig
+from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.tools.memory import FULL_SFT, PRESETS, Formula, Setting, find_config, roles_of
 from tests.hydra.architectures import CONFIGS, plain_model
 
@@ -50,7 +50,7 @@ GPU = {  # GiB by torch's allocator in whole steps of a Llama 1B: NVIDIA H200, t
 def test_peaks_of_a_gpu_within_10_percent(case, monkeypatch):
     """64 answers of 512 + 512 tokens by Llama 3.2 1B in bfloat16, r = 16, 16,384 tokens per forward."""
     changes, exact, measured = GPU[case]
-    roles = {n: r for n, r in METHODS["hydra_ppo"]().items() if "ppo" in case or n in ("actor", "reference")}
+    roles = {n: r for n, r in hydra_roles("hydra_ppo").items() if "ppo" in case or n in ("actor", "reference")}
     if "not fused" in case:
         monkeypatch.setattr(Formula, "_backend", lambda _, op, *__: "reference" if op in UNFUSED else "triton")
     with registry.use_exact(exact):
