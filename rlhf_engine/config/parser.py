@@ -69,6 +69,7 @@ _WITHOUT = {
     "dataset_streaming": "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]",
     "load_in_4bit load_in_8bit": "quantization 4bit or 8bit",
     "logging_steps": "every step has a line of metrics",
+    "outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of export --to merged, see docs/guides/export.md",
     "overwrite_output_dir": "resume_from_checkpoint restart",
     "reward_adapter": "reward_model_path, which may hold an adapter",
     "target_kl": "cliprange and num_ppo_epochs bound an update",
