@@ -17,20 +17,31 @@ from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 
 
-@dataclass(eq=False)
-class AnswerRow:
+@dataclass(eq=False, kw_only=True)
+class Prompt:
+    """Tokens that go into the cache in one call."""
+
+    prompt: tuple[int, ...]
+    """Token ids."""
+    slot: str | None
+    """Slot by which the model reads them, or None: adapter off."""
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens, from the first on, that were in the blocks already when it was admitted."""
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswerRow(Prompt):
     """One answer: waiting, being written, or finished."""
 
     index: int
     """Number of its request, counted over the life of the engine."""
-    prompt: tuple[int, ...]
-    """Token ids."""
-    slot: str | None
-    """Slot that draws, or None: adapter off."""
     sampling: SamplingConfig
     """Options of its draws."""
     greedy: bool
     """Whether it takes the arg-max."""
+    fixed: bool
+    """Whether it keeps the weights that it begins with."""
     seed: int
     """Key of its random numbers."""
     keep: bool
@@ -49,11 +60,13 @@ class AnswerRow:
     """Version of the policy that drew each token."""
     finish_reason: FinishReason = "length"
     """Of a finished one: eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
-    blocks: list[int] = field(default_factory=list)
-    cached: int = 0
-    """Tokens of the prompt that were in its blocks already when it was admitted."""
     read_by: object = None
-    """What named the slot's weights when it was admitted."""
+    """What named the slot's weights when it, or the turn before it, was admitted; None before."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has begun and keeps its slot's weights as they are."""
+        return self.fixed and self.read_by is not None
 
     @property
     def prefix(self) -> tuple[str | None, tuple[int, ...]]:

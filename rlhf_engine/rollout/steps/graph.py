@@ -20,9 +20,9 @@ import torch
 
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.rollout.rows import LiveRows, RowState, SampleGroup
+from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, SampleGroup
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
-from rlhf_engine.rollout.steps.transformers import Prompt, RolloutStep, TransformersStep
+from rlhf_engine.rollout.steps.transformers import RolloutStep, TransformersStep
 
 Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]
 """Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
