@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 import time
 import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -141,6 +142,7 @@ class Admission:
                     self.kept[key] = row.slot, block
                 self.kept.move_to_end(key)  # blocks before it are used later than it is: it goes first
         self.pool.give_back(row.blocks)
+        row.blocks = []
 
     def blocks_needed(self, most_rows: int) -> int:
         """Blocks that so many waiting rows may need at once."""
@@ -220,6 +222,31 @@ def _blocks_of_each(rows: Iterable[AnswerRow]) -> list[int]:
 
 
 _BURST = 8  # tokens between two looks at what a device has drawn
+_AHEAD = 8
+"""Rows from which a burst is queued before the last one is read. Reading takes the host a time in proportion to rows,
+in which the device would idle; where all rows turn out to have ended, the burst was for nothing. Infinity: never."""
+
+
+class _Burst:
+    """Tokens that rows draw, on their way to the host."""
+
+    def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
+        """Queue one copy of what was drawn, of the versions that draw now."""
+        self.rows, self.versions, self.drawn = list(rows), [versions[row.slot] for row in rows], drawn
+        columns = [x for step in drawn for x in (step.tokens.int(), step.logprobs.float().view(torch.int32))]
+        packed = torch.stack(columns, 1)
+        self._host, self._ready = packed.to("cpu", non_blocking=packed.is_cuda), None  # pinned by torch, if so
+        if packed.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(packed.device))
+
+    def read(self) -> Iterator[tuple[AnswerRow, int, list[int], list[float]]]:
+        """Each row, the version that drew, tokens and log-probs, as soon as they are here."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        tokens, logprobs = self._host.tolist(), self._host.view(torch.float32).tolist()
+        for i, row in enumerate(self.rows):
+            yield row, self.versions[i], tokens[i][::2], logprobs[i][1::2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,9 +397,9 @@ class RolloutEngine:
                 raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
             for row in [row for row in self._admission.waiting if row.index == number]:
                 self._admission.remove(row)
-            for place in [i for i, row in enumerate(self._live.rows) if row.index == number]:
-                self._admission.release(self._live.rows[place])
-                self._live.keep([i for i in range(len(self._live)) if i != place])
+            for row in [row for row in self._live.rows if row.index == number]:
+                self._admission.release(row)
+                self._live.drop_ended()
             self._rest()
 
     def renew(self, slot: str | None, version: int, write: Callable[[], object] | None = None) -> None:
@@ -427,7 +454,12 @@ class RolloutEngine:
             began = time.perf_counter()
             try:
                 self._renew()
-                answers = self._admit()
+                answers = list[AnswerRow]()
+                burst = self._queued
+                if self._admission.waiting and burst is not None:  # who has ended makes room
+                    self._queued = None
+                    answers = self._accept(burst)
+                answers += self._admit()
                 admitted = time.perf_counter()
                 self.stats.prefill_seconds += admitted - began
                 if len(self._live):
@@ -468,6 +500,9 @@ class RolloutEngine:
         self._step: RolloutStep | None = None
         self._reads: tuple[object, ...] = ()
         self._burst = _BURST if is_gpu(self.backbone.device) else 1
+        self._ahead = _AHEAD if is_gpu(self.backbone.device) else math.inf
+        self._queued: _Burst | None = None
+        """A burst of live rows that is not read yet; nothing waits, or the next step reads it before all else."""
 
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
@@ -512,6 +547,8 @@ class RolloutEngine:
         """Keep, without requests, what is bound to addresses: graphs, and a cache on a GPU."""
         if not self.finished:
             return
+        self._queued = None
+        self._live.unread = 0
         self._renew()
         if self._step is not None and self._step.name != "graph":
             self._step = None  # it may hold weights of a sharded base
@@ -562,7 +599,7 @@ class RolloutEngine:
             first = len(live) - len(rows)
             drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(rows))
             live.state.tokens_N[first:] = drawn.tokens
-            answers += self._accept(first, [drawn])
+            answers += self._accept(_Burst(rows, self.versions, [drawn]))
         live.sort_by_slot()
         return answers
 
@@ -583,30 +620,42 @@ class RolloutEngine:
 
     def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""
-        n = min(self._burst, *(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows))
-        step = self._make_step()
-        drawn = step.decode_many(self._live, n, self._sampler)
-        self.stats.steps += n
-        self.stats.step = step.name
-        return self._accept(0, drawn)
+        burst = self._queued or self._draw(1)
+        assert burst is not None, "a live row may have one token more"
+        self._queued = None
+        # Rows that turn out to have ended draw on in the blocks that they had, behind all that is kept of them. Whoever
+        # gets these blocks writes into them on the same stream, thus later, and reads what it has written itself.
+        if len(self._live) >= self._ahead and not self._admission.waiting and burst.drawn[-1].bits is None:
+            self._queued = self._draw(self._burst)
+        return self._accept(burst)
 
-    def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[AnswerRow]:
-        """Note what was drawn for the rows from `first` on, up to the end of each; those that are done leave."""
-        live, answers = self._live, list[AnswerRow]()
-        tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
-        logprobs = torch.stack([step.logprobs for step in drawn], 1).tolist()
-        supports = [self._supports(step) for step in drawn]
-        done: set[int] = set()
-        for place, row in enumerate(live.rows[first:], start=first):
-            for token, logprob, support in zip(tokens[place - first], logprobs[place - first], supports, strict=True):
+    def _draw(self, least: int) -> _Burst | None:
+        """Queue the next tokens of all live rows; None where one may have fewer than `least`."""
+        live, step = self._live, self._make_step()
+        left = min(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) - live.unread
+        if left < least:
+            return None
+        drawn = step.decode_many(live, min(self._burst, left), self._sampler)
+        live.unread += len(drawn)
+        self.stats.steps += len(drawn)
+        self.stats.step = step.name
+        return _Burst(live.rows, self.versions, drawn)
+
+    def _accept(self, burst: _Burst) -> list[AnswerRow]:
+        """Note what rows have drawn, up to the end of each; those that are done leave."""
+        answers = list[AnswerRow]()
+        self._live.unread = 0 if self._queued is None else len(self._queued.drawn)
+        supports = [self._supports(step) for step in burst.drawn]
+        for i, (row, version, tokens, logprobs) in enumerate(burst.read()):
+            # one that has ended or was cancelled meanwhile has no blocks, and what it drew is nobody's
+            for token, logprob, support in zip(tokens, logprobs, supports, strict=True) if row.blocks else ():
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
                 if support:
-                    row.supports.append(support[place - first])
-                row.versions.append(self.versions[row.slot])
+                    row.supports.append(support[i])
+                row.versions.append(version)
                 reason = self._reason(row, token)
                 if reason is not None:
-                    done.add(place)
                     self._admission.release(row)
                     self.stats.tokens += len(row.tokens)
                     row.finish_reason = reason
@@ -614,8 +663,8 @@ class RolloutEngine:
                     if row.then:
                         self._admission.add([_next_turn(row)])
                     break
-        if done:
-            live.keep([place for place in range(len(live)) if place not in done])
+        if answers:
+            self._live.drop_ended()
         return answers
 
     def _supports(self, drawn: NextTokens) -> Sequence[torch.Tensor]:

@@ -26,6 +26,7 @@ class Prompt:
     slot: str | None
     """Slot by which the model reads them, or None: adapter off."""
     blocks: list[int] = field(default_factory=list)
+    """Its blocks of the cache, at least one as long as it is alive."""
     cached: int = 0
     """Tokens, from the first on, that were in the blocks already when it was admitted."""
 
@@ -155,6 +156,7 @@ class LiveRows:
 
     def __init__(self, device: torch.device) -> None:
         self.rows: list[AnswerRow] = []
+        self.unread = 0  # tokens that each of them has drawn beyond those that it has noted
         self.state = RowState.idle(0, 0, device)
         self._device = device
         self.slots: dict[str, int] = {}  # numbers of the slots that rows may carry
@@ -197,6 +199,10 @@ class LiveRows:
         self.state = self.state.at(torch.tensor(places, dtype=torch.int64, device=self._device))
         self._settle()
 
+    def drop_ended(self) -> None:
+        """Only the rows that have blocks go on."""
+        self.keep([place for place, row in enumerate(self.rows) if row.blocks])
+
     def sort_by_slot(self) -> None:
         """Rows of one slot side by side, in the order they are in."""
         names = [row.slot or "" for row in self.rows]
@@ -205,15 +211,15 @@ class LiveRows:
 
     def _settle(self) -> None:
         """Compute the longest row, the slot table and the draw groups of the rows that are here."""
-        self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
+        self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0) + self.unread
         """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
-        self._groups = self.draw_groups(self.rows)
+        self._groups = self.draw_groups(self.rows, self.unread)
 
     def groups(self, ahead: int = 0) -> list[SampleGroup]:
         """Groups of the rows once they have so many more tokens, by which some may have become long enough to end."""
         if any(group.not_yet is not None for group in self._groups):
-            self._groups = self.draw_groups(self.rows, ahead)
+            self._groups = self.draw_groups(self.rows, self.unread + ahead)
         return self._groups
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import random
 import threading
 import weakref
@@ -318,9 +319,10 @@ class Policies:
 
 
 @pytest.mark.parametrize(  # few blocks: those of one row alone
-    ("requests", "blocks"), [(150, None), (60, 7), pytest.param(2000, 7, marks=pytest.mark.long)]
+    ("requests", "blocks", "burst"),
+    [(150, None, 1), (60, 7, 1), (90, None, 2), *(pytest.param(2000, 7, n, marks=pytest.mark.long) for n in (1, 2))],
 )
-def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks):
+def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks, burst):
     """Each answer that finishes is the one of an engine with no other request, by the weights that drew its tokens."""
     policies, dice = Policies(), random.Random(requests)
     how = sampling(max_completion_length=9)
@@ -328,14 +330,14 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
     asked: dict[int, Request] = {}
     cancelled: set[int] = set()
     answers: list[AnswerRow] = []
-    versions = itertools.count(1)
+    versions, ahead = itertools.count(1), 0
     with registry.use_exact():
         size = blocks and blocks * BLOCK * policies.model.backbone().cache_bytes_per_position
         engine = RolloutEngine(policies.model, options=EngineOptions(max_rows=4, cache_bytes=size, decode_step=step))
         finished = Counter[int]()
         while len(asked) < requests or not engine.finished:
             action = dice.random()
-            if action < 0.3 and len(asked) < requests:
+            if action < 0.3 / burst and len(asked) < requests:
                 new = [
                     Request(
                         prompt=dice.choice(known), sample_id=dice.randrange(5), keep=dice.random() < 0.5,
@@ -346,13 +348,15 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
                     for _ in range(dice.randrange(1, 6))
                 ]  # fmt: skip
                 asked |= dict(zip(engine.submit(new, how), new, strict=True))
-            elif action < 0.4 and asked:
+            elif 0.3 < action < 0.4 and asked:
                 open_ones = [number for number in asked if finished[number] <= len(asked[number].then)]
                 number = dice.choice(open_ones or list(asked))
                 engine.cancel(number)
                 cancelled |= {number} & set(open_ones)
-            elif action < 0.55:
+            elif 0.4 < action < 0.55:
                 policies.renew(engine, dice.choice(["actor", "other"]), next(versions))
+            engine._burst, engine._ahead = burst, 1 if burst > 1 else math.inf
+            ahead += engine._queued is not None
             for answer in engine.step():
                 answers.append(answer)
                 finished[answer.index] += 1
@@ -362,6 +366,7 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
         assert all(finished[number] == 1 + len(asked[number].then) for number in set(asked) - cancelled)
         assert len(cancelled) > requests / 50
         assert any(row.cached for row in answers)
+        assert (ahead > requests / 10) == (burst > 1)
         pool = engine._admission.pool
         assert pool.free + len(engine._admission.kept) == pool.size
         seen: dict[int, set[int]] = {}
@@ -730,7 +735,7 @@ def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, lis
     """Answers through graphs that are replayed on the CPU, their reasons, and the rows of every graph."""
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
     engine = begun(model, how, requests, spell if how.stop else None, decode_step="transformers", **options)
-    engine._burst = 5
+    engine._burst, engine._ahead = 5, 1
     idle = engine._admission.pool.size
     engine.cache.grow(idle + 1)
     engine._step = GraphStep(
