@@ -294,6 +294,8 @@ _engines = _Engines()
 class RolloutEngine:
     """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
 
+    _queued: _Burst | None = None  # what live rows draw that is not read yet; no row joins them before it is
+
     def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
         """Take a backbone; nothing is allocated before the first request.
 
@@ -501,8 +503,7 @@ class RolloutEngine:
         self._reads: tuple[object, ...] = ()
         self._burst = _BURST if is_gpu(self.backbone.device) else 1
         self._ahead = _AHEAD if is_gpu(self.backbone.device) else math.inf
-        self._queued: _Burst | None = None
-        """A burst of live rows that is not read yet; nothing waits, or the next step reads it before all else."""
+        self._queued = None
 
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
