@@ -320,7 +320,12 @@ class Policies:
 
 @pytest.mark.parametrize(  # few blocks: those of one row alone
     ("requests", "blocks", "burst"),
-    [(150, None, 1), (60, 7, 1), (90, None, 2), *(pytest.param(2000, 7, n, marks=pytest.mark.long) for n in (1, 2))],
+    [
+        (150, None, 1),
+        (60, 7, 1),
+        (90, None, 2),
+        *(pytest.param(2000, *x, marks=pytest.mark.long) for x in ((7, 1), (None, 2))),
+    ],
 )
 def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks, burst):
     """Each answer that finishes is the one of an engine with no other request, by the weights that drew its tokens."""
