@@ -369,7 +369,7 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
                     known.append((*answer.prompt, *answer.tokens, 7))
                     known = [tokens for tokens in known if len(tokens) < 150][-9:]
         assert all(finished[number] == 1 + len(asked[number].then) for number in set(asked) - cancelled)
-        assert len(cancelled) > requests / 50
+        assert len(cancelled) > requests / 100
         assert any(row.cached for row in answers)
         assert (ahead > requests / 10) == (burst > 1)
         pool = engine._admission.pool
