@@ -214,12 +214,12 @@ class LiveRows:
         self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0) + self.unread
         """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
-        self._groups = self.draw_groups(self.rows, self.unread)
+        self._groups = self.draw_groups(self.rows)
 
     def groups(self, ahead: int = 0) -> list[SampleGroup]:
         """Groups of the rows once they have so many more tokens, by which some may have become long enough to end."""
         if any(group.not_yet is not None for group in self._groups):
-            self._groups = self.draw_groups(self.rows, self.unread + ahead)
+            self._groups = self.draw_groups(self.rows, ahead)
         return self._groups
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:

@@ -14,7 +14,7 @@ from rlhf_kernels.runtime import native
 from rlhf_engine.commands.main import main
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.hydra import HydraModel, hydra_roles
-from rlhf_engine.rollout import Request, RolloutEngine, SamplingConfig, generate_requests
+from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate_requests
 from rlhf_engine.rollout.engine import _AHEAD, _BURST, _Burst
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
@@ -171,17 +171,16 @@ def test_a_burst_is_read_by_one_copy_and_the_next_one_is_queued_before(model, mo
     monkeypatch.setattr(RolloutEngine, "_draw", drawn)
     monkeypatch.setattr(_Burst, "read", lambda burst: order.append("read") or read(burst))
     reads, orders = [], []
-    for bursts, rows in ((0, _AHEAD), (1, _AHEAD), (4, _AHEAD), (4, _AHEAD - 1)):
+    for bursts, rows in ((0, _AHEAD), (1, _AHEAD), (4, _AHEAD), (4, _AHEAD - 1), (2, _AHEAD + 1)):
         order.clear()
         requests = [Request(prompt=(5 + i,), sample_id=i) for i in range(rows)]
         with counted() as traffic:
-            generate_requests(
-                loaded, requests, SamplingConfig(max_completion_length=1 + _BURST * bursts, eos_token_ids=())
-            )
+            how = SamplingConfig(max_completion_length=1 + _BURST * bursts, eos_token_ids=())
+            generate_requests(loaded, requests, how, options=EngineOptions(max_rows=_AHEAD))
         reads.append(traffic.reads.total())
         orders.append("".join(word[0] for word in order))
-    assert orders == ["r", "rdr", "rddrdrdrr", "rdrdrdrdr"]
-    assert [n - reads[0] for n in reads] == [0, 1, 4, 4]
+    assert orders == ["r", "rdr", "rddrdrdrr", "rdrdrdrdr", "rdrdrrdrdr"]  # the last: first eight rows, then one
+    assert [n - reads[0] for n in reads[:4]] == [0, 1, 4, 4]
 
 
 def runs_with(fault: Fault) -> list[dict[str, Any]]:

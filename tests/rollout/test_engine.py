@@ -362,7 +362,11 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
                 policies.renew(engine, dice.choice(["actor", "other"]), next(versions))
             engine._burst, engine._ahead = burst, 1 if burst > 1 else math.inf
             ahead += engine._queued is not None
-            for answer in engine.step():
+            found, live = engine.step(), engine._live
+            drawn = [len(row.prompt) + len(row.tokens) + live.unread for row in live.rows]
+            assert live.state.lengths_N.tolist() == [n - 1 for n in drawn]  # the last one is not in the cache
+            assert live.longest >= max(drawn, default=1) - 1
+            for answer in found:
                 answers.append(answer)
                 finished[answer.index] += 1
                 if dice.random() < 0.2:
@@ -462,11 +466,11 @@ def test_weights_that_torch_counts_no_writes_of_leave_no_block_behind(step):
         Request(prompt=tuple(LONG), sample_id=0, keep=True),
     )
     cached = []
-    for write in (None, None, lambda: None):
-        engine.renew("actor", 0, write)
+    for slot, write in (("actor", None), ("actor", None), ("actor", list), ("actor", None), (None, list)):
+        engine.renew(slot, 0, write)
         engine.submit([request], sampling(max_completion_length=1))
         cached.append(next(engine.run()).cached)
-    assert cached == [0, BLOCK, 0]
+    assert cached == [0, BLOCK, 0, BLOCK, 0]
 
 
 def test_a_shared_prompt_meets_a_cache_that_grows():
