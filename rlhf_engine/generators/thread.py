@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -73,7 +74,10 @@ class Worker:
 
     def _draw(self, prompts: PromptBatch, attempts: int) -> Rollout:
         try:
-            self.rollouts.sync(self._look())
+            version, write = self._look()
+            if write is not None:
+                write()
+            self.rollouts.sync(version)
             return self.rollouts.generate(prompts, self._sampling)
         except RolloutServerError:
             self._look()
@@ -82,16 +86,17 @@ class Worker:
         self.rollouts.wait_for_server()
         return self._draw(prompts, attempts - 1)
 
-    def _look(self) -> int:
-        """Put the policy that draws now into the slot; its version."""
+    def _look(self) -> tuple[int, Callable[[], None] | None]:
+        """Version of the policy that draws now, and what writes it into the slot, None where it is there."""
         self.beat = time.monotonic()
         if self.stop.is_set():
             raise StoppedError
         snapshot = self._store.newest() if self._in_flight else self._store.get(self._version)
-        if self._held is not snapshot:
-            put(snapshot, self._slot)
-            self._held = snapshot
-        return snapshot.version
+        return snapshot.version, None if self._held is snapshot else functools.partial(self._put, snapshot)
+
+    def _put(self, snapshot: Snapshot) -> None:
+        put(snapshot, self._slot)
+        self._held = snapshot
 
 
 class GeneratorThread(GeneratorTransport):

@@ -24,9 +24,9 @@ class LocalRollouts:
     def __init__(self, model: HydraModel, options: EngineOptions | None = None, role: str = "actor") -> None:
         self.model, self.options, self.role = model, options, role
         self.policy_version = 0
-        self.look: Callable[[], int] = lambda: self.policy_version
+        self.look: Callable[[], tuple[int, Callable[[], object] | None]] = lambda: (self.policy_version, None)
         """Called before every token, or a few times a second while a server draws: the version that draws from here
-        on. What it raises ends the drawing."""
+        on, and what writes it into the role's slot; None: it is there. What it raises ends the drawing."""
 
     def sync(self, policy_version: int) -> dict[str, float]:
         """Draw from the model's present weights from now on, which are this version; metrics, none for the same."""
@@ -42,11 +42,12 @@ class LocalRollouts:
         role = role or self.role
         each = zip(prompts.prompts, prompts.sample_ids, prompts.greedy, strict=True)
         requests = [Request(prompt=prompt, sample_id=i, role=role, greedy=greedy) for prompt, i, greedy in each]
-        engine = RolloutEngine.of(self.model, require_role(self.model.roles, role).backbone, self.options)
+        spec = require_role(self.model.roles, role)
+        engine = RolloutEngine.of(self.model, spec.backbone, self.options)
         engine.submit(requests, sampling)
         answers = list[AnswerRow]()
         while not engine.finished:
-            engine.policy_version = self.look()
+            engine.renew(spec.slot, *self.look())
             answers += engine.step()
         return collect(engine, requests, answers)
 

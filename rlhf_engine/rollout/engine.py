@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 import time
 import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -41,6 +43,7 @@ from rlhf_engine.rollout.request import (
     RolloutStats,
     SamplingConfig,
     StopTexts,
+    Weights,
     check_ids,
     check_prompt,
     row_seed,
@@ -50,15 +53,7 @@ from rlhf_engine.rollout.sampler import NextTokens, Sampler
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, RolloutStep, TransformersStep
-
-
-@dataclass(eq=False)
-class _Prefix:
-    """A prompt that several requests share, for as long as some of them wait."""
-
-    blocks: list[int]
-    hidden: torch.Tensor | None = None  # [H], of the last token, once the prompt is in the cache
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, RolloutStep, TransformersStep
 
 
 class Admission:
@@ -71,7 +66,10 @@ class Admission:
         self._weights = weights
         self._members: Counter[tuple[str | None, tuple[int, ...]]] = Counter()
         """Number of waiting rows by slot and prompt."""
-        self._prefixes: dict[tuple[str | None, tuple[int, ...]], _Prefix] = {}
+        self._prefixes: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
+        """Blocks of prompts that several requests share, for as long as some of them wait."""
+        self._hidden: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
+        """Hidden states [H] of their last tokens, once they are in the cache."""
         self._read_by: dict[str | None, object] = {}
         """Weights by which the slots' blocks were written."""
         self.kept: OrderedDict[bytes, tuple[str | None, int]] = OrderedDict()
@@ -92,15 +90,19 @@ class Admission:
         if not self._members[row.prefix] and row.prefix in self._prefixes:
             self._drop([row.prefix])
 
-    def next_rows(self, most: int, *, alone: bool) -> tuple[list[AnswerRow], list[AnswerRow], list[tuple[int, int]]]:
+    def next_rows(
+        self, most: int, held: Set[str | None], *, alone: bool
+    ) -> tuple[list[AnswerRow], list[AnswerRow], list[tuple[int, int]]]:
         """The next rows that fit, up to so many; those of them whose prompts are not in the cache; blocks to copy then.
 
-        alone: no row is alive. Blocks of older weights are forgotten.
+        held: slots that no answer may begin with now. alone: no row is alive. Blocks of older weights are forgotten.
         """
         self._forget_old()
         rows, new, copies, tokens = list[AnswerRow](), list[AnswerRow](), list[tuple[int, int]](), 0
-        while self.waiting and len(rows) < most:
-            row = self.waiting[0]
+        while len(rows) < most:
+            row = next((row for row in self.waiting if row.holds or not held & {row.slot, None}), None)
+            if row is None:
+                break
             arrives = row.prefix not in self._prefixes
             if arrives and tokens and tokens + len(row.prompt) > PREFILL_TOKENS:
                 break
@@ -112,7 +114,8 @@ class Admission:
             if arrives:
                 new.append(row)
                 tokens += len(row.prompt)
-            rows.append(self.waiting.popleft())
+            self.waiting.remove(row)
+            rows.append(row)
             self._leave(row)
         return rows, new, copies
 
@@ -122,18 +125,11 @@ class Admission:
         """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""
         if hidden is not None and len(new) == len(rows) and not self._prefixes:
             return hidden
-        states: dict[object, torch.Tensor] = {}
-        for i, row in enumerate(new):
-            assert hidden is not None
-            states[row.prefix] = hidden[i]
-            if row.prefix in self._prefixes:
-                self._prefixes[row.prefix].hidden = hidden[i]
-        for row in rows:
-            prefix = self._prefixes.get(row.prefix)
-            if prefix is not None and prefix.hidden is not None:
-                states[row.prefix] = prefix.hidden
-                if not self._members[row.prefix]:
-                    self._drop([row.prefix])
+        own = {} if hidden is None else {row.prefix: hidden[i] for i, row in enumerate(new)}
+        self._hidden |= {prefix: state for prefix, state in own.items() if prefix in self._prefixes}
+        states = self._hidden | own
+        every = dict.fromkeys(row.prefix for row in rows)
+        self._drop([prefix for prefix in every if prefix in self._hidden and not self._members[prefix]])
         return torch.stack([states[row.prefix] for row in rows])
 
     def release(self, row: AnswerRow) -> None:
@@ -146,6 +142,7 @@ class Admission:
                     self.kept[key] = row.slot, block
                 self.kept.move_to_end(key)  # blocks before it are used later than it is: it goes first
         self.pool.give_back(row.blocks)
+        row.blocks = []
 
     def blocks_needed(self, most_rows: int) -> int:
         """Blocks that so many waiting rows may need at once."""
@@ -162,7 +159,8 @@ class Admission:
 
     def _drop(self, prefixes: Sequence[tuple[str | None, tuple[int, ...]]]) -> None:
         for prefix in prefixes:
-            self.pool.give_back(self._prefixes.pop(prefix).blocks)
+            self.pool.give_back(self._prefixes.pop(prefix))
+            self._hidden.pop(prefix, None)
 
     def _forget_old(self) -> None:
         """Forget what slots have written by other weights than they have now."""
@@ -178,15 +176,15 @@ class Admission:
         """Give a row its blocks if there are enough, and note what has to be copied into them."""
         prefix, need = self._prefixes.get(row.prefix), row.blocks_needed
         full, held = len(row.prompt) // BLOCK, -(-len(row.prompt) // BLOCK)
-        blocks = self._take(self._found(row) if prefix is None else prefix.blocks[:full], need)
+        blocks = self._take(self._found(row) if prefix is None else prefix[:full], need)
         if blocks is None:
             return False
         row.blocks, row.read_by = blocks, self._read_by[row.slot]
         if prefix is None and self._members[row.prefix] > 1:
-            self._prefixes[row.prefix] = _Prefix(blocks[:held])
+            self._prefixes[row.prefix] = blocks[:held]
             self.pool.share(blocks[:held])
         elif prefix is not None and held > full:  # with what the first row may have written behind the prompt
-            copies.append((prefix.blocks[full], blocks[full]))
+            copies.append((prefix[full], blocks[full]))
         return True
 
     def _take(self, held: list[int], need: int) -> list[int] | None:
@@ -224,6 +222,31 @@ def _blocks_of_each(rows: Iterable[AnswerRow]) -> list[int]:
 
 
 _BURST = 8  # tokens between two looks at what a device has drawn
+_AHEAD = 8
+"""Rows from which a burst is queued before the last one is read. Reading takes the host a time in proportion to rows,
+in which the device would idle; where all rows turn out to have ended, the burst was for nothing. Infinity: never."""
+
+
+class _Burst:
+    """Tokens that rows draw, on their way to the host."""
+
+    def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
+        """Queue one copy of what was drawn, of the versions that draw now."""
+        self.rows, self.versions, self.drawn = list(rows), [versions[row.slot] for row in rows], drawn
+        columns = [x for step in drawn for x in (step.tokens.int(), step.logprobs.float().view(torch.int32))]
+        packed = torch.stack(columns, 1)
+        self._host, self._ready = packed.to("cpu", non_blocking=packed.is_cuda), None  # pinned by torch, if so
+        if packed.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(packed.device))
+
+    def read(self) -> Iterator[tuple[AnswerRow, int, list[int], list[float]]]:
+        """Each row, the version that drew, tokens and log-probs, as soon as they are here."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        tokens, logprobs = self._host.tolist(), self._host.view(torch.float32).tolist()
+        for i, row in enumerate(self.rows):
+            yield row, self.versions[i], tokens[i][::2], logprobs[i][1::2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +294,8 @@ _engines = _Engines()
 class RolloutEngine:
     """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
 
+    _queued: _Burst | None = None  # what live rows draw that is not read yet; no row joins them before it is
+
     def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
         """Take a backbone; nothing is allocated before the first request.
 
@@ -282,12 +307,16 @@ class RolloutEngine:
         self._model, self._name, self._options = model, backbone, options or EngineOptions()
         self.backbone = model.backbone(backbone)
         """Backbone that the requests run on."""
-        self.policy_version = 0
-        """Version of the policy, noted with every token. Set it anew when a slot's weights change."""
+        self.versions = Counter[str | None]()
+        """Version of each slot's weights, noted with every token; 0 before the first `renew`."""
         self.stats = RolloutStats()
         """Statistics of time and memory since the engine last rested."""
         self._lock = threading.RLock()
         self._next = 0
+        self._renewals: dict[str | None, tuple[int, Callable[[], object] | None]] = {}
+        """Version and write of the slots whose new weights wait."""
+        self._written = Counter[str | None]()
+        """Number of times that each slot has got new weights."""
         self._clear()
 
     @classmethod
@@ -325,7 +354,7 @@ class RolloutEngine:
         Raises:
             ValueError: no requests, a prompt that does not fit the context, or token ids outside the vocabulary.
             ValueError: roles that are unknown, have no LM head, or run on another backbone.
-            ValueError: stop texts without `decode`, or request options that contradict `sampling`.
+            ValueError: stop texts without `decode`, request options that contradict `sampling`, unknown `weights`.
             ValueError: a decoding step that does not serve the backbone, or a cache too small for the longest row.
         """
         if len(requests) == 0:
@@ -337,6 +366,8 @@ class RolloutEngine:
         for i, request in enumerate(requests):
             how = request.sampling(sampling)
             asked.append((request, how))
+            if request.weights not in get_args(Weights):
+                raise ValueError(f"weights: expected one of {get_args(Weights)}, got {request.weights!r}")
             if how.stop and decode is None:
                 raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
             check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
@@ -368,10 +399,32 @@ class RolloutEngine:
                 raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
             for row in [row for row in self._admission.waiting if row.index == number]:
                 self._admission.remove(row)
-            for place in [i for i, row in enumerate(self._live.rows) if row.index == number]:
-                self._admission.release(self._live.rows[place])
-                self._live.keep([i for i in range(len(self._live)) if i != place])
+            for row in [row for row in self._live.rows if row.index == number]:
+                self._admission.release(row)
+                self._live.drop_ended()
             self._rest()
+
+    def renew(self, slot: str | None, version: int, write: Callable[[], object] | None = None) -> None:
+        """Give a slot new weights in place, between two steps.
+
+        Answers that have begun go on with them, unless one of the slot's is `fixed`. Then the write waits until all
+        such answers have ended, and no other answer of the slot begins before. A later call replaces one that waits.
+
+        Args:
+            slot: slot whose weights are new; None: the base itself, which all answers read.
+            version: version of the new weights, noted with every token that they draw.
+            write: writes them, within the next `step`, or at once where there is no request. None: the slot has them
+                already, and no answer is waited for.
+
+        Raises:
+            ValueError: a slot that the backbone does not have.
+        """
+        if slot is not None:
+            self.backbone.slot(slot)
+        with self._lock:
+            if write is not None or slot in self._renewals or self.versions[slot] != version:
+                self._renewals[slot] = version, write
+                self._rest()
 
     def run(self) -> Iterator[AnswerRow]:
         """Draw until every request has its answer.
@@ -402,7 +455,13 @@ class RolloutEngine:
         with self._lock, torch.inference_mode(False), torch.no_grad():  # what is kept serves callers outside of it, too
             began = time.perf_counter()
             try:
-                answers = self._admit()
+                self._renew()
+                answers = list[AnswerRow]()
+                burst = self._queued
+                if self._admission.waiting and burst is not None:  # who has ended makes room
+                    self._queued = None
+                    answers = self._accept(burst)
+                answers += self._admit()
                 admitted = time.perf_counter()
                 self.stats.prefill_seconds += admitted - began
                 if len(self._live):
@@ -417,7 +476,8 @@ class RolloutEngine:
                     f"a rollout of {rows} rows at once, with {blocks * BLOCK} tokens in its cache, does not fit into "
                     "memory; bound it with kv_cache_memory, the rest then waits"
                 ) from error
-            self._rest()
+            finally:
+                self._rest()
             return answers
 
     def partial(self, number: int) -> tuple[int, ...]:
@@ -442,6 +502,8 @@ class RolloutEngine:
         self._step: RolloutStep | None = None
         self._reads: tuple[object, ...] = ()
         self._burst = _BURST if is_gpu(self.backbone.device) else 1
+        self._ahead = _AHEAD if is_gpu(self.backbone.device) else math.inf
+        self._queued = None
 
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
@@ -486,10 +548,25 @@ class RolloutEngine:
         """Keep, without requests, what is bound to addresses: graphs, and a cache on a GPU."""
         if not self.finished:
             return
+        self._queued = None
+        self._live.unread = 0
+        self._renew()
         if self._step is not None and self._step.name != "graph":
             self._step = None  # it may hold weights of a sharded base
         if not is_gpu(self.backbone.device) and not self._admission.kept:
             self.cache = KVCache(blocks=0)
+
+    def _renew(self) -> None:
+        """Write the new weights of slots, but those of `fixed` answers that have begun."""
+        for slot, (version, write) in list(self._renewals.items()):
+            rows = itertools.chain(self._live.rows, self._admission.waiting)
+            if write is not None and any(row.holds and slot in (None, row.slot) for row in rows):
+                continue
+            del self._renewals[slot]
+            self._written[slot] += 1  # before: a write that breaks off may have changed something
+            if write is not None:
+                write()
+            self.versions[slot] = version
 
     def _weights(self, slot: str | None) -> object:
         """Name a slot's weights and the way they are read, by another name once these have changed."""
@@ -498,7 +575,8 @@ class RolloutEngine:
             read = [] if slot is None else list(self.backbone.slot(slot).parameters())
             read += [] if self.backbone.frozen else [p for _, p in self.backbone.base_parameters()]
             self._tensors[slot] = read
-        return (self._reads, self.policy_version if read else 0, [p.is_inference() or p._version for p in read])
+        written = self._written[slot] + self._written[None] if read else 0
+        return (self._reads, written, [p.is_inference() or p._version for p in read])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -509,7 +587,7 @@ class RolloutEngine:
             free = self._max_rows - len(live)
             if len(live) and free < self._places_to_wait_for:
                 break
-            rows, new, copies = self._admission.next_rows(free, alone=not len(live))
+            rows, new, copies = self._admission.next_rows(free, self._renewals.keys(), alone=not len(live))
             if not rows:
                 break
             hidden = self._prefill(new)
@@ -522,7 +600,7 @@ class RolloutEngine:
             first = len(live) - len(rows)
             drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(rows))
             live.state.tokens_N[first:] = drawn.tokens
-            answers += self._accept(first, [drawn])
+            answers += self._accept(_Burst(rows, self.versions, [drawn]))
         live.sort_by_slot()
         return answers
 
@@ -531,43 +609,54 @@ class RolloutEngine:
         step, hidden = self._make_step(), [torch.empty(0)] * len(rows)  # rows without a new prompt may need it as well
         if not rows:
             return None
-        prompts = [Prompt(tokens=row.prompt, slot=row.slot, blocks=row.blocks, cached=row.cached) for row in rows]
-        self.stats.prompts += len(prompts)
-        self.stats.prompt_tokens += sum(len(prompt.tokens) - prompt.cached for prompt in prompts)
-        whole = [i for i, prompt in enumerate(prompts) if not prompt.cached]
-        for i, state in zip(whole, step.prefill([prompts[i] for i in whole]) if whole else (), strict=True):
+        self.stats.prompts += len(rows)
+        self.stats.prompt_tokens += sum(len(row.prompt) - row.cached for row in rows)
+        whole = [i for i, row in enumerate(rows) if not row.cached]
+        for i, state in zip(whole, step.prefill([rows[i] for i in whole]) if whole else (), strict=True):
             hidden[i] = state
-        for i, prompt in enumerate(prompts):
-            if prompt.cached:
-                hidden[i] = step.extend(prompt, -1 if prompt.slot is None else self._live.slots[prompt.slot])
+        for i, row in enumerate(rows):
+            if row.cached:
+                hidden[i] = step.extend(row, -1 if row.slot is None else self._live.slots[row.slot])
         return torch.stack(hidden)
 
     def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""
-        n = min(self._burst, *(row.sampling.max_completion_length - len(row.tokens) for row in self._live.rows))
-        step = self._make_step()
-        drawn = step.decode_many(self._live, n, self._sampler)
-        self.stats.steps += n
-        self.stats.step = step.name
-        return self._accept(0, drawn)
+        burst = self._queued or self._draw(1)
+        assert burst is not None, "a live row may have one token more"
+        self._queued = None
+        # Rows that turn out to have ended draw on in the blocks that they had, behind all that is kept of them. Whoever
+        # gets these blocks writes into them on the same stream, thus later, and reads what it has written itself.
+        if len(self._live) >= self._ahead and not self._admission.waiting and burst.drawn[-1].bits is None:
+            self._queued = self._draw(self._burst)
+        return self._accept(burst)
 
-    def _accept(self, first: int, drawn: Sequence[NextTokens]) -> list[AnswerRow]:
-        """Note what was drawn for the rows from `first` on, up to the end of each; those that are done leave."""
-        live, answers = self._live, list[AnswerRow]()
-        tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
-        logprobs = torch.stack([step.logprobs for step in drawn], 1).tolist()
-        supports = [self._supports(step) for step in drawn]
-        done: set[int] = set()
-        for place, row in enumerate(live.rows[first:], start=first):
-            for token, logprob, support in zip(tokens[place - first], logprobs[place - first], supports, strict=True):
+    def _draw(self, least: int) -> _Burst | None:
+        """Queue the next tokens of all live rows; None where one may have fewer than `least`."""
+        live, step = self._live, self._make_step()
+        left = min(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) - live.unread
+        if left < least:
+            return None
+        drawn = step.decode_many(live, min(self._burst, left), self._sampler)
+        live.unread += len(drawn)
+        self.stats.steps += len(drawn)
+        self.stats.step = step.name
+        return _Burst(live.rows, self.versions, drawn)
+
+    def _accept(self, burst: _Burst) -> list[AnswerRow]:
+        """Note what rows have drawn, up to the end of each; those that are done leave."""
+        answers = list[AnswerRow]()
+        self._live.unread = 0 if self._queued is None else len(self._queued.drawn)
+        supports = [self._supports(step) for step in burst.drawn]
+        for i, (row, version, tokens, logprobs) in enumerate(burst.read()):
+            # one that has ended or was cancelled meanwhile has no blocks, and what it drew is nobody's
+            for token, logprob, support in zip(tokens, logprobs, supports, strict=True) if row.blocks else ():
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
                 if support:
-                    row.supports.append(support[place - first])
-                row.versions.append(self.policy_version)
+                    row.supports.append(support[i])
+                row.versions.append(version)
                 reason = self._reason(row, token)
                 if reason is not None:
-                    done.add(place)
                     self._admission.release(row)
                     self.stats.tokens += len(row.tokens)
                     row.finish_reason = reason
@@ -575,8 +664,8 @@ class RolloutEngine:
                     if row.then:
                         self._admission.add([_next_turn(row)])
                     break
-        if done:
-            live.keep([place for place in range(len(live)) if place not in done])
+        if answers:
+            self._live.drop_ended()
         return answers
 
     def _supports(self, drawn: NextTokens) -> Sequence[torch.Tensor]:
@@ -617,6 +706,7 @@ class RolloutEngine:
             slot=self._model.roles[request.role].slot,
             sampling=sampling,
             greedy=request.greedy,
+            fixed=request.weights == "fixed",
             seed=row_seed(sampling.seed, request.sample_id),
             keep=request.keep or bool(request.then),
             then=request.then,
@@ -686,8 +776,10 @@ def _no_graphs(backbone: Backbone) -> str | None:
 
 def _next_turn(row: AnswerRow) -> AnswerRow:
     """The row of the answer after a row's and what was given."""
-    same = {name: getattr(row, name) for name in ("index", "slot", "sampling", "greedy", "seed", "stop")}
-    return AnswerRow(**same, prompt=(*row.prompt, *row.tokens, *row.then[0]), keep=True, then=row.then[1:])
+    prompt = (*row.prompt, *row.tokens, *row.then[0])
+    turn = replace(row, prompt=prompt, keep=True, then=row.then[1:], blocks=[], cached=0)
+    turn.tokens, turn.logprobs, turn.supports, turn.versions = [], [], [], []
+    return turn
 
 
 def _require_lm_role(model: HydraModel, role: str, backbone: str) -> None:

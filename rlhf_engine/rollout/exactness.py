@@ -26,9 +26,9 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated_linear import GatedConv1D, GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
-from rlhf_engine.rollout.rows import RowState
+from rlhf_engine.rollout.rows import Prompt, RowState
 from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.transformers import Prompt, TransformersStep
+from rlhf_engine.rollout.steps.transformers import TransformersStep
 
 MEASURED = ("avx2", "avx512", "avx512_bf16")
 """Instruction sets on which exact mode has been timed; it is the default there, see docs/decisions."""
@@ -192,12 +192,12 @@ def _decoded(backbone: Backbone, rows: Sequence[Sequence[int]]) -> list[torch.Te
     step = TransformersStep(backbone, cache)
     blocks = [list(range(i * columns, (i + 1) * columns)) for i in range(len(rows))]
     prompts = [
-        Prompt(tokens=tuple(row[:-_TRIAL_STEPS]), slot=None, blocks=own) for row, own in zip(rows, blocks, strict=True)
+        Prompt(prompt=tuple(row[:-_TRIAL_STEPS]), slot=None, blocks=own) for row, own in zip(rows, blocks, strict=True)
     ]
     step.prefill(prompts)
     state = RowState.idle(len(rows), columns, backbone.device)
     state.table_NB[:] = torch.tensor(blocks)
-    state.lengths_N[:] = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    state.lengths_N[:] = torch.tensor([len(prompt.prompt) for prompt in prompts])
     table, hidden = SlotTable.uniform(None, len(rows)), []
     for i in range(_TRIAL_STEPS):
         state.tokens_N = torch.tensor([row[i - _TRIAL_STEPS] for row in rows], device=backbone.device)

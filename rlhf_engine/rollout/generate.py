@@ -27,7 +27,6 @@ def generate(
     role: str | Sequence[str] = "actor",
     greedy: Sequence[bool] | None = None,
     sample_ids: Sequence[int] | None = None,
-    policy_version: int = 0,
     options: EngineOptions | None = None,
     decode: Decode | None = None,
 ) -> Rollout:
@@ -40,7 +39,6 @@ def generate(
         role: one role with an LM head, or N of them on one backbone.
         greedy: N flags; True takes the arg-max instead of a draw. None: all are drawn.
         sample_ids: N ids that, with the seed, key the random numbers; None: 0 to N−1.
-        policy_version: noted with every token.
         options: how rows are run; None: the defaults.
         decode: token ids to text, which stop texts need; None without them.
 
@@ -63,7 +61,7 @@ def generate(
         Request(prompt=tuple(prompt), sample_id=i, role=r, greedy=flag)
         for prompt, i, r, flag in zip(prompts, ids, roles, flags, strict=True)
     ]
-    return generate_requests(model, requests, sampling, policy_version=policy_version, options=options, decode=decode)
+    return generate_requests(model, requests, sampling, options=options, decode=decode)
 
 
 def generate_requests(
@@ -71,7 +69,6 @@ def generate_requests(
     requests: Sequence[Request],
     sampling: SamplingConfig,
     *,
-    policy_version: int = 0,
     options: EngineOptions | None = None,
     decode: Decode | None = None,
 ) -> Rollout:
@@ -81,7 +78,6 @@ def generate_requests(
         model: a model with the requests' roles.
         requests: N requests, of roles with an LM head on one backbone.
         sampling: options of every answer, except where a request has its own.
-        policy_version: noted with every token.
         options: how rows are run; None: the defaults.
         decode: token ids to text, which stop texts need; None without them.
 
@@ -94,7 +90,6 @@ def generate_requests(
     """
     backbone = next((model.roles[request.role].backbone for request in requests if request.role in model.roles), "base")
     engine = RolloutEngine.of(model, backbone, options)
-    engine.policy_version = policy_version
     engine.submit(requests, sampling, decode=decode)
     return collect(engine, requests, list(engine.run()))
 

@@ -14,6 +14,7 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import Scores
 
 FinishReason = Literal["eos", "stop", "length"]
+Weights = Literal["newest", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,9 @@ class Request:
     """Role whose adapter slot draws; it has an LM head."""
     greedy: bool = False
     """Take the arg-max instead of drawing."""
+    weights: Weights = "newest"
+    """Weights that draw once the answer has begun. newest: new ones of its slot (`RolloutEngine.renew`) from the next
+    token on; fixed: those that it began with, which new ones wait for, to the end of its last turn."""
     then: tuple[tuple[int, ...], ...] = ()
     """Token ids that follow the answer, such as a user's next turn; another answer is drawn after each of them."""
     keep: bool = False

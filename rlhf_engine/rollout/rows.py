@@ -17,20 +17,32 @@ from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 
 
-@dataclass(eq=False)
-class AnswerRow:
+@dataclass(eq=False, kw_only=True)
+class Prompt:
+    """Tokens that go into the cache in one call."""
+
+    prompt: tuple[int, ...]
+    """Token ids."""
+    slot: str | None
+    """Slot by which the model reads them, or None: adapter off."""
+    blocks: list[int] = field(default_factory=list)
+    """Its blocks of the cache, at least one as long as it is alive."""
+    cached: int = 0
+    """Tokens, from the first on, that were in the blocks already when it was admitted."""
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswerRow(Prompt):
     """One answer: waiting, being written, or finished."""
 
     index: int
     """Number of its request, counted over the life of the engine."""
-    prompt: tuple[int, ...]
-    """Token ids."""
-    slot: str | None
-    """Slot that draws, or None: adapter off."""
     sampling: SamplingConfig
     """Options of its draws."""
     greedy: bool
     """Whether it takes the arg-max."""
+    fixed: bool
+    """Whether it keeps the weights that it begins with."""
     seed: int
     """Key of its random numbers."""
     keep: bool
@@ -49,11 +61,13 @@ class AnswerRow:
     """Version of the policy that drew each token."""
     finish_reason: FinishReason = "length"
     """Of a finished one: eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
-    blocks: list[int] = field(default_factory=list)
-    cached: int = 0
-    """Tokens of the prompt that were in its blocks already when it was admitted."""
     read_by: object = None
-    """What named the slot's weights when it was admitted."""
+    """What named the slot's weights when it, or the turn before it, was admitted; None before."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has begun and keeps its slot's weights as they are."""
+        return self.fixed and self.read_by is not None
 
     @property
     def prefix(self) -> tuple[str | None, tuple[int, ...]]:
@@ -142,6 +156,7 @@ class LiveRows:
 
     def __init__(self, device: torch.device) -> None:
         self.rows: list[AnswerRow] = []
+        self.unread = 0  # tokens that each of them has drawn beyond those that it has noted
         self.state = RowState.idle(0, 0, device)
         self._device = device
         self.slots: dict[str, int] = {}  # numbers of the slots that rows may carry
@@ -184,6 +199,10 @@ class LiveRows:
         self.state = self.state.at(torch.tensor(places, dtype=torch.int64, device=self._device))
         self._settle()
 
+    def drop_ended(self) -> None:
+        """Only the rows that have blocks go on."""
+        self.keep([place for place, row in enumerate(self.rows) if row.blocks])
+
     def sort_by_slot(self) -> None:
         """Rows of one slot side by side, in the order they are in."""
         names = [row.slot or "" for row in self.rows]
@@ -192,7 +211,7 @@ class LiveRows:
 
     def _settle(self) -> None:
         """Compute the longest row, the slot table and the draw groups of the rows that are here."""
-        self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0)
+        self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0) + self.unread
         """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self._groups = self.draw_groups(self.rows)

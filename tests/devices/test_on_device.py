@@ -13,7 +13,9 @@ from rlhf_kernels.runtime import native
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config.algorithm import ALGORITHMS
-from rlhf_engine.rollout.engine import _BURST
+from rlhf_engine.hydra import HydraModel, hydra_roles
+from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate_requests
+from rlhf_engine.rollout.engine import _AHEAD, _BURST, _Burst
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.sft import SftTrainer
@@ -155,16 +157,30 @@ def test_a_micro_batch_waits_for_nothing(options, model, reward, tmp_path):
     assert many.uploads == few.uploads
 
 
-def test_a_token_waits_for_nothing(model, reward, tmp_path):
-    """The tokens of a burst are read at once."""
-    reads = []
-    for length in (2, _BURST):
-        trainer = make_trainer(model, tmp_path / str(length), reward, str(DEVICE), max_completion_length=length)
-        trainer.rollouts.sync(0)
+def test_a_burst_is_read_by_one_copy_and_the_next_one_is_queued_before(model, monkeypatch):
+    """Where no row may reach its longest within it, and nothing waits."""
+    loaded = HydraModel.from_pretrained(str(model), roles=hydra_roles(), device=DEVICE)
+    order: list[str] = []
+    draw, read = RolloutEngine._draw, _Burst.read
+
+    def drawn(engine, least):
+        burst = draw(engine, least)
+        order.extend(["draw"] * (burst is not None))
+        return burst
+
+    monkeypatch.setattr(RolloutEngine, "_draw", drawn)
+    monkeypatch.setattr(_Burst, "read", lambda burst: order.append("read") or read(burst))
+    reads, orders = [], []
+    for bursts, rows in ((0, _AHEAD), (1, _AHEAD), (4, _AHEAD), (4, _AHEAD - 1), (2, _AHEAD + 1)):
+        order.clear()
+        requests = [Request(prompt=(5 + i,), sample_id=i) for i in range(rows)]
         with counted() as traffic:
-            trainer.rollouts.generate(trainer.next_prompts(), trainer._sampling(0))
+            how = SamplingConfig(max_completion_length=1 + _BURST * bursts, eos_token_ids=())
+            generate_requests(loaded, requests, how, options=EngineOptions(max_rows=_AHEAD))
         reads.append(traffic.reads.total())
-    assert reads[0] == reads[1]
+        orders.append("".join(word[0] for word in order))
+    assert orders == ["r", "rdr", "rddrdrdrr", "rdrdrdrdr", "rdrdrrdrdr"]  # the last: first eight rows, then one
+    assert [n - reads[0] for n in reads[:4]] == [0, 1, 4, 4]
 
 
 def runs_with(fault: Fault) -> list[dict[str, Any]]:

@@ -184,7 +184,7 @@ def test_copies_of_the_policy_are_not_saved(model, tmp_path):
     "policy", ["in_flight", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("fixed", "newest"))]
 )
 def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, policy):
-    """Copying is slow, in both directions; before every token the slot's bytes are those of the version it notes."""
+    """Copying is slow, in both directions; with every token the slot's bytes are those of the version it notes."""
     clone, take, step = torch.Tensor.clone, versions.take, RolloutEngine.step
     known: dict[int, str] = {}
     wrong: list[tuple[int, str]] = []
@@ -202,13 +202,14 @@ def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkey
         return snapshot
 
     def watched(engine):
+        answers = step(engine)
         if threading.current_thread().name == "generator":
             slot = engine.backbone.slot("behaviour")
-            found = digest(dict(slot.named_parameters()))
-            seen.append(engine.policy_version)
-            if found != known[engine.policy_version]:
-                wrong.append((engine.policy_version, found))
-        return step(engine)
+            found, version = digest(dict(slot.named_parameters())), engine.versions["behaviour"]
+            seen.append(version)
+            if found != known[version]:
+                wrong.append((version, found))
+        return answers
 
     monkeypatch.setattr("rlhf_engine.generators.sources.take", slow_take)
     monkeypatch.setattr(RolloutEngine, "step", watched)

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import random
 import threading
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -109,7 +111,7 @@ def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeyp
     prefilled = []
     kind = NativeStep if step == "native" else TransformersStep
     run = kind.prefill
-    monkeypatch.setattr(kind, "prefill", lambda self, new: prefilled.extend(p.tokens for p in new) or run(self, new))
+    monkeypatch.setattr(kind, "prefill", lambda self, new: prefilled.extend(p.prompt for p in new) or run(self, new))
     model = build()
     other = [5, 6, 7]
     asked = [prompt, other, prompt, prompt, prompt]
@@ -275,75 +277,200 @@ def test_turns_that_are_known_beforehand_follow_each_other(step):
         engine.submit([long], how)
 
 
-def answered_alone(model, request, how, versions, put) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of one request, in an engine of its own, each by the weights of its version."""
-    engine = begun(model, how, [dataclasses.replace(request, keep=False)], decode_step="transformers")
-    answer, n = None, 0
-    while not engine.finished:
-        put(versions[n])
-        for answer in engine.step():
-            return answer.tokens, answer.logprobs
-        n = len(engine.partial(0))
-    raise AssertionError("an answer that finished")
+class Policies:
+    """Policies of two slots by version, three of each, that a model draws by in turn."""
+
+    def __init__(self) -> None:
+        self.model = build()
+        self.model.add_roles({"other": RoleSpec(slot="other")}, slots={"other": SlotConfig(r=4, alpha=8.0)})
+        self.model.backbone().model.config.max_position_embeddings = 256
+        generator = torch.Generator().manual_seed(0)
+        self.slots = {name: list(self.model.backbone().slot(name).parameters()) for name in ("actor", "other")}
+        self._values = {
+            name: [[torch.randn(p.shape, generator=generator) * 0.3 for p in parameters] for _ in range(3)]
+            for name, parameters in self.slots.items()
+        }
+        self.written: list[tuple[str, int]] = []
+        for name in self.slots:
+            self.put(name, 0)
+
+    def put(self, slot: str | None, version: int) -> None:
+        for p, values in zip(self.slots.get(slot, ()), self._values.get(slot, [()] * 3)[version % 3], strict=True):
+            p.detach().copy_(values)
+        self.written.append((slot, version))
+
+    def renew(self, engine: RolloutEngine, slot: str, version: int) -> None:
+        def write() -> None:
+            assert not any(row.fixed and row.slot == slot for row in engine._live.rows)
+            self.put(slot, version)
+
+        engine.renew(slot, version, write)
+
+    def answered_alone(self, answer: AnswerRow, request: Request, how: SamplingConfig) -> tuple[list, list]:
+        """Tokens and log-probs of one request, in an engine of its own, each by the weights of its version."""
+        alone = dataclasses.replace(request, prompt=answer.prompt, keep=False, then=(), weights="newest")
+        engine, n = begun(self.model, how, [alone], decode_step="transformers"), 0
+        while not engine.finished:
+            self.put(answer.slot, answer.versions[n])
+            for found in engine.step():
+                return found.tokens, found.logprobs
+            n = len(engine.partial(0))
+        raise AssertionError("an answer that finished")
 
 
 @pytest.mark.parametrize(  # few blocks: those of one row alone
-    ("requests", "blocks"), [(150, None), (60, 7), pytest.param(2000, 7, marks=pytest.mark.long)]
+    ("requests", "blocks", "burst"),
+    [
+        (150, None, 1),
+        (60, 7, 1),
+        (90, None, 2),
+        *(pytest.param(2000, *x, marks=pytest.mark.long) for x in ((7, 1), (None, 2))),
+    ],
 )
-def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks):
+def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks, burst):
     """Each answer that finishes is the one of an engine with no other request, by the weights that drew its tokens."""
-    model, dice = build(), random.Random(requests)
-    model.backbone().model.config.max_position_embeddings = 256
-    slot = model.backbone().slot("actor")
-    generator = torch.Generator().manual_seed(0)
-    policies = [[torch.randn(p.shape, generator=generator) * 0.3 for p in slot.parameters()] for _ in range(3)]
-
-    def put(version: int) -> None:
-        for p, values in zip(slot.parameters(), policies[version % 3], strict=True):
-            p.detach().copy_(values)
-
+    policies, dice = Policies(), random.Random(requests)
     how = sampling(max_completion_length=9)
     known = [tuple(p) for p in (*prompts(3), LONG, LONG[:BLOCK])]  # few, so that many share theirs
     asked: dict[int, Request] = {}
     cancelled: set[int] = set()
-    answers: dict[int, AnswerRow] = {}
+    answers: list[AnswerRow] = []
+    versions, ahead = itertools.count(1), 0
     with registry.use_exact():
-        put(0)
-        size = blocks and blocks * BLOCK * model.backbone().cache_bytes_per_position
-        engine = RolloutEngine(model, options=EngineOptions(max_rows=4, cache_bytes=size, decode_step=step))
+        size = blocks and blocks * BLOCK * policies.model.backbone().cache_bytes_per_position
+        engine = RolloutEngine(policies.model, options=EngineOptions(max_rows=4, cache_bytes=size, decode_step=step))
+        finished = Counter[int]()
         while len(asked) < requests or not engine.finished:
             action = dice.random()
-            if action < 0.3 and len(asked) < requests:
+            if action < 0.3 / burst and len(asked) < requests:
                 new = [
                     Request(
                         prompt=dice.choice(known), sample_id=dice.randrange(5), keep=dice.random() < 0.5,
-                        role=dice.choice(["actor", "actor", "reference"]), greedy=dice.random() < 0.2,
+                        role=dice.choice(["actor", "actor", "other", "reference"]), greedy=dice.random() < 0.2,
                         max_completion_length=dice.choice([None, 1, 3, 9]), top_k=dice.choice([None, None, 5]),
+                        weights=dice.choice(["newest", "newest", "fixed"]), then=dice.choice([(), (), ((7,), (8, 9))]),
                     )
                     for _ in range(dice.randrange(1, 6))
                 ]  # fmt: skip
                 asked |= dict(zip(engine.submit(new, how), new, strict=True))
-            elif action < 0.4 and asked:
-                number = dice.choice([number for number in asked if number not in answers] or list(asked))
+            elif 0.3 < action < 0.4 and asked:
+                open_ones = [number for number in asked if finished[number] <= len(asked[number].then)]
+                number = dice.choice(open_ones or list(asked))
                 engine.cancel(number)
-                cancelled |= {number} - set(answers)
-            elif action < 0.45:
-                engine.policy_version += 1
-                put(engine.policy_version)
-            for answer in engine.step():
-                answers[answer.index] = answer
+                cancelled |= {number} & set(open_ones)
+            elif 0.4 < action < 0.55:
+                policies.renew(engine, dice.choice(["actor", "other"]), next(versions))
+            engine._burst, engine._ahead = burst, 1 if burst > 1 else math.inf
+            ahead += engine._queued is not None
+            found, live = engine.step(), engine._live
+            drawn = [len(row.prompt) + len(row.tokens) + live.unread for row in live.rows]
+            assert live.state.lengths_N.tolist() == [n - 1 for n in drawn]  # the last one is not in the cache
+            assert live.longest >= max(drawn, default=1) - 1
+            for answer in found:
+                answers.append(answer)
+                finished[answer.index] += 1
                 if dice.random() < 0.2:
                     known.append((*answer.prompt, *answer.tokens, 7))
-                    known = [tokens for tokens in known if len(tokens) < 200][-9:]
-        assert set(answers) == set(asked) - cancelled
-        assert len(cancelled) > requests / 50
-        assert len({row.versions[0] for row in answers.values()}) > 2
-        assert any(row.cached for row in answers.values())
+                    known = [tokens for tokens in known if len(tokens) < 150][-9:]
+        assert all(finished[number] == 1 + len(asked[number].then) for number in set(asked) - cancelled)
+        assert len(cancelled) > requests / 100
+        assert any(row.cached for row in answers)
+        assert (ahead > requests / 10) == (burst > 1)
         pool = engine._admission.pool
         assert pool.free + len(engine._admission.kept) == pool.size
-        for number, answer in answers.items():
-            alone = answered_alone(model, asked[number], how, answer.versions, put)
-            assert alone == (answer.tokens, answer.logprobs), (number, asked[number])
+        seen: dict[int, set[int]] = {}
+        mixed = 0
+        for row in answers:
+            request = asked[row.index]
+            assert policies.answered_alone(row, request, how) == (row.tokens, row.logprobs), request
+            mixed += len(set(row.versions)) > 1
+            if request.weights == "fixed":  # all turns of it
+                assert len(seen.setdefault(row.index, set()) | set(row.versions)) == 1
+                seen[row.index] |= set(row.versions)
+        assert mixed > requests / 80
+        assert len(set().union(*seen.values())) > 2
+
+
+def test_new_weights_wait_for_fixed_answers_and_others_for_the_weights():
+    """Else answers that are asked for without end would keep new weights away."""
+    policies = Policies()
+    how = sampling(eos_token_ids=(), max_completion_length=20)
+
+    def request(i: int, n: int, **options) -> Request:
+        return Request(prompt=(7 + i,), sample_id=i, max_completion_length=n, **options)
+
+    engine = begun(policies.model, how, [request(0, 5, weights="fixed"), request(1, 9)])
+    engine.step()  # two tokens each: the prompt's, and a step's
+    policies.renew(engine, "actor", 1)
+    engine.submit([request(2, 2), request(3, 5, weights="fixed"), request(4, 2, role="other")], how)
+    policies.renew(engine, "actor", 2)
+    policies.renew(engine, "other", 3)
+    assert [answer.index for answer in engine.step()] == [4]  # of another slot, it waits for nothing
+    assert engine.partial(2) == engine.partial(3) == ()
+    answers = {answer.index: answer.versions for answer in engine.run()}
+    assert answers == {0: [0] * 5, 1: [0] * 5 + [2] * 4, 2: [2] * 2, 3: [2] * 5}
+    assert policies.written[2:] == [("other", 3), ("actor", 2)]
+    assert engine.versions == {"actor": 2, "other": 3}
+    policies.renew(engine, "actor", 4)
+    assert policies.written[-1] == ("actor", 4)  # at once: nothing is being drawn
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_fixed_conversation_keeps_its_weights_to_its_end(cancels):
+    """Its next turn comes before the weights that wait for it, and before all that wait for these."""
+    policies = Policies()
+    how = sampling(eos_token_ids=(), max_completion_length=2)
+    talk = Request(prompt=(5,), sample_id=0, weights="fixed", then=((8,), (9,)))
+    engine = begun(policies.model, how, [talk], max_rows=1)
+    engine.submit([Request(prompt=(6,), sample_id=1, weights="fixed")], how)
+    assert len(engine.step()) == 1
+    policies.renew(engine, "actor", 1)
+    if cancels:
+        engine.step()
+        engine.cancel(0)
+    found = [(answer.index, answer.versions) for answer in engine.run()]
+    assert found == [(0, [0, 0])] * (0 if cancels else 2) + [(1, [1, 1])]
+    engine.submit([talk], how)
+    engine.step()
+    policies.renew(engine, "actor", 2)
+    engine.cancel(2)
+    assert policies.written[-2:] == [("actor", 1), ("actor", 2)]
+
+
+def test_weights_that_are_there_already_wait_for_nothing_and_a_write_that_fails_for_nobody():
+    policies = Policies()
+    engine = begun(policies.model, sampling(eos_token_ids=()), [Request(prompt=(5,), sample_id=0, weights="fixed")])
+    engine.step()
+    engine.renew("actor", 7)
+    policies.renew(engine, "other", 8)
+    engine.step()
+    assert engine._live.rows[0].versions == [0, 0, 7]
+    policies.renew(engine, "actor", 9)
+    engine.renew("other", 10, lambda: policies.slots["absent"])
+    with pytest.raises(KeyError, match="absent"):
+        engine.step()
+    assert engine.finished  # as with all that a step raises
+    assert (policies.written[-1], engine.versions) == (("actor", 9), {"actor": 9, "other": 8})
+    with pytest.raises(ValueError, match=r"slot: expected one of \['actor', .*, got 'absent'"):
+        engine.renew("absent", 1)
+    with pytest.raises(ValueError, match=r"weights: expected one of \('newest', 'fixed'\), got 'old'"):
+        engine.submit([Request(prompt=(5,), sample_id=0, weights="old")], sampling())
+
+
+def test_weights_that_torch_counts_no_writes_of_leave_no_block_behind(step):
+    """Made in inference mode they have no count; a version may come again."""
+    with torch.inference_mode():
+        model = build()
+    engine, request = (
+        RolloutEngine(model, options=EngineOptions(decode_step=step)),
+        Request(prompt=tuple(LONG), sample_id=0, keep=True),
+    )
+    cached = []
+    for slot, write in (("actor", None), ("actor", None), ("actor", list), ("actor", None), (None, list)):
+        engine.renew(slot, 0, write)
+        engine.submit([request], sampling(max_completion_length=1))
+        cached.append(next(engine.run()).cached)
+    assert cached == [0, BLOCK, 0, BLOCK, 0]
 
 
 def test_a_shared_prompt_meets_a_cache_that_grows():
@@ -414,9 +541,9 @@ def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
 
 
 def test_two_threads_of_one_engine_take_turns():
-    """One submits and cancels while the other draws."""
-    model, how = build(), sampling(max_completion_length=6)
-    engine, asked = RolloutEngine(model), prompts(40)
+    """One submits, cancels and gives new weights while the other draws."""
+    policies, how = Policies(), sampling(max_completion_length=6)
+    engine, asked = RolloutEngine(policies.model), prompts(40)
     submitted, answers = threading.Event(), list[AnswerRow]()
 
     def draw() -> None:
@@ -426,14 +553,18 @@ def test_two_threads_of_one_engine_take_turns():
     with ThreadPoolExecutor(1) as pool:
         drawing = pool.submit(draw)
         for i, prompt in enumerate(asked):
-            (number,) = engine.submit([Request(prompt=tuple(prompt), sample_id=i)], how)
+            weights = "fixed" if i % 3 else "newest"
+            (number,) = engine.submit([Request(prompt=tuple(prompt), sample_id=i, weights=weights)], how)
             if i % 8 == 7:
                 engine.cancel(number)
+            elif i % 8 == 3:
+                policies.renew(engine, "actor", i)
         submitted.set()
         drawing.result()
-    alone = generate(model, asked, how)
     assert len(answers) >= 35
-    assert all(answer.tokens == alone.batch.completion_tokens(answer.index) for answer in answers)
+    for row in answers:
+        request = Request(prompt=tuple(asked[row.index]), sample_id=row.index)
+        assert policies.answered_alone(row, request, how)[0] == row.tokens
 
 
 def test_an_engine_without_requests_gives_a_cpu_its_cache_back():
@@ -510,7 +641,7 @@ def test_long_prompts_go_through_the_model_and_short_ones_through_the_kernel(dty
     for kind, name, prefill in ((TransformersStep, "prefill", plain), (NativeStep, "_prefill_rows", rows)):
 
         def noted(step, prompts, name=name, prefill=prefill):
-            calls.append((name, [len(prompt.tokens) for prompt in prompts]))
+            calls.append((name, [len(prompt.prompt) for prompt in prompts]))
             return prefill(step, prompts)
 
         monkeypatch.setattr(kind, name, noted)
@@ -613,7 +744,7 @@ def run_graphs(model, asked, how, **options) -> tuple[list[list[int]], list, lis
     """Answers through graphs that are replayed on the CPU, their reasons, and the rows of every graph."""
     requests = [Request(prompt=tuple(p), sample_id=i) for i, p in enumerate(asked)]
     engine = begun(model, how, requests, spell if how.stop else None, decode_step="transformers", **options)
-    engine._burst = 5
+    engine._burst, engine._ahead = 5, 1
     idle = engine._admission.pool.size
     engine.cache.grow(idle + 1)
     engine._step = GraphStep(

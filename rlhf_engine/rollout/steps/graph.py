@@ -20,9 +20,9 @@ import torch
 
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.rollout.rows import LiveRows, RowState, SampleGroup
+from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, SampleGroup
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
-from rlhf_engine.rollout.steps.transformers import Prompt, RolloutStep, TransformersStep
+from rlhf_engine.rollout.steps.transformers import RolloutStep, TransformersStep
 
 Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]
 """Function that captures a step → tensors that hold its results from then on, and its replay. May run it before."""
@@ -80,7 +80,8 @@ class GraphStep(RolloutStep):
             return None
         slot = None if any_slot else live.rows[0].slot
         kind = (slot, group.slot, group.temperature)
-        size, left = bucket(rows), max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows)
+        left = max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) - live.unread
+        size = bucket(rows)
         known = min((n for n, other in self.used if n >= rows and other == kind), default=None)
         if known is not None and (known < max(size + 1, rows * _IDLE_SHARE) or left < WORTH):
             return self._graphs[known, kind]

@@ -29,8 +29,8 @@ from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache
-from rlhf_engine.rollout.rows import RowState
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, Prompt, RolloutStep, TransformersStep
+from rlhf_engine.rollout.rows import Prompt, RowState
+from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, RolloutStep, TransformersStep
 
 _LINEARS = {
     "q": "self_attn.q_proj",
@@ -89,7 +89,7 @@ class NativeStep(RolloutStep):
 
     def _split(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
         """Places of the prompts of each call of the kernel, and of each call of the model's own forward."""
-        lengths = [len(prompt.tokens) for prompt in prompts]
+        lengths = [len(prompt.prompt) for prompt in prompts]
         short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
         long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
         if self._run.backend != "cpu" or sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
@@ -106,13 +106,13 @@ class NativeStep(RolloutStep):
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
-        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts])
+        lengths = torch.tensor([len(prompt.prompt) for prompt in prompts])
         columns = max(len(prompt.blocks) for prompt in prompts)
         tables = torch.tensor([prompt.blocks + [0] * (columns - len(prompt.blocks)) for prompt in prompts])
         slots = torch.tensor([self._numbers[prompt.slot] for prompt in prompts])
         hidden = self._rows(
-            torch.tensor([token for prompt in prompts for token in prompt.tokens]),
-            torch.cat([torch.arange(len(prompt.tokens)) for prompt in prompts]),
+            torch.tensor([token for prompt in prompts for token in prompt.prompt]),
+            torch.cat([torch.arange(len(prompt.prompt)) for prompt in prompts]),
             slots.repeat_interleave(lengths),
             tables.repeat_interleave(lengths, 0),
         )
@@ -326,7 +326,7 @@ def _trial_steps(step: RolloutStep, cache: KVCache, backbone: Backbone, late: in
     """Hidden states [steps + 1, H] of a few tokens after a prompt, and of one at the end of the context."""
     tokens = _trial_tokens(backbone)
     prompt = tuple(token % backbone.vocabulary for token in _TRIAL_PROMPT)
-    step.prefill([Prompt(tokens=prompt, slot=None, blocks=[0])])
+    step.prefill([Prompt(prompt=prompt, slot=None, blocks=[0])])
     table, columns = SlotTable.uniform(None, 1), late // cache.block + 1
     state = RowState.idle(1, columns, backbone.device)
     states = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,21 +16,11 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
-from rlhf_engine.rollout.rows import LiveRows, RowState, slot_table
+from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, slot_table
 from rlhf_engine.rollout.sampler import NextTokens, Sampler
 
 EXTENDED = 512  # most tokens of one call that extend a prompt
 PREFILL_TOKENS = 8192  # most prompt tokens that are admitted in one call; a longer prompt is a call of its own
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """Tokens that go into the cache in one call."""
-
-    tokens: tuple[int, ...]
-    slot: str | None
-    blocks: list[int]
-    cached: int = 0  # of the tokens, from the first on, that the blocks hold already
 
 
 class RolloutStep(ABC):
@@ -50,8 +39,8 @@ class RolloutStep(ABC):
     def extend(self, prompt: Prompt, slot_number: int) -> torch.Tensor:
         """Put the rest of a prompt into its blocks, each token a row; the hidden state [H] of the last one."""
         hidden = torch.empty(0)
-        for first in range(prompt.cached, len(prompt.tokens), EXTENDED):
-            tokens = prompt.tokens[first : first + EXTENDED]
+        for first in range(prompt.cached, len(prompt.prompt), EXTENDED):
+            tokens = prompt.prompt[first : first + EXTENDED]
             state = RowState.idle(len(tokens), len(prompt.blocks), self.backbone.device)
             state.tokens_N.copy_(torch.tensor(tokens))
             state.lengths_N.copy_(torch.arange(first, first + len(tokens)))
@@ -88,7 +77,7 @@ class TransformersStep(RolloutStep):
         self._table: SlotTable | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        batch = PackedBatch.from_lists([p.tokens for p in prompts], [[]] * len(prompts), device=self.backbone.device)
+        batch = PackedBatch.from_lists([p.prompt for p in prompts], [[]] * len(prompts), device=self.backbone.device)
         new = NewTokens.of_prompts(self.cache, [p.blocks for p in prompts], batch.lengths, batch.device)
         plan = plan_packed(batch.lengths, batch.device, new=new)
         table = slot_table([p.slot for p in prompts], batch.lengths)

@@ -233,7 +233,7 @@ class VllmRollouts:
         """Make a backend of a run, whose adapters lie in `folder`, for the server `server_folder`."""
         require_servable(model, role)
         self.role = role
-        self.look: Callable[[], int] = lambda: 0
+        self.look: Callable[[], object] = lambda: None
         self.model, self.client, self.base, self.canary = model, client, base, canary
         self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
         self.folder = folder.resolve()
