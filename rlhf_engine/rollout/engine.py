@@ -294,7 +294,7 @@ _engines = _Engines()
 class RolloutEngine:
     """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
 
-    _queued: _Burst | None = None  # what live rows draw that is not read yet; no row joins them before it is
+    _queued: _Burst | None = None  # what live rows draw that is not read yet
 
     def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
         """Take a backbone; nothing is allocated before the first request.
@@ -456,12 +456,7 @@ class RolloutEngine:
             began = time.perf_counter()
             try:
                 self._renew()
-                answers = list[AnswerRow]()
-                burst = self._queued
-                if self._admission.waiting and burst is not None:  # who has ended makes room
-                    self._queued = None
-                    answers = self._accept(burst)
-                answers += self._admit()
+                answers = self._admit()
                 admitted = time.perf_counter()
                 self.stats.prefill_seconds += admitted - began
                 if len(self._live):
