@@ -96,7 +96,7 @@ class Generator:
 
     def hold(self, version: int, digest: str, data: bytes) -> str:
         """Hold a policy for later answers, EngineError for a damaged one; the digest of what arrived."""
-        self._store.add(work.unpack_policy(work.Parcel(version, digest, data), self._device))
+        self._store.add(work.unpack_policy(version, digest, data, self._device))
         self._digests[version] = digest
         return digest
 
@@ -159,13 +159,13 @@ class RayTransport(GeneratorTransport):
 
     def publish(self, snapshot: work.Snapshot) -> int:
         """Send a policy to every generator that has come up; others get it as they do."""
-        parcel = work.pack_policy(snapshot)
+        digest, data = work.pack_policy(snapshot)
         with self._lock:
-            self._held[parcel.version] = (parcel.digest, self._ray.put(parcel.data))
+            self._held[snapshot.version] = (digest, self._ray.put(data))
             receivers = [worker for worker in self._workers.values() if worker.pid is not None]
             for worker in receivers:
-                self._send(worker, parcel.version)
-        return len(parcel.data) * len(receivers)
+                self._send(worker, snapshot.version)
+        return len(data) * len(receivers)
 
     def keep(self, versions: frozenset[int]) -> None:
         with self._lock:  # generators hear of it with their next prompts

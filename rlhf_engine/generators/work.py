@@ -16,7 +16,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -249,35 +249,24 @@ def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollou
     )
 
 
-class Parcel(NamedTuple):
-    """A policy on its way."""
-
-    version: int
-    digest: str  # of its tensors
-    data: bytes  # a safetensors file
-
-
-def pack_policy(snapshot: Snapshot) -> Parcel:
-    """Waits for the tensors where a device still makes them."""
+def pack_policy(snapshot: Snapshot) -> tuple[str, bytes]:
+    """Digest of a policy's tensors and a safetensors file of them; waits where a device still makes them."""
     if snapshot.ready is not None:
         snapshot.ready.synchronize()
     tensors = {name: tensor.contiguous().cpu() for name, tensor in snapshot.tensors.items()}
-    return Parcel(snapshot.version, digest(tensors), save(tensors))
+    return digest(tensors), save(tensors)
 
 
-def unpack_policy(parcel: Parcel, device: torch.device | str = "cpu") -> Snapshot:
-    """The policy of a parcel. Raises EngineError for one that is not what was sent."""
+def unpack_policy(version: int, sent: str, data: bytes, device: torch.device | str = "cpu") -> Snapshot:
+    """The policy of what `pack_policy` made. Raises EngineError for one that is not what was sent."""
+    damaged = f"policy version {version} arrived damaged"
     try:
-        tensors = load(parcel.data)
+        tensors = load(data)
     except SafetensorError as error:
-        raise EngineError(f"policy version {parcel.version} arrived damaged: {error}") from error
-    received = digest(tensors)
-    if received != parcel.digest:
-        raise EngineError(
-            f"policy version {parcel.version} arrived damaged: expected tensors of digest {parcel.digest[:12]}…, got "
-            f"{received[:12]}…"
-        )
-    return Snapshot(version=parcel.version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
+        raise EngineError(f"{damaged}: {error}") from error
+    if (received := digest(tensors)) != sent:
+        raise EngineError(f"{damaged}: expected tensors of digest {sent[:12]}…, got {received[:12]}…")
+    return Snapshot(version=version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Any]:

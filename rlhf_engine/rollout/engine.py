@@ -294,7 +294,7 @@ _engines = _Engines()
 class RolloutEngine:
     """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
 
-    _queued: _Burst | None = None  # what live rows draw that is not read yet; no row joins them before it is
+    _queued: _Burst | None = None  # what live rows draw that is not read yet
 
     def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
         """Take a backbone; nothing is allocated before the first request.
@@ -360,7 +360,13 @@ class RolloutEngine:
         if len(requests) == 0:
             raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
         for role in dict.fromkeys(request.role for request in requests):
-            _require_lm_role(self._model, role, self._name)
+            spec = require_role(self._model.roles, role)
+            if spec.head != LM_HEAD:
+                raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
+            if spec.backbone != self._name:
+                raise ValueError(
+                    f"role: expected one on the backbone {self._name!r}, got {role!r} on {spec.backbone!r}"
+                )
         context, vocabulary = self.backbone.context_length, self.backbone.vocabulary
         asked = list[tuple[Request, SamplingConfig]]()
         for i, request in enumerate(requests):
@@ -456,12 +462,7 @@ class RolloutEngine:
             began = time.perf_counter()
             try:
                 self._renew()
-                answers = list[AnswerRow]()
-                burst = self._queued
-                if self._admission.waiting and burst is not None:  # who has ended makes room
-                    self._queued = None
-                    answers = self._accept(burst)
-                answers += self._admit()
+                answers = self._admit()
                 admitted = time.perf_counter()
                 self.stats.prefill_seconds += admitted - began
                 if len(self._live):
@@ -646,7 +647,10 @@ class RolloutEngine:
         """Note what rows have drawn, up to the end of each; those that are done leave."""
         answers = list[AnswerRow]()
         self._live.unread = 0 if self._queued is None else len(self._queued.drawn)
-        supports = [self._supports(step) for step in burst.drawn]
+        supports = list[Sequence[torch.Tensor]]()  # of each step and row; none where rows were drawn among all words
+        for step in burst.drawn:
+            some = None if step.bits is None else Supports.from_bits(step.bits, self.backbone.n_words)
+            supports.append(() if some is None else some.words.cpu().split(some.lengths.tolist()))
         for i, (row, version, tokens, logprobs) in enumerate(burst.read()):
             # one that has ended or was cancelled meanwhile has no blocks, and what it drew is nobody's
             for token, logprob, support in zip(tokens, logprobs, supports, strict=True) if row.blocks else ():
@@ -667,13 +671,6 @@ class RolloutEngine:
         if answers:
             self._live.drop_ended()
         return answers
-
-    def _supports(self, drawn: NextTokens) -> Sequence[torch.Tensor]:
-        """The support of each row of a step, on the host; none of them where all rows were drawn among all words."""
-        if drawn.bits is None:
-            return ()
-        supports = Supports.from_bits(drawn.bits, self.backbone.n_words)
-        return supports.words.cpu().split(supports.lengths.tolist())
 
     def _reason(self, row: AnswerRow, token: int) -> FinishReason | None:
         """Finish reason of a row with the token that it just got; None if it goes on."""
@@ -780,11 +777,3 @@ def _next_turn(row: AnswerRow) -> AnswerRow:
     turn = replace(row, prompt=prompt, keep=True, then=row.then[1:], blocks=[], cached=0)
     turn.tokens, turn.logprobs, turn.supports, turn.versions = [], [], [], []
     return turn
-
-
-def _require_lm_role(model: HydraModel, role: str, backbone: str) -> None:
-    spec = require_role(model.roles, role)
-    if spec.head != LM_HEAD:
-        raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
-    if spec.backbone != backbone:
-        raise ValueError(f"role: expected one on the backbone {backbone!r}, got {role!r} on {spec.backbone!r}")

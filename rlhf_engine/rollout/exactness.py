@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,26 +60,18 @@ def unsupported(backbone: Backbone) -> str | None:
     reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
         return reason
-    known = _verdicts.get(backbone)
-    if known is None or known.dtype != backbone.dtype or known.isa != native.isa():
+    known, kind = _verdicts.get(backbone), (backbone.dtype, native.isa())
+    if known is None or known[0] != kind:
         with registry.use_exact():
             reason = None
             if native_step.unsupported(backbone) is not None:
                 reason = _differs(backbone) or _try(backbone)
-        _verdicts[backbone] = known = _Verdict(dtype=backbone.dtype, isa=native.isa(), reason=reason)
-    return known.reason
+        _verdicts[backbone] = known = kind, reason
+    return known[1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """Finding about a backbone, for as long as its weights are of this dtype."""
-
-    dtype: torch.dtype
-    isa: str | None
-    reason: str | None
-
-
-_verdicts: WeakKeyDictionary[Backbone, _Verdict] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Backbone, tuple[tuple[torch.dtype, str | None], str | None]] = WeakKeyDictionary()
+"""Dtype and instruction set under which each backbone was tried, and the reason against it."""
 
 
 def _differs(backbone: Backbone) -> str | None:

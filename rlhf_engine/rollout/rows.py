@@ -74,10 +74,6 @@ class AnswerRow(Prompt):
         """Slot and prompt, which rows must have in common to share the keys and values of their prompts."""
         return (self.slot, self.prompt)
 
-    def _too_short(self, ahead: int = 0) -> bool:
-        """Whether the token after so many more may not end it."""
-        return len(self.tokens) + ahead < self.sampling.min_completion_length - 1
-
     @property
     def blocks_needed(self) -> int:
         """Blocks of the cache that it and its next turns may need: the last token that it draws is never read."""
@@ -100,17 +96,11 @@ class RowState:
     @classmethod
     def idle(cls, n: int, columns: int, device: torch.device, *, block: int = 0) -> RowState:
         """Rows that are nobody's: without tokens, all of their blocks the same one."""
-
-        def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(n, dtype=dtype, device=device)
-
         return cls(
-            tokens_N=zeros(torch.int64),
-            lengths_N=zeros(torch.int64),
-            seeds_N=zeros(torch.int64),
-            slots_N=zeros(torch.int64) - 1,
-            greedy_N=zeros(torch.bool),
-            temperatures_N=zeros(torch.float32) + 1.0,
+            **{name: torch.zeros(n, dtype=torch.int64, device=device) for name in ("tokens_N", "lengths_N", "seeds_N")},
+            slots_N=torch.full((n,), -1, device=device),
+            greedy_N=torch.zeros(n, dtype=torch.bool, device=device),
+            temperatures_N=torch.ones(n, dtype=torch.float32, device=device),
             table_NB=torch.full((n, columns), block, dtype=torch.int64, device=device),
         )
 
@@ -227,7 +217,7 @@ class LiveRows:
         members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
         for i, row in enumerate(rows):
             slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
-            ends = how.eos_token_ids if row._too_short(ahead) else ()
+            ends = how.eos_token_ids if len(row.tokens) + ahead < how.min_completion_length - 1 else ()
             members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), []).append(i)
         return [
             SampleGroup(
@@ -250,10 +240,7 @@ def _common(numbers: Sequence[float]) -> float | None:
 
 def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable:
     """The table of a call with so many rows of each slot, one after another."""
-    starts: list[int] = []
-    ends: list[int] = []
-    segments: list[str | None] = []
-    end = 0
+    starts, ends, segments, end = list[int](), list[int](), list[str | None](), 0
     for slot, length in zip(slots, lengths, strict=True):
         if not segments or slot != segments[-1]:
             starts.append(end)

@@ -102,7 +102,7 @@ class Stub:
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
-        self.held[version] = serialize.digest(serialize.unpack_policy(serialize.Parcel(version, digest, data)).tensors)
+        self.held[version] = serialize.digest(serialize.unpack_policy(version, digest, data).tensors)
         return self.held[version]
 
     def draw(self, prompts, version, keep):
@@ -153,7 +153,7 @@ def test_they_join_with_every_policy_that_is_held(monkeypatch):
     assert not transport.expects_more()
     assert pids(transport) == {"generator 1": 100, "generator 2": 101}
     sent = transport.publish(policy(2))
-    assert sent == 2 * len(serialize.pack_policy(policy(2)).data)
+    assert sent == 2 * len(serialize.pack_policy(policy(2))[1])
     transport.keep(frozenset({1, 2}))
     (prompts, _) = make_shares(0, 2)
     transport.submit("generator 1", prompts, 2)
@@ -348,16 +348,16 @@ def generator(config) -> Generator:
     return found
 
 
-def adapter(config, version: int) -> serialize.Parcel:
+def adapter(config, version: int) -> tuple[str, bytes]:
     return serialize.pack_policy(take(build_generator_model(config).backbone().slot("behaviour"), version))
 
 
 def test_a_generator_draws_by_what_it_was_sent(config, generator):
-    parcel = adapter(config, 0)
-    assert generator.hold(*parcel) == parcel.digest
+    digest, data = adapter(config, 0)
+    assert generator.hold(0, digest, data) == digest
     (prompts,) = make_shares(0, 1)
     found = generator.draw(asdict(prompts), 0, [0])
-    assert found["digest"] == parcel.digest
+    assert found["digest"] == digest
     rollout = serialize.unpack_rollout(found["rollout"])
     assert rollout.batch.sample_ids == (0,)
     assert rollout.frozen.past_logprobs_M.shape == rollout.logprobs_M.shape
@@ -376,7 +376,7 @@ def test_a_generator_takes_the_run_s_kernels_and_names_its_own(config):
     found, frozen = Generator(), serialize.fixed_parts(build_generator_model(config))
     found.build(config.to_dict(), asdict(SAMPLING), frozen, None, [("sample", "float32", (64,), "reference")])
     assert ("sample", "float32", (64,), "reference") in registry.choices()
-    found.hold(*adapter(config, 0))
+    found.hold(0, *adapter(config, 0))
     drawn = found.draw(asdict(make_shares(0, 1)[0]), 0, [0])
     assert drawn["kernels"] == [tuple(choice) for choice in registry.choices()]
     assert len(drawn["kernels"]) > 1

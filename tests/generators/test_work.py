@@ -67,20 +67,20 @@ def test_the_store_holds_what_it_is_told_to():
 
 
 def test_policies_arrive_whole_or_not_at_all():
-    parcel = work.pack_policy(POLICY)
-    found = work.unpack_policy(parcel)
+    sent, whole = work.pack_policy(POLICY)
+    found = work.unpack_policy(3, sent, whole)
     assert found.version == 3
-    assert digest(found.tensors) == digest(POLICY.tensors) == parcel.digest
+    assert digest(found.tensors) == digest(POLICY.tensors) == sent
     assert found.tensors["a"].dtype == torch.bfloat16
-    other = work.pack_policy(dataclasses.replace(POLICY, tensors={"a": torch.zeros(7)})).data
-    flipped = [bytearray(parcel.data) for _ in range(3)]
+    other = work.pack_policy(dataclasses.replace(POLICY, tensors={"a": torch.zeros(7)}))[1]
+    flipped = [bytearray(whole) for _ in range(3)]
     for data, place in zip(flipped, (0, 20, -1), strict=True):  # length, header, a tensor
         data[place] ^= 1
-    for data in (*map(bytes, flipped), parcel.data[:-4], other):
+    for data in (*map(bytes, flipped), whole[:-4], other):
         with pytest.raises(EngineError, match="policy version 3 arrived damaged"):
-            work.unpack_policy(parcel._replace(data=data))
+            work.unpack_policy(3, sent, data)
     with pytest.raises(EngineError, match=r"expected tensors of digest \w+…, got"):
-        work.unpack_policy(parcel._replace(data=other))
+        work.unpack_policy(3, sent, other)
 
 
 def answers(frozen: Scores | None, supports: Supports | None = None) -> Rollout:

@@ -11,7 +11,6 @@ there. On a GPU, where the step is asked for by name, all do; weights of linears
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,7 +66,7 @@ class NativeStep(RolloutStep):
         self, backbone: Backbone, cache: KVCache, slots: Sequence[str], positions: int, decoder: Decoder | None = None
     ) -> None:
         """slots: those that rows may carry, by the numbers of `RowState.slots_N`. positions: most of any row."""
-        self.backbone, self.cache, decoder = backbone, cache, decoder or _examine(backbone).decoder
+        self.backbone, self.cache, decoder = backbone, cache, decoder or _examine(backbone)[0]
         assert decoder is not None, "of a backbone that is not `unsupported`, or in its trial"
         self._plain = TransformersStep(backbone, cache)
         adapters = [_adapter(backbone, backbone.slot(slot)) for slot in slots]
@@ -133,24 +132,17 @@ class NativeStep(RolloutStep):
         return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Examined:
-    """Decoder of a backbone or the reason against one, for as long as it is of this kind."""
-
-    kind: tuple[torch.dtype, str, bool]
-    """Dtype of its weights, backend, and whether exact mode was on, where the two ways have to agree to the bit."""
-    decoder: Decoder | None
-    reason: str | None
-
-
-_examined: WeakKeyDictionary[Backbone, _Examined] = WeakKeyDictionary()
+_Kind = tuple[torch.dtype, str, bool]
+"""Dtype of the weights, backend, and whether exact mode was on, where the two ways have to agree to the bit."""
+_examined: WeakKeyDictionary[Backbone, tuple[_Kind, Decoder | None, str | None]] = WeakKeyDictionary()
+"""Kind of each backbone, and its decoder or the reason against one for as long as it is of this kind."""
 
 
 def unsupported(backbone: Backbone) -> str | None:
     """Reason why the native step cannot serve a backbone here and now, or None. Tries a backbone once."""
     if backbone.in_turn is not None:
         return "no process holds all of its weights: blocks are gathered one by one as they run (shard_base)"
-    return without_ops(backbone, ("decode_step",), _backend(backbone)) or _examine(backbone).reason
+    return without_ops(backbone, ("decode_step",), _backend(backbone)) or _examine(backbone)[1]
 
 
 def _backend(backbone: Backbone) -> str:
@@ -187,17 +179,17 @@ def tokens_together(dtype: torch.dtype, prompt_length: int, prompts: int) -> int
     return min(tokens, _ROWS // prompt_length * prompt_length)
 
 
-def _examine(backbone: Backbone) -> _Examined:
+def _examine(backbone: Backbone) -> tuple[Decoder | None, str | None]:
     known, kind = _examined.get(backbone), (backbone.dtype, _backend(backbone), registry.is_exact())
-    if known is None or known.kind != kind:
+    if known is None or known[0] != kind:
         reason, decoder = _differs(backbone), None
         if reason is None:
             decoder = _decoder(backbone)
             if _backend(backbone) == "triton":
                 join(decoder)
             reason = _try(backbone, decoder)
-        _examined[backbone] = known = _Examined(kind=kind, decoder=decoder, reason=reason)
-    return known
+        _examined[backbone] = known = kind, decoder, reason
+    return known[1:]
 
 
 def _differs(backbone: Backbone) -> str | None:
