@@ -1,9 +1,12 @@
-"""Names of devices and dtypes in configurations, resolved."""
+"""Names of devices and dtypes in configurations, resolved; memory of devices, and how much of it a pass may take."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
@@ -58,9 +61,87 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory(device: torch.device) -> None:
     """Give cached blocks back before an allocation is tried again."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_gpu(device):
+        torch.get_device_module(device).empty_cache()
     else:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
+
+
+class Memory(NamedTuple):
+    """Bytes of a GPU's memory."""
+
+    used: int  # in tensors
+    peak: int  # most in tensors since the count began
+    free: int  # neither in tensors nor kept for later ones
+
+
+earlier_peaks: dict[torch.device, int] = {}
+"""Device → highest peak that `read_memory` has ended the count of."""
+
+
+def read_memory(device: torch.device, *, count_anew: bool = False) -> Memory | None:
+    """Memory of a GPU as it is now; None for a CPU. count_anew: the peak is counted from now on."""
+    if not is_gpu(device):
+        return None
+    module = torch.get_device_module(device)
+    peak = module.max_memory_allocated(device)
+    if count_anew:
+        earlier_peaks[device] = max(peak, earlier_peaks.get(device, 0))
+        module.reset_peak_memory_stats(device)
+    return Memory(used=module.memory_allocated(device), peak=peak, free=module.mem_get_info(device)[0])
+
+
+_SHARE = 0.7
+"""Share of the free memory that a pass may take: allocators leave gaps, and a rollout's cache may grow."""
+_MOST = 2**15
+"""Most tokens of a pass, however much is free: as many as a GPU has been measured with, where it no longer waits."""
+
+
+class Budget:
+    """Most tokens of all lanes in one pass of the model, by free memory on a GPU.
+
+    The first passes tell what a token takes. A pass that runs out of memory is divided, and the next one is as large
+    as before; the budget is lowered where that happens in two steps running.
+    """
+
+    def __init__(
+        self, tokens: int | None = None, failures: int = 0, *, least: int = 1, by_memory: bool = False
+    ) -> None:
+        """Take what a checkpoint has, tokens None: nothing is chosen yet. least: tokens that cannot be divided."""
+        self.tokens, self.failures, self.least, self.by_memory = tokens, failures, least, by_memory
+        self._measured, self._bytes = 0, 0  # of the largest pass
+        self._tried: int | None = None
+
+    @contextlib.contextmanager
+    def measured(self, device: torch.device, tokens: int) -> Iterator[None]:
+        """A block with a pass of so many tokens, measured while nothing is chosen."""
+        wanted = self.by_memory and self.tokens is None and tokens > self._measured
+        before = read_memory(device, count_anew=True) if wanted else None
+        yield
+        if before is not None and (after := read_memory(device)) is not None:
+            self._measured, self._bytes = tokens, max(1, after.peak - before.used)
+
+    def divide(self, tokens: int) -> None:
+        """Note that memory ran out, and that so many tokens are tried next."""
+        self._tried = min(tokens, self._tried or tokens)
+
+    def propose(self, device: torch.device) -> tuple[int | None, int | None]:
+        """At the end of a step: tokens with room in free memory, where they are to be chosen; and the fewest tried."""
+        if self.tokens is not None or not self._measured:
+            return None, self._tried
+        release_memory(device)
+        memory = read_memory(device)
+        fits = 0 if memory is None else int(_SHARE * memory.free * self._measured / self._bytes)
+        return fits - fits % (1 << max(0, fits.bit_length() - 3)), self._tried  # coarse: alike in like runs
+
+    def settle(self, proposals: Sequence[tuple[int | None, int | None]]) -> int | None:
+        """Choose or lower the budget by the proposals of all ranks; the tokens with room, where they are chosen now."""
+        fits = [n for n, _ in proposals if n is not None]
+        tried = [n for _, n in proposals if n is not None]
+        self._tried, self.failures = None, self.failures + 1 if tried else 0
+        if fits or self.failures > 1:
+            self.tokens, self.failures = max(self.least, min(fits or tried)), 0
+            self.tokens = min(self.tokens, max(self.least, _MOST))
+        return min(fits, default=None)

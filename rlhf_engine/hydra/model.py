@@ -547,40 +547,32 @@ class HydraModel(nn.Module):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
-        parts = [
-            _scores(dict(zip(requests, results, strict=True)))
-            for _, results in self.in_parts(batch, tuple(requests.values()), token_budget=token_budget)
-        ]
-        return join_scores(parts)
+        outputs = tuple(requests.values())
+        results = (self(part, outputs, token_budget=token_budget) for part in self.parts(batch, token_budget))
+        return join_scores([_scores(dict(zip(requests, found, strict=True))) for found in results])
 
-    def in_parts(
-        self, batch: PackedBatch, outputs: Sequence[Output], *, token_budget: int | None = None
-    ) -> Iterator[tuple[PackedBatch, tuple[Any, ...]]]:
-        """Run outputs over groups of consecutive sequences within the token budget.
+    def parts(self, batch: PackedBatch, token_budget: int | None = None) -> list[PackedBatch]:
+        """Divide a batch into groups of consecutive sequences within the token budget.
 
         Args:
             batch: N sequences.
-            outputs: requests, as of `forward`.
             token_budget: most tokens of a group, those of a shared prompt once; None: the model's.
 
         Returns:
-            Iterator of (group, the results of its forward), in the order of the batch.
-
-        Raises:
-            ValueError: as `forward`.
+            The groups, in the order of the batch. A sequence of more tokens is one by itself.
         """
         budget = self.token_budget if token_budget is None else token_budget
         once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
-        for indices in split_by_tokens(batch.lengths, budget, once):
-            part = batch if len(indices) == batch.n_sequences else batch.select(indices)
-            yield part, self(part, outputs, token_budget=budget)
+        groups = split_by_tokens(batch.lengths, budget, once)
+        return [batch.select(indices) for indices in groups] if len(groups) > 1 else [batch]
 
-    def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
+    def runs_together(self, batch: PackedBatch, roles: Sequence[str], token_budget: int | None = None) -> bool:
         """Whether one backbone forward serves all the named roles for a batch, within the token budget.
 
         Args:
             batch: N sequences.
             roles: names of roles of this model.
+            token_budget: most tokens of all lanes; None: the model's.
 
         Returns:
             True where the roles run on one backbone and their lanes fit, or are a single one.
@@ -589,7 +581,9 @@ class HydraModel(nn.Module):
             ValueError: a role that does not exist.
         """
         lanes = fold_lanes(self.roles, roles)
-        return len({lane.backbone for lane in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
+        return len({lane.backbone for lane in lanes}) == 1 and (
+            len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
+        )
 
     def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
         """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.devices import earlier_peaks
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
@@ -80,7 +81,8 @@ class RlTrainer(Run[TrainerState]):
     def _make_policy(self, model: HydraModel) -> None:
         """Make the policy, at the step where the run stands."""
         config, inputs = self.config, self._inputs
-        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
+        state, longest = new_state(config, inputs), inputs.longest
+        self.policy = RlPolicy(config, model, state, resume=inputs.resume, longest=longest, world=self.world)
 
     def _prepare(self, model: HydraModel) -> None:
         config, inputs = self.config, self._inputs
@@ -95,7 +97,8 @@ class RlTrainer(Run[TrainerState]):
             samples=self.state.samples,
             world=self.world,
         )
-        self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
+        budget = self.policy.budgets["scoring"]
+        self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world, budget)
         self.scorer.trainer_state.max_steps = self.total_steps
         self._note_progress()
         self.source = self._make_source(inputs.resume)
@@ -191,13 +194,12 @@ class RlTrainer(Run[TrainerState]):
             version = state.policy_version
             share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
-            experience, self.model.token_budget = self._scoring.experience(
+            experience = self._scoring.experience(
                 share,
                 own,
                 config,
                 policy_version=state.policy_version,
                 is_reference=self.policy.is_reference,
-                budget=self.model.token_budget,
                 of_all=(rollout, prompts),
             )
         clock.lap("score")
@@ -209,7 +211,8 @@ class RlTrainer(Run[TrainerState]):
         if config.is_async:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
-        memory = float(peak_memory_bytes(self.model.device))
+        device = self.model.device
+        memory = float(max(peak_memory_bytes(device), earlier_peaks.get(device, 0)))
         most = world.most({**clock.metrics(), "generate": share.stats.seconds, "peak_memory_bytes": memory})
         generate_seconds = most.pop("generate")
         return {

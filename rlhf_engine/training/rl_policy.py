@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.devices import resolve_device
+from rlhf_engine.devices import Budget, read_memory, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
@@ -49,6 +49,7 @@ class RlInputs:
     train_set: PromptSet
     eval_set: PromptSet | None  # held-out prompts
     reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
+    longest: int  # most tokens that stay together in a micro-batch: of an answer, or of several to a prompt
     server: RolloutServer | None  # server that draws answers; None where this process does
 
     def all_prompts(self) -> list[list[int]]:
@@ -112,8 +113,8 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
     some = list(range(min(2, len(train_set.rows))))
     scorer.dry_run(train_set.written(some), train_set.columns(some))
-    longest = max(map(len, train_set.ids)) + config.max_completion_length
-    require_room(config.facts.answers_together * longest, config.max_tokens_per_micro_batch)
+    longest = config.facts.answers_together * (max(map(len, train_set.ids)) + config.max_completion_length)
+    require_room(longest, config.max_tokens_per_micro_batch)
     inputs = RlInputs(
         resume=resume,
         resumed_step=resumed_step,
@@ -123,6 +124,7 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         train_set=train_set,
         eval_set=eval_set,
         reports=reports,
+        longest=longest,
         server=None,
     )
     return replace(inputs, server=find_server(config, inputs.all_prompts(), rank=rank))
@@ -211,9 +213,19 @@ class RlPolicy(Policy[TrainerState]):
     config: TrainConfig
 
     def __init__(
-        self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
+        self,
+        config: TrainConfig,
+        model: HydraModel,
+        state: TrainerState,
+        *,
+        resume: Path | None,
+        longest: int = 1,
+        world: World = ALONE,
     ) -> None:
-        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit."""
+        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit.
+
+        longest: most tokens that stay together in a micro-batch.
+        """
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
@@ -221,9 +233,14 @@ class RlPolicy(Policy[TrainerState]):
         super().__init__(config, model, rates, state, world=world)
         if resume is not None:
             self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
-        self._token_budget = model.token_budget
-        if self.state.token_budget is not None:
-            model.token_budget = self.state.token_budget
+        named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
+        self._by_memory = named is None and read_memory(model.device) is not None
+        held, old = self.state.budgets, (self.state.token_budget, 0)
+        self.budgets = {
+            "micro_batch": Budget(*held.get("micro_batch", old), least=longest, by_memory=self._by_memory),
+            "scoring": Budget(*held.get("scoring", old), by_memory=True),
+        }
+        """Tokens of a forward of the model, by what it is for."""
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
@@ -255,7 +272,10 @@ class RlPolicy(Policy[TrainerState]):
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
             ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
-            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
+            budget = self.budgets["micro_batch"]
+            measured = update(
+                self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks, budget=budget
+            )
         self.model.eval()
         self._check_moved(before, measured)
         if options.has_critic:
@@ -265,20 +285,38 @@ class RlPolicy(Policy[TrainerState]):
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            micro_batch_size=_if_lowered(int(measured["micro_batch_size"]), options.per_device_train_batch_size),
-            token_budget=_if_lowered(self.model.token_budget, self._token_budget),
+            budgets=self._settle_budgets(),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
+        chosen = {f"{name}_tokens": float(b.tokens) for name, b in self.budgets.items() if b.tokens is not None}
+        return {**metrics, **measured, **chosen, **adapted, "learning_rate": options.learning_rate * factor}
+
+    def _settle_budgets(self) -> dict[str, tuple[int | None, int]]:
+        """Choose and lower budgets at the end of a step, on all ranks alike; tokens and failures by kind."""
+        for budget in self.budgets.values():
+            fits = budget.settle(self.world.gather(budget.propose(self.model.device)))
+            if fits is not None and fits < budget.least and self.world.is_main:
+                warnings.warn(
+                    f"max_completion_length: expected prompts and answers of at most {fits} tokens together, for which "
+                    f"an update has free memory, got up to {budget.least}; long ones may not fit, unless you lower it "
+                    "or lora_r, or switch gradient_checkpointing on",
+                    stacklevel=3,
+                )
+        return {kind: (budget.tokens, budget.failures) for kind, budget in self.budgets.items()}
 
     def _schedule(self) -> Schedule:
-        config = self.config
+        config, budget = self.config, self.budgets["micro_batch"]
+        rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
+        limits = [n for n in (config.max_tokens_per_micro_batch, budget.tokens) if n is not None]
+        if self._by_memory:
+            rows = rows if budget.tokens is None else None
+            limits = limits or [max(budget.least, self.model.token_budget)]
         return Schedule(
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
-            micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
+            micro_batch_size=rows,
+            max_tokens=min(limits, default=None),
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
         )
@@ -310,7 +348,3 @@ def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorith
         max_completion_length=config.max_completion_length,
         train_actor=train_actor,
     )
-
-
-def _if_lowered(used: int, configured: int) -> int | None:
-    return used if used < configured else None

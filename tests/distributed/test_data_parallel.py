@@ -28,7 +28,7 @@ from rlhf_engine.generators.ray import generators_on_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.update import StepPlan, update
+from rlhf_engine.training.update import update
 from tests.distributed.ranks import recorded_steps
 from tests.hydra.architectures import CONFIGS as ARCHITECTURES
 from tests.rollout.stand_in import StandIn
@@ -436,9 +436,9 @@ class OneOfTwo:
     def own(self, sizes: Sequence[int]) -> list[int]:
         return list(range(len(sizes)))[::2]
 
-    def agree(self, plan: StepPlan) -> StepPlan:
-        self.plan = plan
-        return StepPlan(calls=plan.calls + 2, joint=False)
+    def agree(self, calls: int, joint: bool) -> tuple[int, bool]:
+        self.plan = (calls, joint)
+        return calls + 2, False
 
     def together(self, work):
         return work()
@@ -451,7 +451,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
     trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     groups: list[OneOfTwo] = []
 
-    def learn(model, algorithm, answers, schedule, step, *, seed, ranks):
+    def learn(model, algorithm, answers, schedule, step, *, seed, ranks, budget):
         for in_step in (False, True):
             ranks = OneOfTwo()
             ranks.in_step = in_step
@@ -472,7 +472,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
     alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1
     # in a backbone forward for all terms, while that was possible
-    assert planned.plan == StepPlan(calls=alone.calls, joint=True)
+    assert planned.plan == (alone.calls, True)
     assert planned.calls == terms * (alone.calls + 2)
     assert gradients[0].keys() == gradients[1].keys()
     for p, gradient in gradients[0].items():
