@@ -107,32 +107,39 @@ class Budget:
     """
 
     def __init__(
-        self, tokens: int | None = None, failures: int = 0, *, least: int = 1, by_memory: bool = False
+        self,
+        device: torch.device,
+        tokens: int | None = None,
+        failures: int = 0,
+        *,
+        least: int = 1,
+        by_memory: bool = False,
     ) -> None:
         """Take what a checkpoint has, tokens None: nothing is chosen yet. least: tokens that cannot be divided."""
-        self.tokens, self.failures, self.least, self.by_memory = tokens, failures, least, by_memory
+        self._device, self.tokens, self.failures, self.least = device, tokens, failures, least
+        self.by_memory = by_memory and read_memory(device) is not None
         self._measured, self._bytes = 0, 0  # of the largest pass
         self._tried: int | None = None
 
     @contextlib.contextmanager
-    def measured(self, device: torch.device, tokens: int) -> Iterator[None]:
+    def measured(self, tokens: int) -> Iterator[None]:
         """A block with a pass of so many tokens, measured while nothing is chosen."""
         wanted = self.by_memory and self.tokens is None and tokens > self._measured
-        before = read_memory(device, count_anew=True) if wanted else None
+        before = read_memory(self._device, count_anew=True) if wanted else None
         yield
-        if before is not None and (after := read_memory(device)) is not None:
+        if before is not None and (after := read_memory(self._device)) is not None:
             self._measured, self._bytes = tokens, max(1, after.peak - before.used)
 
     def divide(self, tokens: int) -> None:
         """Note that memory ran out, and that so many tokens are tried next."""
         self._tried = min(tokens, self._tried or tokens)
 
-    def propose(self, device: torch.device) -> tuple[int | None, int | None]:
+    def propose(self) -> tuple[int | None, int | None]:
         """At the end of a step: tokens with room in free memory, where they are to be chosen; and the fewest tried."""
         if self.tokens is not None or not self._measured:
             return None, self._tried
-        release_memory(device)
-        memory = read_memory(device)
+        release_memory(self._device)
+        memory = read_memory(self._device)
         fits = 0 if memory is None else int(_SHARE * memory.free * self._measured / self._bytes)
         return fits - fits % (1 << max(0, fits.bit_length() - 3)), self._tried  # coarse: alike in like runs
 

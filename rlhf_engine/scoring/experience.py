@@ -79,7 +79,7 @@ class Scoring:
         budget: tokens of a pass, measured and lowered by its owner; None: the model's.
         """
         self._model, self._scorer, self._tokenizer, self._data, self._world = model, scorer, tokenizer, data, world
-        self._budget = Budget() if budget is None else budget
+        self._budget = Budget(model.device) if budget is None else budget
 
     def experience(
         self,

@@ -43,7 +43,7 @@ def score(
         rows = model.count_rows(part)
         rows = len(roles) * rows if len(roles) * rows <= most else rows
         try:
-            with budget.measured(model.device, rows):
+            with budget.measured(rows):
                 parts.append(model.score(part, roles, token_budget=most, **options))
             continue
         except (RuntimeError, MemoryError) as error:
@@ -83,7 +83,7 @@ class FrozenRoles:
         self._model, self._temperature = model, config.temperature
         reference = [] if config.kl_estimator == "exact" else ["reference"]
         self._past, self._roles = past, [*reference, *(["reward"] if reward else [])]
-        self._budget = Budget() if budget is None else budget
+        self._budget = Budget(model.device) if budget is None else budget
 
     def __call__(self, drawn: Rollout) -> Scores | None:
         """Score answers, or None where there is no such role."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.devices import Budget, read_memory, resolve_device
+from rlhf_engine.devices import Budget, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
@@ -234,11 +234,10 @@ class RlPolicy(Policy[TrainerState]):
         if resume is not None:
             self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
-        self._by_memory = named is None and read_memory(model.device) is not None
-        held, old = self.state.budgets, (self.state.token_budget, 0)
+        held = dict.fromkeys(("micro_batch", "scoring"), (self.state.token_budget, 0)) | self.state.budgets
         self.budgets = {
-            "micro_batch": Budget(*held.get("micro_batch", old), least=longest, by_memory=self._by_memory),
-            "scoring": Budget(*held.get("scoring", old), by_memory=True),
+            "micro_batch": Budget(model.device, *held["micro_batch"], least=longest, by_memory=named is None),
+            "scoring": Budget(model.device, *held["scoring"], by_memory=True),
         }
         """Tokens of a forward of the model, by what it is for."""
         # the actor starts as the reference unless it brings weights of its own
@@ -295,7 +294,7 @@ class RlPolicy(Policy[TrainerState]):
     def _settle_budgets(self) -> dict[str, tuple[int | None, int]]:
         """Choose and lower budgets at the end of a step, on all ranks alike; tokens and failures by kind."""
         for budget in self.budgets.values():
-            fits = budget.settle(self.world.gather(budget.propose(self.model.device)))
+            fits = budget.settle(self.world.gather(budget.propose()))
             if fits is not None and fits < budget.least and self.world.is_main:
                 warnings.warn(
                     f"max_completion_length: expected prompts and answers of at most {fits} tokens together, for which "
@@ -309,7 +308,7 @@ class RlPolicy(Policy[TrainerState]):
         config, budget = self.config, self.budgets["micro_batch"]
         rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
         limits = [n for n in (config.max_tokens_per_micro_batch, budget.tokens) if n is not None]
-        if self._by_memory:
+        if budget.by_memory:
             rows = rows if budget.tokens is None else None
             limits = limits or [max(budget.least, self.model.token_budget)]
         return Schedule(

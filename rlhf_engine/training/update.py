@@ -101,7 +101,7 @@ def update(
     before the minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for
     `max_mismatch`, and MemoryLimitError where not even one answer fits.
     """
-    budget = Budget() if budget is None else budget
+    budget = Budget(model.device) if budget is None else budget
     sizes = [] if schedule.micro_batch_size is None else [schedule.micro_batch_size]
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
@@ -277,7 +277,7 @@ class _Minibatch:
         micro = self._micro(chosen)
         terms, together, rows = self._terms(micro, joint)
         measured, results, seed, most = Measured(), [], self.dropout_seed, self.budget.tokens
-        with self.budget.measured(self.model.device, rows):
+        with self.budget.measured(rows):
             for group in [terms] if together else [[term] for term in terms]:
                 outputs = [_watched(term.output, measured) if len(terms) > 1 else term.output for term in group]
                 outs = self.model(micro.batch, outputs, dropout_seed=seed, token_budget=most)

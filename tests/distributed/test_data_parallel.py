@@ -68,11 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "ppo-uneven": {"per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True},
+    "ppo-by-memory": {"per_device_train_batch_size": None, "num_mini_batches": 1, "num_ppo_epochs": 2},
     "ppo-some-lanes-together": {"per_device_train_batch_size": 1, "generation_batch_size": 10},
 }
-SHORTLY = ("ppo", "ppo-few", "grpo-few", "online_dpo", "past")
+SHORTLY = ("ppo", "ppo-few", "ppo-by-memory", "grpo-few", "online_dpo", "past")
 """Cases of every push: several epochs, ranks without rows or rewards, groups, pairs and past policies."""
-SHARDED_SHORTLY = ("ppo", "past")
+SHARDED_SHORTLY = ("ppo", "ppo-by-memory", "past")
 """Cases that are compared with a base in shares per push."""
 FAILS = """
 import os
@@ -128,6 +129,8 @@ def finish(launcher: subprocess.Popen, folder: Path, timeout: float = 300, *, pr
 def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in without_timings(expected).items():
+        if key.startswith(("micro_batch", "scoring_tokens")):
+            continue
         if key == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-6:
             continue  # before the first update a pair's margin is rounding, above 0 or below
         if key == "entropy_rollout" and registry.is_exact():
@@ -230,6 +233,10 @@ def test_two_processes_take_the_steps_of_one(name, both, model, tmp_path):
     for rank in range(2):
         for row, expected_row in zip(left(both, name, rank), rows, strict=True):
             assert_same_numbers(row, expected_row)
+    if name == "ppo-by-memory":  # all choose by the rank with the least memory
+        chosen = [[(row["micro_batch_tokens"], row["scoring_tokens"]) for row in left(both, name, i)] for i in range(2)]
+        assert chosen[0] == chosen[1]
+        assert all(tokens < row["micro_batch_tokens"] for (tokens, _), row in zip(chosen[0], rows, strict=True))
 
 
 @pytest.mark.parametrize("name", short(CASES, SHARDED_SHORTLY))

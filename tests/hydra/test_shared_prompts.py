@@ -88,7 +88,7 @@ def test_micro_batches_of_an_update_hold_a_prompt_s_tokens_once(dropout):
     made, answers = model(dropout=dropout), batch()
     places = [place for place in side_by_side(answers.prompts_N) if place != 3]
     held = SimpleNamespace(answers_per_unit=1), SimpleNamespace(batch=answers)
-    minibatch = _Minibatch(made.train(), *held, places, 0, Budget())
+    minibatch = _Minibatch(made.train(), *held, places, 0, Budget(made.device))
     most = 21 + 7 + 1 + 4  # three answers to the long prompt
     parts = minibatch.divide(places, SimpleNamespace(micro_batch_size=8, max_tokens=most))
     if dropout:  # every answer has a copy of its prompt: 28, 22, 25, 8, 21 and 8 tokens
