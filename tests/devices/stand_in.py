@@ -64,10 +64,10 @@ def counted() -> Iterator[Traffic]:
 
 
 class _DeviceMemory:
-    """Bytes of the device's tensors, of which at most `limit` fit. What an operation takes while it runs is not seen."""
+    """Bytes of the device's tensors, of which `limit` fit. What an operation takes while it runs is not seen."""
 
     def __init__(self) -> None:
-        self.used, self.peak, self.limit = 0, 0, 2**50
+        self.used, self.peak, self.limit, self.refused = 0, 0, 2**50, 0
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Count memory that some tensors share, until the last one is gone."""
@@ -77,6 +77,7 @@ class _DeviceMemory:
         self.used += storage.nbytes()
         weakref.finalize(storage, self._free, storage.nbytes()).atexit = False
         if self.used > self.limit:
+            self.refused += 1
             raise torch.OutOfMemoryError(f"{self.used} bytes, expected at most {self.limit}")
         self.peak = max(self.peak, self.used)
 

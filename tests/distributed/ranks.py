@@ -74,7 +74,7 @@ def by_memory(config: TrainConfig, world: World) -> contextlib.AbstractContextMa
     if "by-memory" not in config.output_dir:
         return contextlib.nullcontext()
     memory = Memory(used=0, peak=1000, free=[10_000, 2_000][world.rank])
-    return mock.patch("rlhf_engine.devices.read_memory", lambda *_, **options: memory)
+    return mock.patch("rlhf_engine.devices.read_memory", return_value=memory)
 
 
 def says(model: HydraModel, whole: Callable[[], contextlib.AbstractContextManager[None]]) -> list[torch.Tensor]:

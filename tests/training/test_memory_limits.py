@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from rlhf_engine import devices
 from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
@@ -191,6 +192,19 @@ def test_a_run_whose_steps_run_out_of_memory_has_smaller_ones_from_then_on(tmp_p
         assert [without_timings(again.step()) for _ in rows[done:]] == rows[done:]
     monkeypatch.undo()
     assert_alike(rows, [roomy.step() for _ in rows])
+
+
+def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "read_memory", lambda *_, **options: devices.Memory(used=0, peak=1000, free=100))
+    config = train_config(write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=None)
+    trainer = RlTrainer(config)
+    with pytest.warns(UserWarning, match=r"max_completion_length: expected prompts and answers of at most \d tokens"):
+        trainer.step()
+    named = [
+        RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / name), **{name: 30})).step()
+        for name in ("per_device_train_batch_size", "max_tokens_per_micro_batch")
+    ]
+    assert all("micro_batch_tokens" not in row and row["scoring_tokens"] for row in named)
 
 
 _REAL = """
