@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,8 +103,8 @@ _MOST = 2**15
 class Budget:
     """Most tokens of all lanes in one pass of the model, by free memory on a GPU.
 
-    The first passes tell what a token takes. A pass that runs out of memory is divided, and the next one is as large
-    as before; the budget is lowered where that happens in two steps running.
+    The largest of the first passes tells what a token takes. A pass that runs out of memory is divided, and the next
+    one is as large as before. Where that happens in two steps running, the budget is lowered.
     """
 
     def __init__(
@@ -111,19 +112,17 @@ class Budget:
         device: torch.device,
         tokens: int | None = None,
         failures: int = 0,
-        *,
         least: int = 1,
         by_memory: bool = False,
     ) -> None:
-        """Take what a checkpoint has, tokens None: nothing is chosen yet. least: tokens that cannot be divided."""
+        """Take what a checkpoint has, `tokens` None: not chosen. least: of what cannot be divided."""
         self._device, self.tokens, self.failures, self.least = device, tokens, failures, least
         self.by_memory = by_memory and read_memory(device) is not None
-        self._measured, self._bytes = 0, 0  # of the largest pass
-        self._tried: int | None = None
+        self._measured, self._bytes, self._tried = 0, 0, math.inf
 
     @contextlib.contextmanager
     def measured(self, tokens: int) -> Iterator[None]:
-        """A block with a pass of so many tokens, measured while nothing is chosen."""
+        """A block with a pass of so many tokens, which is measured while nothing is chosen."""
         wanted = self.by_memory and self.tokens is None and tokens > self._measured
         before = read_memory(self._device, count_anew=True) if wanted else None
         yield
@@ -132,23 +131,20 @@ class Budget:
 
     def divide(self, tokens: int) -> None:
         """Note that memory ran out, and that so many tokens are tried next."""
-        self._tried = min(tokens, self._tried or tokens)
+        self._tried = min(tokens, self._tried)
 
-    def propose(self) -> tuple[int | None, int | None]:
-        """At the end of a step: tokens with room in free memory, where they are to be chosen; and the fewest tried."""
-        if self.tokens is not None or not self._measured:
-            return None, self._tried
-        release_memory(self._device)
-        memory = read_memory(self._device)
-        fits = 0 if memory is None else int(_SHARE * memory.free * self._measured / self._bytes)
-        return fits - fits % (1 << max(0, fits.bit_length() - 3)), self._tried  # coarse: alike in like runs
-
-    def settle(self, proposals: Sequence[tuple[int | None, int | None]]) -> int | None:
-        """Choose or lower the budget by the proposals of all ranks; the tokens with room, where they are chosen now."""
-        fits = [n for n, _ in proposals if n is not None]
-        tried = [n for _, n in proposals if n is not None]
-        self._tried, self.failures = None, self.failures + 1 if tried else 0
-        if fits or self.failures > 1:
-            self.tokens, self.failures = max(self.least, min(fits or tried)), 0
-            self.tokens = min(self.tokens, max(self.least, _MOST))
-        return min(fits, default=None)
+    def settle(self, gather: Callable[[tuple[float, float]], list[tuple[float, float]]]) -> float:
+        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now."""
+        room = math.inf
+        if self._measured and self.tokens is None:
+            release_memory(self._device)
+            memory = read_memory(self._device)
+            assert memory is not None
+            fits = int(_SHARE * memory.free * self._measured / self._bytes)
+            room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
+        room, tried = map(min, zip(*gather((room, self._tried)), strict=True))
+        self._tried, self.failures = math.inf, self.failures + 1 if tried < math.inf else 0
+        if room < math.inf or self.failures > 1:
+            chosen = min(room, _MOST) if room < math.inf else tried
+            self.tokens, self.failures = max(self.least, int(chosen)), 0
+        return room

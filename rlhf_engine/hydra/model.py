@@ -548,8 +548,11 @@ class HydraModel(nn.Module):
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
         outputs = tuple(requests.values())
-        results = (self(part, outputs, token_budget=token_budget) for part in self.parts(batch, token_budget))
-        return join_scores([_scores(dict(zip(requests, found, strict=True))) for found in results])
+        parts = [
+            _scores(dict(zip(requests, self(part, outputs, token_budget=token_budget), strict=True)))
+            for part in self.parts(batch, token_budget)
+        ]
+        return join_scores(parts)
 
     def parts(self, batch: PackedBatch, token_budget: int | None = None) -> list[PackedBatch]:
         """Divide a batch into groups of consecutive sequences within the token budget.

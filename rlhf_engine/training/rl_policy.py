@@ -34,6 +34,7 @@ from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
+_ANY = 2**62  # more tokens than there are
 REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
@@ -236,7 +237,7 @@ class RlPolicy(Policy[TrainerState]):
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
         held = dict.fromkeys(("micro_batch", "scoring"), (self.state.token_budget, 0)) | self.state.budgets
         self.budgets = {
-            "micro_batch": Budget(model.device, *held["micro_batch"], least=longest, by_memory=named is None),
+            "micro_batch": Budget(model.device, *held["micro_batch"], longest, named is None),
             "scoring": Budget(model.device, *held["scoring"], by_memory=True),
         }
         """Tokens of a forward of the model, by what it is for."""
@@ -281,41 +282,46 @@ class RlPolicy(Policy[TrainerState]):
             self.model.trained_heads.add("value")
         if self.world.size > 1:
             self.require_same(state.step + 1)
+        budgets, chosen = self._settle_budgets()
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            budgets=self._settle_budgets(),
+            budgets=budgets,
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        chosen = {f"{name}_tokens": float(b.tokens) for name, b in self.budgets.items() if b.tokens is not None}
         return {**metrics, **measured, **chosen, **adapted, "learning_rate": options.learning_rate * factor}
 
-    def _settle_budgets(self) -> dict[str, tuple[int | None, int]]:
-        """Choose and lower budgets at the end of a step, on all ranks alike; tokens and failures by kind."""
-        for budget in self.budgets.values():
-            fits = budget.settle(self.world.gather(budget.propose()))
-            if fits is not None and fits < budget.least and self.world.is_main:
+    def _settle_budgets(self) -> tuple[dict[str, tuple[int | None, int]], dict[str, float]]:
+        """Choose and lower budgets at the end of a step; for checkpoints by kind, and as metrics."""
+        held, metrics = {}, {}
+        for kind, budget in self.budgets.items():
+            room = budget.settle(self.world.gather)
+            if room < budget.least and self.world.is_main:
                 warnings.warn(
-                    f"max_completion_length: expected prompts and answers of at most {fits} tokens together, for which "
+                    f"max_completion_length: expected prompts and answers of at most {room} tokens together, for which "
                     f"an update has free memory, got up to {budget.least}; long ones may not fit, unless you lower it "
                     "or lora_r, or switch gradient_checkpointing on",
                     stacklevel=3,
                 )
-        return {kind: (budget.tokens, budget.failures) for kind, budget in self.budgets.items()}
+            held[kind] = (budget.tokens, budget.failures)
+            if budget.tokens is not None:
+                metrics[f"{kind}_tokens"] = float(budget.tokens)
+        return held, metrics
 
     def _schedule(self) -> Schedule:
         config, budget = self.config, self.budgets["micro_batch"]
         rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
-        limits = [n for n in (config.max_tokens_per_micro_batch, budget.tokens) if n is not None]
-        if budget.by_memory:
-            rows = rows if budget.tokens is None else None
-            limits = limits or [max(budget.least, self.model.token_budget)]
+        tokens = min(config.max_tokens_per_micro_batch or _ANY, budget.tokens or _ANY)
+        if budget.by_memory and budget.tokens is None:
+            tokens = max(budget.least, self.model.token_budget)
+        elif budget.by_memory:
+            rows = None
         return Schedule(
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
             micro_batch_size=rows,
-            max_tokens=min(limits, default=None),
+            max_tokens=tokens if tokens < _ANY else None,
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
         )

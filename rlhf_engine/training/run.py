@@ -102,7 +102,8 @@ class Policy(Generic[State]):
 
     def apply(self) -> dict[str, float]:
         """Make an optimizer step on all ranks' gradients; norms by role, and 1 where clipped."""
-        sum_gradients(self.world, self.optimizer.replicated())
+        if self.world.size > 1:
+            sum_gradients(self.world, self.optimizer.replicated())
         return self.optimizer.step()
 
     def advance(self, **counters: Any) -> None:
