@@ -272,10 +272,7 @@ class RlPolicy(Policy[TrainerState]):
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
             ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
-            budget = self.budgets["micro_batch"]
-            measured = update(
-                self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks, budget=budget
-            )
+            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
         self.model.eval()
         self._check_moved(before, measured)
         if options.has_critic:
@@ -322,6 +319,7 @@ class RlPolicy(Policy[TrainerState]):
             num_mini_batches=config.mini_batches,
             micro_batch_size=rows,
             max_tokens=tokens if tokens < _ANY else None,
+            budget=budget,
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
         )

@@ -38,6 +38,7 @@ class Schedule:
     max_tokens: int | None = None  # most tokens per forward and backward, prompts included; None for any number
     max_mismatch: float | None = None
     """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
+    budget: Budget | None = None  # tokens of all lanes in a forward, settled by its owner; None: the model's
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,17 @@ def update(
     *,
     seed: int,
     ranks: Ranks | None = None,
-    budget: Budget | None = None,
 ) -> dict[str, float]:
     """All epochs over one rollout; returns metrics averaged over the minibatches.
 
     step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. ranks: others that
-    do a share of each minibatch; `step` then sums the gradients. budget: tokens of all lanes in a forward, measured and
-    lowered by its owner; None: the model's.
+    do a share of each minibatch; `step` then sums the gradients.
 
     A minibatch that runs out of memory is redone from its start, with halves of the micro-batch that failed and of all
     that are as large: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises,
     before the minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for
     `max_mismatch`, and MemoryLimitError where not even one answer fits.
     """
-    budget = Budget(model.device) if budget is None else budget
     sizes = [] if schedule.micro_batch_size is None else [schedule.micro_batch_size]
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
@@ -113,11 +111,8 @@ def update(
         dealt = answers_by_minibatch(answers.batch, k, schedule.num_mini_batches, generator)
         for number, indices in enumerate(dealt):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            minibatch = _Minibatch(model, algorithm, answers, indices, dropout_seed, budget)
-            if ranks is None:
-                measured, size = minibatch.add_up(minibatch.divide(indices, schedule), schedule.micro_batch_size)
-            else:
-                measured, size = minibatch.add_up_with(ranks, schedule)
+            minibatch = _Minibatch(model, algorithm, answers, schedule, indices, dropout_seed)
+            measured, size = minibatch.add_up() if ranks is None else minibatch.add_up_with(ranks)
             sizes.append(size)
             stats = algorithm.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
@@ -168,35 +163,37 @@ class _Minibatch:
         model: HydraModel,
         algorithm: Algorithm,
         answers: TokenValues,
+        schedule: Schedule,
         indices: Sequence[int],
         dropout_seed: int,
-        budget: Budget,
     ) -> None:
         """indices: places of its answers among all of the update. dropout_seed: key of its dropout masks."""
         self.model, self.algorithm, self.answers = model, algorithm, answers
-        self.indices, self.dropout_seed, self.budget = indices, dropout_seed, budget
+        self.schedule, self.indices, self.dropout_seed = schedule, indices, dropout_seed
+        self.budget = Budget(model.device) if schedule.budget is None else schedule.budget
         lengths = answers.batch.completion_lens
         self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
-    def add_up_with(self, ranks: Ranks, schedule: Schedule) -> tuple[Measured, int]:
+    def add_up_with(self, ranks: Ranks) -> tuple[Measured, int]:
         """Add this process's share of the gradients; what all measure, and most answers at a time."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
-        parts, limit = self.divide(own, schedule), schedule.micro_batch_size
         if not ranks.in_step:
-            return ranks.together(functools.partial(self.add_up, parts, limit))
+            return ranks.together(lambda: self.add_up(own))
+        parts = self.divide(own)
         calls, joint = ranks.agree(len(parts), all(self._terms(self._micro(part))[1] for part in parts))
-        return ranks.together(functools.partial(self._follow, parts, limit, calls, joint))
+        return ranks.together(lambda: self._follow(parts, calls, joint))
 
-    def add_up(self, parts: list[list[int]], limit: int | None) -> tuple[Measured, int]:
-        """Add the gradients of micro-batches, halved until they fit; most answers at a time, `limit` unless halved."""
-        least = self.algorithm.answers_per_unit
+    def add_up(self, indices: Sequence[int] | None = None) -> tuple[Measured, int]:
+        """Add the gradients of all or some answers, in micro-batches that fit; most answers at a time."""
+        parts = self.divide(self.indices if indices is None else indices)
+        limit, least = self.schedule.micro_batch_size, self.algorithm.answers_per_unit
         while True:
             total, part = Measured(), list[int]()
             try:
                 for part in parts:
                     total.add(self._add(part))
-                return total, max(map(len, parts), default=0) if limit is None else limit
+                return total, limit or max(map(len, parts), default=0)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -215,7 +212,7 @@ class _Minibatch:
             rows = [self._terms(self._micro(other))[2] for other in parts]
             parts = [half for other, n in zip(parts, rows, strict=True) for half in self._halves(other, n >= failed)]
 
-    def _follow(self, parts: list[list[int]], limit: int | None, calls: int, joint: bool) -> tuple[Measured, int]:
+    def _follow(self, parts: list[list[int]], calls: int, joint: bool) -> tuple[Measured, int]:
         """Add up with as many `calls` of the model as every other process makes."""
         shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
         total, most = Measured(), max(map(len, parts), default=0)
@@ -232,7 +229,7 @@ class _Minibatch:
                 "cannot try fewer; lower per_device_train_batch_size or max_tokens_per_micro_batch, or switch "
                 "gradient_checkpointing on"
             ) from error
-        return total, most if limit is None else limit
+        return total, self.schedule.micro_batch_size or most
 
     def _halves(self, part: list[int], wanted: bool) -> list[list[int]]:
         """The part in two, between its units, where that is wanted and possible."""
@@ -240,11 +237,11 @@ class _Minibatch:
         middle = (len(part) // k + 1) // 2 * k
         return [part[:middle], part[middle:]] if wanted and middle < len(part) else [part]
 
-    def divide(self, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
+    def divide(self, indices: Sequence[int]) -> list[list[int]]:
         """Answers by micro-batch; units stay whole."""
-        units, size = self._units(indices), schedule.micro_batch_size
-        rows = max(1, (len(indices) if size is None else size) // self.algorithm.answers_per_unit)
-        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=schedule.max_tokens)
+        units, most = self._units(indices), self.schedule.max_tokens
+        rows = max(1, (self.schedule.micro_batch_size or len(indices)) // self.algorithm.answers_per_unit)
+        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=most)
         return [[i for unit in part for i in units[unit]] for part in parts]
 
     def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:

@@ -458,7 +458,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
     trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     groups: list[OneOfTwo] = []
 
-    def learn(model, algorithm, answers, schedule, step, *, seed, ranks, budget):
+    def learn(model, algorithm, answers, schedule, step, *, seed, ranks):
         for in_step in (False, True):
             ranks = OneOfTwo()
             ranks.in_step = in_step
