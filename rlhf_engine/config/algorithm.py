@@ -194,8 +194,8 @@ class AlgorithmOptions(Options):
     )
     per_device_train_batch_size: int | None = option(
         None,
-        "sequences per forward and backward; gradients add up; none: 16, on a GPU after the first step as many as fit "
-        "into its free memory",
+        "sequences per forward and backward; gradients add up; none: 16, or where max_tokens_per_micro_batch is none, "
+        "too, on a GPU from the second step on as many as free memory allows",
         ge=1,
     )
 

@@ -178,7 +178,7 @@ class TrainingProgress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of `step`; after the second one also how long the others take, if more than `LONG_S`."""
         self._estimate(step, metrics)
-        if (chosen := describe_budgets(metrics)) != self._chosen:
+        if (chosen := describe_budgets(metrics)) not in ("", self._chosen):
             self._chosen = chosen
             self.console.print(chosen, markup=False, highlight=False, soft_wrap=True)
         if not self.plain:
