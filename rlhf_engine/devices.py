@@ -75,23 +75,24 @@ class Memory(NamedTuple):
 
     used: int  # in tensors
     peak: int  # most in tensors since the count began
-    free: int  # neither in tensors nor kept for later ones
+    free: int  # in no tensor, cached blocks included
 
 
 earlier_peaks: dict[torch.device, int] = {}
 """Device → highest peak that `read_memory` has ended the count of."""
 
 
-def read_memory(device: torch.device, *, count_anew: bool = False) -> Memory | None:
-    """Memory of a GPU as it is now; None for a CPU. count_anew: the peak is counted from now on."""
+def read_memory(device: torch.device, *, anew: bool = False) -> Memory | None:
+    """Memory of a GPU as it is now; None for a CPU. anew: peaks are counted from now on."""
     if not is_gpu(device):
         return None
     module = torch.get_device_module(device)
-    peak = module.max_memory_allocated(device)
-    if count_anew:
+    used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+    if anew:
         earlier_peaks[device] = max(peak, earlier_peaks.get(device, 0))
         module.reset_peak_memory_stats(device)
-    return Memory(used=module.memory_allocated(device), peak=peak, free=module.mem_get_info(device)[0])
+    # no block is given back for this: another thread may be capturing a graph, which that would end
+    return Memory(used=used, peak=peak, free=module.mem_get_info(device)[0] + module.memory_reserved(device) - used)
 
 
 _SHARE = 0.7
@@ -124,7 +125,7 @@ class Budget:
     def measured(self, tokens: int) -> Iterator[None]:
         """A block with a pass of so many tokens, which is measured while nothing is chosen."""
         wanted = self.by_memory and self.tokens is None and tokens > self._measured
-        before = read_memory(self._device, count_anew=True) if wanted else None
+        before = read_memory(self._device, anew=True) if wanted else None
         yield
         if before is not None and (after := read_memory(self._device)) is not None:
             self._measured, self._bytes = tokens, max(1, after.peak - before.used)
@@ -136,10 +137,7 @@ class Budget:
     def settle(self, gather: Callable[[tuple[float, float]], list[tuple[float, float]]]) -> float:
         """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now."""
         room = math.inf
-        if self._measured and self.tokens is None:
-            release_memory(self._device)
-            memory = read_memory(self._device)
-            assert memory is not None
+        if self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
             fits = int(_SHARE * memory.free * self._measured / self._bytes)
             room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
         room, tried = map(min, zip(*gather((room, self._tried)), strict=True))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.devices import Budget, resolve_device
+from rlhf_engine.devices import Budget, read_memory, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
@@ -234,6 +234,7 @@ class RlPolicy(Policy[TrainerState]):
         super().__init__(config, model, rates, state, world=world)
         if resume is not None:
             self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
+        _require_memory(model, longest // config.facts.answers_together)
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
         held = dict.fromkeys(("micro_batch", "scoring"), (self.state.token_budget, 0)) | self.state.budgets
         self.budgets = {
@@ -341,6 +342,17 @@ class RlPolicy(Policy[TrainerState]):
                     f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
                 )
             self._unmoved.remove(role)
+
+
+def _require_memory(model: HydraModel, longest: int) -> None:
+    """Raise ConfigError where no update of the `longest` prompt and answer, in tokens, fits into a GPU."""
+    memory, backbone = read_memory(model.device), model.role_backbone("actor")
+    a_token = len(backbone.blocks) * backbone.hidden_size * backbone.dtype.itemsize  # every block keeps its input
+    if memory is not None and longest * a_token > memory.free:
+        raise ConfigError(
+            f"max_completion_length: expected prompt and answer of at most {memory.free // a_token} tokens, for whose "
+            f"update {memory.free / 1e9:.2f} GB of free memory could do, got up to {longest}"
+        )
 
 
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:

@@ -322,6 +322,8 @@ class _Module:
     def memory_allocated(self, device: Any = None) -> int:
         return memory.used
 
+    memory_reserved = memory_allocated
+
     def max_memory_allocated(self, device: Any = None) -> int:
         return memory.peak
 

@@ -70,10 +70,10 @@ def recorded_steps(config: TrainConfig, world: World, steps: int) -> tuple[dict[
 
 
 def by_memory(config: TrainConfig, world: World) -> contextlib.AbstractContextManager[object]:
-    """In the runs of that name, a GPU's memory: a pass takes 1000 bytes, and ranks have room for two and for ten."""
+    """In the runs of that name, a GPU's memory: a pass takes 10⁶ bytes, and ranks have room for ten and for two."""
     if "by-memory" not in config.output_dir:
         return contextlib.nullcontext()
-    memory = Memory(used=0, peak=1000, free=[10_000, 2_000][world.rank])
+    memory = Memory(used=0, peak=10**6, free=[10**7, 2 * 10**6][world.rank])
     return mock.patch("rlhf_engine.devices.read_memory", return_value=memory)
 
 

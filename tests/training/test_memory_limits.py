@@ -13,9 +13,10 @@ from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import is_out_of_memory
-from rlhf_engine.errors import MemoryLimitError
+from rlhf_engine.errors import ConfigError, MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.training import rl_policy
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule
 from rlhf_engine.training.update import update as learn
@@ -195,8 +196,17 @@ def test_a_run_whose_steps_run_out_of_memory_has_smaller_ones_from_then_on(tmp_p
 
 
 def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "read_memory", lambda *_, **options: devices.Memory(used=0, peak=1000, free=100))
     config = train_config(write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=None)
+
+    def give(free: int) -> None:
+        memory = devices.Memory(used=0, peak=10**6, free=free)  # whatever runs takes a million bytes
+        for module in (devices, rl_policy):
+            monkeypatch.setattr(module, "read_memory", lambda *_, **options: memory)
+
+    give(1000)
+    with pytest.raises(ConfigError, match="max_completion_length: expected prompt and answer of at most 5 tokens, for"):
+        RlTrainer(config)
+    give(10**5)
     trainer = RlTrainer(config)
     with pytest.warns(UserWarning, match=r"max_completion_length: expected prompts and answers of at most \d tokens"):
         trainer.step()
