@@ -97,7 +97,7 @@ class RlTrainer(Run[TrainerState]):
             samples=self.state.samples,
             world=self.world,
         )
-        budget = self.policy.budgets["scoring"]
+        budget = self.policy.budgets["scoring_tokens"]
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world, budget)
         self.scorer.trainer_state.max_steps = self.total_steps
         self._note_progress()

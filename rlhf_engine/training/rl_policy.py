@@ -236,12 +236,12 @@ class RlPolicy(Policy[TrainerState]):
             self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
         _require_memory(model, longest // config.facts.answers_together)
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
-        held = dict.fromkeys(("micro_batch", "scoring"), (self.state.token_budget, 0)) | self.state.budgets
+        tokens, failures, old = self.state.budgets, self.state.budget_failures, self.state.token_budget
         self.budgets = {
-            "micro_batch": Budget(model.device, *held["micro_batch"], longest, named is None),
-            "scoring": Budget(model.device, *held["scoring"], by_memory=True),
+            name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), least, by_memory)
+            for name, least, by_memory in (("micro_batch_tokens", longest, named is None), ("scoring_tokens", 1, True))
         }
-        """Tokens of a forward of the model, by what it is for."""
+        """Tokens of a forward of the model, by the metric that tells them."""
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
@@ -280,20 +280,18 @@ class RlPolicy(Policy[TrainerState]):
             self.model.trained_heads.add("value")
         if self.world.size > 1:
             self.require_same(state.step + 1)
-        budgets, chosen = self._settle_budgets()
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            budgets=budgets,
+            **self._settle_budgets(),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        return {**metrics, **measured, **chosen, **adapted, "learning_rate": options.learning_rate * factor}
+        return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
 
-    def _settle_budgets(self) -> tuple[dict[str, tuple[int | None, int]], dict[str, float]]:
-        """Choose and lower budgets at the end of a step; for checkpoints by kind, and as metrics."""
-        held, metrics = {}, {}
-        for kind, budget in self.budgets.items():
+    def _settle_budgets(self) -> dict[str, dict[str, int]]:
+        """Choose and lower budgets at the end of a step, on all ranks alike; counters of a checkpoint."""
+        for budget in self.budgets.values():
             room = budget.settle(self.world.gather)
             if room < budget.least and self.world.is_main:
                 warnings.warn(
@@ -302,13 +300,12 @@ class RlPolicy(Policy[TrainerState]):
                     "or lora_r, or switch gradient_checkpointing on",
                     stacklevel=3,
                 )
-            held[kind] = (budget.tokens, budget.failures)
-            if budget.tokens is not None:
-                metrics[f"{kind}_tokens"] = float(budget.tokens)
-        return held, metrics
+        chosen = {name: budget.tokens for name, budget in self.budgets.items() if budget.tokens is not None}
+        failures = {name: budget.failures for name, budget in self.budgets.items() if budget.failures}
+        return {"budgets": chosen, "budget_failures": failures}
 
     def _schedule(self) -> Schedule:
-        config, budget = self.config, self.budgets["micro_batch"]
+        config, budget = self.config, self.budgets["micro_batch_tokens"]
         rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
         tokens = min(config.max_tokens_per_micro_batch or _ANY, budget.tokens or _ANY)
         if budget.by_memory and budget.tokens is None:

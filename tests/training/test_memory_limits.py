@@ -162,9 +162,9 @@ def test_one_step_that_runs_out_of_memory_leaves_the_run_as_it_was(tmp_path, mon
         first = limited.step()
     assert memory.refused >= 2  # the scoring pass and a micro-batch
     assert first["micro_batch_size"] < 3
-    assert limited.state.budgets == {"micro_batch": (None, 1), "scoring": (None, 1)}
+    assert limited.state.budget_failures == {"micro_batch_tokens": 1, "scoring_tokens": 1}
     second = limited.step()
-    assert limited.state.budgets == free.state.budgets == {"micro_batch": (None, 0), "scoring": (None, 0)}
+    assert limited.state.budgets == limited.state.budget_failures == {}
     assert second["micro_batch_size"] == 3
     assert_alike([first, second], rows)
 
