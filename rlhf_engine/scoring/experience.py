@@ -94,9 +94,7 @@ class Scoring:
         """The answers of a rollout that can be learned from, scored, of all ranks."""
         world = self._world
         own = _drawn(rollout, prompts)
-        own_scores = world.run_on_all_ranks(
-            "scoring answers", lambda: self._score(rollout, own, config, policy_version)
-        )
+        own_scores = world.run_on_all_ranks("scoring answers", self._score, rollout, own, config, policy_version)
         scores = gather_scores(world, own_scores)
         all_rollout, all_prompts = of_all or (rollout, prompts)
         drawn = own if world.size == 1 else _drawn(all_rollout, all_prompts)
@@ -109,9 +107,8 @@ class Scoring:
         log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
         to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if is_reference else None
         _check_agreement(self._model, config, log_ratio_M, to_reference_M)
-        own_scored = world.run_on_all_ranks(
-            "rewards", lambda: self._score_answers(rollout, prompts, own_scores.rewards_N, config)
-        )
+        answers = rollout, prompts, own_scores.rewards_N
+        own_scored = world.run_on_all_ranks("rewards", self._score_answers, *answers, config)
         scored = gather_answers(world, own_scored)
         kept = _kept(scored.totals, all_prompts, least=config.facts.least_drawn)
         metrics = {
@@ -132,8 +129,7 @@ class Scoring:
         if config.vllm_servers:
             corrected = correct_engine(corrected[0], log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config)
         if is_behind:
-            aged = correct_age(corrected[0], past_logprobs_M[kept_rows_M], batch, config)
-            corrected = both(corrected, aged)
+            corrected = both(corrected, correct_age(corrected[0], past_logprobs_M[kept_rows_M], batch, config))
         made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
         made = replace(made, is_scored=is_scored)
         return replace(made, metrics={**metrics, **corrected[2], **_score_metrics(made, config)})

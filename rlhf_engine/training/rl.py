@@ -29,7 +29,7 @@ from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
-from rlhf_engine.training.rl_policy import RlPolicy, load_inputs, new_state
+from rlhf_engine.training.rl_policy import RlPolicy, load_inputs
 from rlhf_engine.training.run import Run
 
 
@@ -59,7 +59,8 @@ class RlTrainer(Run[TrainerState]):
         self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
-        world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))
+        made_of = self.config, model, self._inputs, world
+        self.policy = world.run_on_all_ranks("the start of the run", RlPolicy, *made_of)
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
@@ -71,18 +72,9 @@ class RlTrainer(Run[TrainerState]):
         self.total_steps = self._inputs.total_steps
         self.config = replace(self.config, max_steps=self.total_steps)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
-        self.train_set, self.eval_set, self.reports = (
-            self._inputs.train_set,
-            self._inputs.eval_set,
-            self._inputs.reports,
-        )
+        self.train_set, self.eval_set = self._inputs.train_set, self._inputs.eval_set
+        self.reports = self._inputs.reports
         return build_policy_model(self.config, base)
-
-    def _make_policy(self, model: HydraModel) -> None:
-        """Make the policy, at the step where the run stands."""
-        config, inputs = self.config, self._inputs
-        state, longest = new_state(config, inputs), inputs.longest
-        self.policy = RlPolicy(config, model, state, resume=inputs.resume, longest=longest, world=self.world)
 
     def _prepare(self, model: HydraModel) -> None:
         config, inputs = self.config, self._inputs
@@ -247,7 +239,7 @@ class RlTrainer(Run[TrainerState]):
         return SamplingConfig.of(self.config, ends, seed=seed)
 
     def _make_rollouts(self, role: str = "actor", compared: str | None = None) -> Rollouts:
-        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts())
+        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts)
         return make_rollouts(*given, role=role, compared=compared, rank=self.world.rank)
 
     def _make_source(self, resume: Path | None) -> AnswerSource:

@@ -51,11 +51,8 @@ class RlInputs:
     eval_set: PromptSet | None  # held-out prompts
     reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
     longest: int  # most tokens that stay together in a micro-batch: of an answer, or of several to a prompt
+    all_prompts: list[list[int]]  # token ids of every prompt that answers will be drawn to
     server: RolloutServer | None  # server that draws answers; None where this process does
-
-    def all_prompts(self) -> list[list[int]]:
-        """Token ids of every prompt that answers will be drawn to."""
-        return [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
 
 
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
@@ -116,7 +113,8 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
     scorer.dry_run(train_set.written(some), train_set.columns(some))
     longest = config.facts.answers_together * (max(map(len, train_set.ids)) + config.max_completion_length)
     require_room(longest, config.max_tokens_per_micro_batch)
-    inputs = RlInputs(
+    all_prompts = [*train_set.ids, *(eval_set.ids if eval_set is not None else [])]
+    return RlInputs(
         resume=resume,
         resumed_step=resumed_step,
         total_steps=total_steps,
@@ -126,9 +124,9 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         eval_set=eval_set,
         reports=reports,
         longest=longest,
-        server=None,
+        all_prompts=all_prompts,
+        server=find_server(config, all_prompts, rank=rank),
     )
-    return replace(inputs, server=find_server(config, inputs.all_prompts(), rank=rank))
 
 
 def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
@@ -213,33 +211,22 @@ class RlPolicy(Policy[TrainerState]):
 
     config: TrainConfig
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: HydraModel,
-        state: TrainerState,
-        *,
-        resume: Path | None,
-        longest: int = 1,
-        world: World = ALONE,
-    ) -> None:
-        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit.
-
-        longest: most tokens that stay together in a micro-batch.
-        """
+    def __init__(self, config: TrainConfig, model: HydraModel, inputs: RlInputs, world: World = ALONE) -> None:
+        """Take a model as it is before any step, or go on from a checkpoint; ConfigError where that does not fit."""
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
-        super().__init__(config, model, rates, state, world=world)
-        if resume is not None:
-            self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
-        _require_memory(model, longest // config.facts.answers_together)
+        super().__init__(config, model, rates, new_state(config, inputs), world=world)
+        if (resume := inputs.resume) is not None:
+            self.state = resumed_state(self.load(resume, config.max_steps), self.state, resume)
+        _require_memory(model, inputs.longest // config.facts.answers_together)
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
+        kinds = {"micro_batch_tokens": (inputs.longest, named is None), "scoring_tokens": (1, True)}
         tokens, failures, old = self.state.budgets, self.state.budget_failures, self.state.token_budget
         self.budgets = {
-            name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), least, by_memory)
-            for name, least, by_memory in (("micro_batch_tokens", longest, named is None), ("scoring_tokens", 1, True))
+            name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), *rest)
+            for name, rest in kinds.items()
         }
         """Tokens of a forward of the model, by the metric that tells them."""
         # the actor starts as the reference unless it brings weights of its own
@@ -291,7 +278,8 @@ class RlPolicy(Policy[TrainerState]):
 
     def _settle_budgets(self) -> dict[str, dict[str, int]]:
         """Choose and lower budgets at the end of a step, on all ranks alike; counters of a checkpoint."""
-        for budget in self.budgets.values():
+        chosen, failures = {}, {}
+        for name, budget in self.budgets.items():
             room = budget.settle(self.world.gather)
             if room < budget.least and self.world.is_main:
                 warnings.warn(
@@ -300,8 +288,9 @@ class RlPolicy(Policy[TrainerState]):
                     "or lora_r, or switch gradient_checkpointing on",
                     stacklevel=3,
                 )
-        chosen = {name: budget.tokens for name, budget in self.budgets.items() if budget.tokens is not None}
-        failures = {name: budget.failures for name, budget in self.budgets.items() if budget.failures}
+            if budget.tokens is not None:
+                chosen[name] = budget.tokens
+            failures[name] = budget.failures
         return {"budgets": chosen, "budget_failures": failures}
 
     def _schedule(self) -> Schedule:
