@@ -7,7 +7,7 @@ import ctypes
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
@@ -104,8 +104,8 @@ _MOST = 2**15
 class Budget:
     """Most tokens of all lanes in one pass of the model, by free memory on a GPU.
 
-    The largest of the first passes tells what a token takes. A pass that runs out of memory is divided, and the next
-    one is as large as before. Where that happens in two steps running, the budget is lowered.
+    The largest pass of the first step tells what a token takes. Who runs out of memory divides the pass; the budget is
+    lowered where two steps running do.
     """
 
     def __init__(
@@ -134,14 +134,17 @@ class Budget:
         """Note that memory ran out, and that so many tokens are tried next."""
         self._tried = min(tokens, self._tried)
 
-    def settle(self, gather: Callable[[tuple[float, float]], list[tuple[float, float]]]) -> float:
-        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now."""
+    def settle(self, gather: Callable[[Any], list[Any]], *, is_whole: bool = True) -> float:
+        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now.
+
+        is_whole: whether the step's passes were as large as any that are to come.
+        """
         room = math.inf
-        if self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
+        if is_whole and self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
             fits = int(_SHARE * memory.free * self._measured / self._bytes)
             room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
         room, tried = map(min, zip(*gather((room, self._tried)), strict=True))
-        self._tried, self.failures = math.inf, self.failures + 1 if tried < math.inf else 0
+        self._measured, self._tried, self.failures = 0, math.inf, self.failures + 1 if tried < math.inf else 0
         if room < math.inf or self.failures > 1:
             chosen = min(room, _MOST) if room < math.inf else tried
             self.tokens, self.failures = max(self.least, int(chosen)), 0

@@ -270,17 +270,17 @@ class RlPolicy(Policy[TrainerState]):
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            **self._settle_budgets(),
+            **self._settle_budgets(is_whole=train_actor),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
 
-    def _settle_budgets(self) -> dict[str, dict[str, int]]:
-        """Choose and lower budgets at the end of a step, on all ranks alike; counters of a checkpoint."""
+    def _settle_budgets(self, *, is_whole: bool) -> dict[str, dict[str, int]]:
+        """Choose and lower budgets at the end of a step, see `Budget.settle`; counters of a checkpoint."""
         chosen, failures = {}, {}
         for name, budget in self.budgets.items():
-            room = budget.settle(self.world.gather)
+            room = budget.settle(self.world.gather, is_whole=is_whole)
             if room < budget.least and self.world.is_main:
                 warnings.warn(
                     f"max_completion_length: expected prompts and answers of at most {room} tokens together, for which "
