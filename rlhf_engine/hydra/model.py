@@ -73,8 +73,7 @@ class Scores:
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The fields that are not None, by name."""
-        named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return ((name, values) for name, values in named if values is not None)
+        return ((name, values) for name, values in vars(self).items() if values is not None)
 
 
 class HydraModel(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from rlhf_engine.devices import Budget
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
@@ -385,12 +385,7 @@ def gather_scores(world: World, scores: Scores) -> Scores:
     """Scores of the answers of all ranks."""
     if world.size == 1:
         return scores
-    parts = world.gather_tensors({field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)})
-    joined: dict[str, torch.Tensor | None] = {}
-    for name in parts[0]:
-        shares = [part[name] for part in parts]
-        joined[name] = None if shares[0] is None else torch.cat([part for part in shares if part is not None])
-    return Scores(**joined)
+    return join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
 
 
 def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
