@@ -1,9 +1,13 @@
-"""Names of devices and dtypes in configurations, resolved."""
+"""Names of devices and dtypes in configurations, resolved; memory of devices, and how much of it a pass may take."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
@@ -58,9 +62,90 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory(device: torch.device) -> None:
     """Give cached blocks back before an allocation is tried again."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_gpu(device):
+        torch.get_device_module(device).empty_cache()
     else:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
+
+
+class Memory(NamedTuple):
+    """Bytes of a GPU's memory."""
+
+    used: int  # in tensors
+    peak: int  # most in tensors since the count began
+    free: int  # in no tensor, cached blocks included
+
+
+earlier_peaks: dict[torch.device, int] = {}
+"""Device → highest peak that `read_memory` has ended the count of."""
+
+
+def read_memory(device: torch.device, *, anew: bool = False) -> Memory | None:
+    """Memory of a GPU as it is now; None for a CPU. anew: peaks are counted from now on."""
+    if not is_gpu(device):
+        return None
+    module = torch.get_device_module(device)
+    used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+    if anew:
+        earlier_peaks[device] = max(peak, earlier_peaks.get(device, 0))
+        module.reset_peak_memory_stats(device)
+    # no block is given back for this: another thread may be capturing a graph, which that would end
+    return Memory(used=used, peak=peak, free=module.mem_get_info(device)[0] + module.memory_reserved(device) - used)
+
+
+_SHARE = 0.7
+"""Share of the free memory that a pass may take: allocators leave gaps, and a rollout's cache may grow."""
+_MOST = 2**15
+"""Most tokens of a pass, however much is free: as many as a GPU has been measured with, where it no longer waits."""
+
+
+class Budget:
+    """Most tokens of all lanes in one pass of the model, by free memory on a GPU.
+
+    The largest pass of the first step tells what a token takes. Who runs out of memory divides the pass; the budget is
+    lowered where two steps running do.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: int | None = None,
+        failures: int = 0,
+        least: int = 1,
+        by_memory: bool = False,
+    ) -> None:
+        """Take what a checkpoint has, `tokens` None: not chosen. least: of what cannot be divided."""
+        self._device, self.tokens, self.failures, self.least = device, tokens, failures, least
+        self.by_memory = by_memory and read_memory(device) is not None
+        self._measured, self._bytes, self._tried = 0, 0, math.inf
+
+    @contextlib.contextmanager
+    def measured(self, tokens: int) -> Iterator[None]:
+        """A block with a pass of so many tokens, which is measured while nothing is chosen."""
+        wanted = self.by_memory and self.tokens is None and tokens > self._measured
+        before = read_memory(self._device, anew=True) if wanted else None
+        yield
+        if before is not None and (after := read_memory(self._device)) is not None:
+            self._measured, self._bytes = tokens, max(1, after.peak - before.used)
+
+    def divide(self, tokens: int) -> None:
+        """Note that memory ran out, and that so many tokens are tried next."""
+        self._tried = min(tokens, self._tried)
+
+    def settle(self, gather: Callable[[Any], list[Any]], *, is_whole: bool = True) -> float:
+        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now.
+
+        is_whole: whether the step's passes were as large as any that are to come.
+        """
+        room = math.inf
+        if is_whole and self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
+            fits = int(_SHARE * memory.free * self._measured / self._bytes)
+            room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
+        room, tried = map(min, zip(*gather((room, self._tried)), strict=True))
+        self._measured, self._tried, self.failures = 0, math.inf, self.failures + 1 if tried < math.inf else 0
+        if room < math.inf or self.failures > 1:
+            chosen = min(room, _MOST) if room < math.inf else tried
+            self.tokens, self.failures = max(self.least, int(chosen)), 0
+        return room

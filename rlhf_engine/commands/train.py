@@ -39,6 +39,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _measure(trainer: RlTrainer) -> int:
     """Print seconds and peak memory by phase of a step; the one before it makes the optimizer's state."""
+    from rlhf_engine.runs.progress import describe_budgets
+
     config = trainer.config
     with trainer.resources(), trainer.steps():
         trainer.step()
@@ -48,6 +50,8 @@ def _measure(trainer: RlTrainer) -> int:
     longest = max(map(len, trainer.train_set.ids))
     each = f", shared by {trainer.world.size} processes" if trainer.world.size > 1 else ""
     print(f"{config.generation_batch_size} answers of up to {longest} + {config.max_completion_length} tokens{each}")
+    if chosen := describe_budgets(metrics):
+        print(chosen)
     peaks = {name.partition("/")[2]: n for name, n in metrics.items() if name.startswith("peak_memory_bytes/")}
     for phase, peak in peaks.items():
         print(f"{phase:12} {metrics[f'seconds/{phase}']:9.2f} s {peak / 1e9:9.2f} GB")

@@ -192,7 +192,12 @@ class AlgorithmOptions(Options):
     num_ppo_epochs: int | None = option(
         None, "epochs over each batch; none: 4 for ppo, 1 for the others, for the same reason", ge=1
     )
-    per_device_train_batch_size: int = option(16, "sequences per forward and backward; gradients add up", ge=1)
+    per_device_train_batch_size: int | None = option(
+        None,
+        "sequences per forward and backward; gradients add up; none: 16, or where max_tokens_per_micro_batch is none, "
+        "too, on a GPU from the second step on as many as free memory allows",
+        ge=1,
+    )
 
     @property
     def facts(self) -> AlgorithmFacts:

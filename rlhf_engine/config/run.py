@@ -163,7 +163,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     max_tokens_per_micro_batch: int | None = option(
         None,
         "divide a step's rows into micro-batches of at most so many tokens, and of at most per_device_train_batch_size "
-        "rows; none: by rows alone",
+        "rows; none: by the latter alone",
         ge=1,
     )
     shard_base: bool = option(

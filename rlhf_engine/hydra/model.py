@@ -73,8 +73,7 @@ class Scores:
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The fields that are not None, by name."""
-        named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return ((name, values) for name, values in named if values is not None)
+        return ((name, values) for name, values in vars(self).items() if values is not None)
 
 
 class HydraModel(nn.Module):
@@ -547,40 +546,35 @@ class HydraModel(nn.Module):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
+        outputs = tuple(requests.values())
         parts = [
-            _scores(dict(zip(requests, results, strict=True)))
-            for _, results in self.in_parts(batch, tuple(requests.values()), token_budget=token_budget)
+            _scores(dict(zip(requests, self(part, outputs, token_budget=token_budget), strict=True)))
+            for part in self.parts(batch, token_budget)
         ]
         return join_scores(parts)
 
-    def in_parts(
-        self, batch: PackedBatch, outputs: Sequence[Output], *, token_budget: int | None = None
-    ) -> Iterator[tuple[PackedBatch, tuple[Any, ...]]]:
-        """Run outputs over groups of consecutive sequences within the token budget.
+    def parts(self, batch: PackedBatch, token_budget: int | None = None) -> list[PackedBatch]:
+        """Divide a batch into groups of consecutive sequences within the token budget.
 
         Args:
             batch: N sequences.
-            outputs: requests, as of `forward`.
             token_budget: most tokens of a group, those of a shared prompt once; None: the model's.
 
         Returns:
-            Iterator of (group, the results of its forward), in the order of the batch.
-
-        Raises:
-            ValueError: as `forward`.
+            The groups, in the order of the batch. A sequence of more tokens is one by itself.
         """
         budget = self.token_budget if token_budget is None else token_budget
         once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
-        for indices in split_by_tokens(batch.lengths, budget, once):
-            part = batch if len(indices) == batch.n_sequences else batch.select(indices)
-            yield part, self(part, outputs, token_budget=budget)
+        groups = split_by_tokens(batch.lengths, budget, once)
+        return [batch.select(indices) for indices in groups] if len(groups) > 1 else [batch]
 
-    def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
+    def runs_together(self, batch: PackedBatch, roles: Sequence[str], token_budget: int | None = None) -> bool:
         """Whether one backbone forward serves all the named roles for a batch, within the token budget.
 
         Args:
             batch: N sequences.
             roles: names of roles of this model.
+            token_budget: most tokens of all lanes; None: the model's.
 
         Returns:
             True where the roles run on one backbone and their lanes fit, or are a single one.
@@ -589,7 +583,9 @@ class HydraModel(nn.Module):
             ValueError: a role that does not exist.
         """
         lanes = fold_lanes(self.roles, roles)
-        return len({backbone for backbone, _ in lanes}) == 1 and (len(lanes) == 1 or self._fits(batch, len(lanes)))
+        return len({backbone for backbone, _ in lanes}) == 1 and (
+            len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
+        )
 
     def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
         """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.

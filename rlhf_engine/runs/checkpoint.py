@@ -70,9 +70,12 @@ class TrainerState:
     algorithm: str | None = None  # algorithm that trains the policy; None in checkpoints written before it was recorded
     samples: int  # answers generated so far; the next one gets this id
     policy_version: int  # updates of the policy so far
+    budgets: dict[str, int] = field(default_factory=dict)  # micro_batch_tokens, scoring_tokens, where they are chosen
+    budget_failures: dict[str, int] = field(default_factory=dict)
+    """Steps in a row, up to this one, that ran out of memory, likewise."""
     micro_batch_size: int | None = None
-    """Sequences per forward and backward after running out of memory; None: as configured."""
-    token_budget: int | None = None  # tokens per backbone forward after running out of memory; None: as configured
+    """Sequences per forward and backward after running out of memory; None, as in any new run: as configured."""
+    token_budget: int | None = None  # likewise tokens per backbone forward, where `budgets` has none
     beta: float | None = None  # KL coefficient of the next step where it adapts; None: as configured
     begun_with_beta: float | None = None
     """The configured one, where it adapts; None in checkpoints written before it was recorded."""

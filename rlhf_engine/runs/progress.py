@@ -154,7 +154,7 @@ class TrainingProgress:
         self.plain = not self.console.is_terminal or bool(os.environ.get("CI"))
         self._began, self._first_step = time.monotonic(), step
         self._last: tuple[int, float] | None = None  # the step before and its time, until there is an estimate
-        self._has_estimate = False
+        self._has_estimate, self._chosen = False, ""
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -178,6 +178,9 @@ class TrainingProgress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of `step`; after the second one also how long the others take, if more than `LONG_S`."""
         self._estimate(step, metrics)
+        if (chosen := describe_budgets(metrics)) not in ("", self._chosen):
+            self._chosen = chosen
+            self.console.print(chosen, markup=False, highlight=False, soft_wrap=True)
         if not self.plain:
             self._dashboard.update(metrics)
             self._bar.update(self._task, completed=step)
@@ -210,6 +213,13 @@ class TrainingProgress:
     def __exit__(self, *error: object) -> None:
         if not self.plain:
             self._live.stop()
+
+
+def describe_budgets(metrics: Mapping[str, Any]) -> str:
+    """Say what a run has chosen by its free memory; empty where it has not."""
+    names = {"micro_batch_tokens": "micro-batches", "scoring_tokens": "scoring"}
+    most = [f"{label} of up to {int(metrics[name]):,} tokens" for name, label in names.items() if name in metrics]
+    return f"by free memory: {', '.join(most)}" if most else ""
 
 
 _SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -21,9 +20,11 @@ from rlhf_engine.algorithms.sequences import Mode, importance_weights, sequence_
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
 from rlhf_engine.data.types import Text
+from rlhf_engine.devices import Budget
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
@@ -71,9 +72,14 @@ class Scoring:
         tokenizer: PreTrainedTokenizerBase,
         data: PromptSet,
         world: World = ALONE,
+        budget: Budget | None = None,
     ) -> None:
-        """Take what scores. `PromptBatch.rows` are rows of `data`; each rank scores its share of the answers."""
+        """Take what scores. `PromptBatch.rows` are rows of `data`; each rank scores its share of the answers.
+
+        budget: tokens of a pass, measured and lowered by its owner; None: the model's.
+        """
         self._model, self._scorer, self._tokenizer, self._data, self._world = model, scorer, tokenizer, data, world
+        self._budget = Budget(model.device) if budget is None else budget
 
     def experience(
         self,
@@ -83,15 +89,12 @@ class Scoring:
         *,
         policy_version: int,
         is_reference: bool,
-        budget: int,
         of_all: tuple[Rollout, PromptBatch] | None = None,
-    ) -> tuple[Experience, int]:
-        """The answers of a rollout that can be learned from, scored, of all ranks; and the budget that fitted."""
+    ) -> Experience:
+        """The answers of a rollout that can be learned from, scored, of all ranks."""
         world = self._world
         own = _drawn(rollout, prompts)
-        own_scores, budget = world.run_on_all_ranks(
-            "scoring answers", lambda: self._score(rollout, own, config, budget, policy_version)
-        )
+        own_scores = world.run_on_all_ranks("scoring answers", self._score, rollout, own, config, policy_version)
         scores = gather_scores(world, own_scores)
         all_rollout, all_prompts = of_all or (rollout, prompts)
         drawn = own if world.size == 1 else _drawn(all_rollout, all_prompts)
@@ -104,9 +107,8 @@ class Scoring:
         log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
         to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if is_reference else None
         _check_agreement(self._model, config, log_ratio_M, to_reference_M)
-        own_scored = world.run_on_all_ranks(
-            "rewards", lambda: self._score_answers(rollout, prompts, own_scores.rewards_N, config, budget)
-        )
+        answers = rollout, prompts, own_scores.rewards_N
+        own_scored = world.run_on_all_ranks("rewards", self._score_answers, *answers, config)
         scored = gather_answers(world, own_scored)
         kept = _kept(scored.totals, all_prompts, least=config.facts.least_drawn)
         metrics = {
@@ -122,24 +124,19 @@ class Scoring:
             warnings.warn(_nothing_left(config), stacklevel=2)
             kept = list(range(drawn.batch.n_sequences))
         kept_rows_M = drawn.batch.select_completion_rows(kept)
-        corrected = Corrected(scores.logprobs_M[kept_rows_M], None, {})
+        corrected: Corrected = (scores.logprobs_M[kept_rows_M], None, {})
         batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
         if config.vllm_servers:
-            corrected = correct_engine(
-                corrected.old_logprobs_M, log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config
-            )
+            corrected = correct_engine(corrected[0], log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config)
         if is_behind:
-            aged = correct_age(corrected.old_logprobs_M, past_logprobs_M[kept_rows_M], batch, config)
-            corrected = both(corrected, aged)
+            corrected = both(corrected, correct_age(corrected[0], past_logprobs_M[kept_rows_M], batch, config))
         made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
         made = replace(made, is_scored=is_scored)
-        return replace(made, metrics={**metrics, **corrected.metrics, **_score_metrics(made, config)}), budget
+        return replace(made, metrics={**metrics, **corrected[2], **_score_metrics(made, config)})
 
-    def _score(
-        self, rollout: Rollout, drawn: Rollout, config: TrainConfig, budget: int, policy_version: int
-    ) -> tuple[Scores, int]:
-        """Scores of the drawn answers by all roles, and the token budget; NonFiniteError names the role."""
-        model, frozen = self._model, rollout.frozen
+    def _score(self, rollout: Rollout, drawn: Rollout, config: TrainConfig, policy_version: int) -> Scores:
+        """Scores of the drawn answers by all roles; NonFiniteError names the role."""
+        model, frozen, t = self._model, rollout.frozen, config.temperature
         has_reward = self._scorer.uses_reward_model
         critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
         exact_kl = config.kl_estimator == "exact"
@@ -148,22 +145,20 @@ class Scoring:
             roles = ["actor", *(["reference"] if exact_kl else []), *critic]
             if frozen is None:
                 past = None if config.async_policy == "in_flight" else PAST
-                frozen_roles = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)
-                frozen = frozen_roles(drawn)
-                budget = frozen_roles.budget
+                frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=self._budget)(drawn)
         present = bool((drawn.versions_M == policy_version).all())
         few = Scores()
         if registry.is_exact() and present and not exact_kl:
             roles.remove("actor")
-            few, budget = score_some(model, drawn, "actor", budget, temperature=config.temperature, turn=policy_version)
+            few = score_some(model, drawn, "actor", self._budget, temperature=t, turn=policy_version)
         scores = Scores()
         if roles:
-            scores, budget = score(model, drawn.batch, roles, budget, temperature=config.temperature, exact_kl=exact_kl)
+            scores = score(model, drawn.batch, roles, self._budget, temperature=t, exact_kl=exact_kl)
         scores = replace(scores, **dict(few.items()))
         if frozen is not None:
             scores = replace(scores, **dict(frozen.items()))
         _require_finite(rollout.logprobs_M, scores)
-        return scores, budget
+        return scores
 
     def _score_answers(
         self,
@@ -171,7 +166,6 @@ class Scoring:
         prompts: PromptBatch,
         drawn_rewards_N: torch.Tensor | None,
         config: TrainConfig,
-        budget: int,
     ) -> ScoredAnswers:
         """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
         texts, ids = decode_answers(self._tokenizer, rollout.batch)
@@ -185,7 +179,7 @@ class Scoring:
             others = [i for i, twin in same.items() if twin is None]
             if others:
                 chosen = rollout.batch.select(others)
-                scores, _ = score(self._model, chosen, ["reward"], budget, temperature=config.temperature)
+                scores = score(self._model, chosen, ["reward"], self._budget, temperature=config.temperature)
                 assert scores.rewards_N is not None
                 if not scores.rewards_N.isfinite().all():
                     raise NonFiniteError(
@@ -279,11 +273,11 @@ def _make(
         scores_N=scores_N,
         greedy_scores_N=greedy_scores_N,
         logprobs_M=scores.logprobs_M[rows_M],
-        old_logprobs_M=corrected.old_logprobs_M,
+        old_logprobs_M=corrected[0],
         ref_logprobs_M=scores.ref_logprobs_M[rows_M],
         kl_M=kl_M,
         values_M=None if scores.values_M is None else scores.values_M[rows_M],
-        weights_M=corrected.weights_M,
+        weights_M=corrected[1],
     )
 
 
@@ -391,12 +385,7 @@ def gather_scores(world: World, scores: Scores) -> Scores:
     """Scores of the answers of all ranks."""
     if world.size == 1:
         return scores
-    parts = world.gather_tensors({field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)})
-    joined: dict[str, torch.Tensor | None] = {}
-    for name in parts[0]:
-        shares = [part[name] for part in parts]
-        joined[name] = None if shares[0] is None else torch.cat([part for part in shares if part is not None])
-    return Scores(**joined)
+    return join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
 
 
 def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
@@ -415,12 +404,8 @@ def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
 # ---- off policy ------------------------------------------------------------------------------------------------------
 
 
-class Corrected(NamedTuple):
-    """Log-probs that the loss takes for the policy before the update, and the weights of its advantages."""
-
-    old_logprobs_M: torch.Tensor
-    weights_M: torch.Tensor | None
-    metrics: dict[str, float]
+Corrected: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]
+"""Log-probs [M] that the loss takes for the policy before the update, weights [M] of its advantages, and metrics."""
 
 
 def correct_engine(
@@ -441,7 +426,7 @@ def correct_engine(
         weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     else:
         weights_M = torch.ones_like(log_ratio_M)
-    return Corrected(logprobs_M, weights_M, metrics)
+    return logprobs_M, weights_M, metrics
 
 
 def correct_age(
@@ -456,18 +441,18 @@ def correct_age(
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     metrics = {f"staleness/{name}": value for name, value in figures.items()}
     if correction == "behaviour":
-        return Corrected(past_logprobs_M, None, metrics)
+        return past_logprobs_M, None, metrics
     if correction == "none":
-        return Corrected(logprobs_M, None, metrics)
-    return Corrected(logprobs_M, importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics)
+        return logprobs_M, None, metrics
+    return logprobs_M, importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics
 
 
 def both(engine: Corrected, age: Corrected) -> Corrected:
     """Corrections of another engine's answers by an older policy: π_old of the age, and both weights' product."""
-    weights_M = engine.weights_M
-    if age.weights_M is not None:
-        weights_M = age.weights_M if weights_M is None else weights_M * age.weights_M
-    return Corrected(age.old_logprobs_M, weights_M, {**engine.metrics, **age.metrics})
+    (_, weights_M, metrics), (old_logprobs_M, more_M, more_metrics) = engine, age
+    if more_M is not None:
+        weights_M = more_M if weights_M is None else weights_M * more_M
+    return old_logprobs_M, weights_M, {**metrics, **more_metrics}
 
 
 def _require_finite_ratios(log_ratio_M: torch.Tensor, what: str) -> None:

@@ -409,8 +409,8 @@ def _sums(
     batch = PackedBatch.from_lists([prompt for prompt, _ in rows], [ids for _, ids in rows], device=model.device)
     return [
         float(part_M.sum(dtype=torch.float64))
-        for part, (result,) in model.in_parts(batch, (output,))
-        for part_M in getattr(result, name).split(list(part.completion_lens))
+        for part in model.parts(batch)
+        for part_M in getattr(model(part, (output,))[0], name).split(list(part.completion_lens))
     ]
 
 

@@ -105,8 +105,6 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
 
 def sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
     """Add up the gradients of a minibatch's shares; a parameter without one on any rank stays without."""
-    if world.size == 1:
-        return
     held = world.gather([p.grad is not None for p in parameters])
     chosen = [p for p, flags in zip(parameters, zip(*held, strict=True), strict=True) if any(flags)]
     for p in chosen:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.devices import earlier_peaks
 from rlhf_engine.distributed.process_group import ALONE, World
 from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
@@ -28,7 +29,7 @@ from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
-from rlhf_engine.training.rl_policy import RlPolicy, load_inputs, new_state
+from rlhf_engine.training.rl_policy import RlPolicy, load_inputs
 from rlhf_engine.training.run import Run
 
 
@@ -58,7 +59,8 @@ class RlTrainer(Run[TrainerState]):
         self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
         self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
-        world.run_on_all_ranks("the start of the run", lambda: self._make_policy(model))
+        made_of = self.config, model, self._inputs, world
+        self.policy = world.run_on_all_ranks("the start of the run", RlPolicy, *made_of)
         with self.whole_base():
             world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
@@ -70,17 +72,9 @@ class RlTrainer(Run[TrainerState]):
         self.total_steps = self._inputs.total_steps
         self.config = replace(self.config, max_steps=self.total_steps)
         self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
-        self.train_set, self.eval_set, self.reports = (
-            self._inputs.train_set,
-            self._inputs.eval_set,
-            self._inputs.reports,
-        )
+        self.train_set, self.eval_set = self._inputs.train_set, self._inputs.eval_set
+        self.reports = self._inputs.reports
         return build_policy_model(self.config, base)
-
-    def _make_policy(self, model: HydraModel) -> None:
-        """Make the policy, at the step where the run stands."""
-        config, inputs = self.config, self._inputs
-        self.policy = RlPolicy(config, model, new_state(config, inputs), resume=inputs.resume, world=self.world)
 
     def _prepare(self, model: HydraModel) -> None:
         config, inputs = self.config, self._inputs
@@ -95,7 +89,8 @@ class RlTrainer(Run[TrainerState]):
             samples=self.state.samples,
             world=self.world,
         )
-        self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world)
+        budget = self.policy.budgets["scoring_tokens"]
+        self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world, budget)
         self.scorer.trainer_state.max_steps = self.total_steps
         self._note_progress()
         self.source = self._make_source(inputs.resume)
@@ -191,13 +186,12 @@ class RlTrainer(Run[TrainerState]):
             version = state.policy_version
             share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
-            experience, self.model.token_budget = self._scoring.experience(
+            experience = self._scoring.experience(
                 share,
                 own,
                 config,
                 policy_version=state.policy_version,
                 is_reference=self.policy.is_reference,
-                budget=self.model.token_budget,
                 of_all=(rollout, prompts),
             )
         clock.lap("score")
@@ -209,7 +203,8 @@ class RlTrainer(Run[TrainerState]):
         if config.is_async:
             clock.lap("publish")
         tokens = rollout.batch.n_completion_tokens
-        memory = float(peak_memory_bytes(self.model.device))
+        device = self.model.device
+        memory = float(max(peak_memory_bytes(device), earlier_peaks.get(device, 0)))
         most = world.most({**clock.metrics(), "generate": share.stats.seconds, "peak_memory_bytes": memory})
         generate_seconds = most.pop("generate")
         return {
@@ -244,7 +239,7 @@ class RlTrainer(Run[TrainerState]):
         return SamplingConfig.of(self.config, ends, seed=seed)
 
     def _make_rollouts(self, role: str = "actor", compared: str | None = None) -> Rollouts:
-        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts())
+        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts)
         return make_rollouts(*given, role=role, compared=compared, rank=self.world.rank)
 
     def _make_source(self, resume: Path | None) -> AnswerSource:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.devices import resolve_device
+from rlhf_engine.devices import Budget, read_memory, resolve_device
 from rlhf_engine.distributed.process_group import ALONE, World, fingerprint
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
@@ -34,6 +34,7 @@ from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
+_ANY = 2**62  # more tokens than there are
 REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
@@ -49,11 +50,9 @@ class RlInputs:
     train_set: PromptSet
     eval_set: PromptSet | None  # held-out prompts
     reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
+    longest: int  # most tokens that stay together in a micro-batch: of an answer, or of several to a prompt
+    all_prompts: list[list[int]]  # token ids of every prompt that answers will be drawn to
     server: RolloutServer | None  # server that draws answers; None where this process does
-
-    def all_prompts(self) -> list[list[int]]:
-        """Token ids of every prompt that answers will be drawn to."""
-        return [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
 
 
 def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
@@ -112,9 +111,10 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
     some = list(range(min(2, len(train_set.rows))))
     scorer.dry_run(train_set.written(some), train_set.columns(some))
-    longest = max(map(len, train_set.ids)) + config.max_completion_length
-    require_room(config.facts.answers_together * longest, config.max_tokens_per_micro_batch)
-    inputs = RlInputs(
+    longest = config.facts.answers_together * (max(map(len, train_set.ids)) + config.max_completion_length)
+    require_room(longest, config.max_tokens_per_micro_batch)
+    all_prompts = [*train_set.ids, *(eval_set.ids if eval_set is not None else [])]
+    return RlInputs(
         resume=resume,
         resumed_step=resumed_step,
         total_steps=total_steps,
@@ -123,9 +123,10 @@ def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
         train_set=train_set,
         eval_set=eval_set,
         reports=reports,
-        server=None,
+        longest=longest,
+        all_prompts=all_prompts,
+        server=find_server(config, all_prompts, rank=rank),
     )
-    return replace(inputs, server=find_server(config, inputs.all_prompts(), rank=rank))
 
 
 def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
@@ -210,20 +211,24 @@ class RlPolicy(Policy[TrainerState]):
 
     config: TrainConfig
 
-    def __init__(
-        self, config: TrainConfig, model: HydraModel, state: TrainerState, *, resume: Path | None, world: World = ALONE
-    ) -> None:
-        """Take a model as it is before any step, or go on from `resume`; ConfigError where that does not fit."""
+    def __init__(self, config: TrainConfig, model: HydraModel, inputs: RlInputs, world: World = ALONE) -> None:
+        """Take a model as it is before any step, or go on from a checkpoint; ConfigError where that does not fit."""
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
-        super().__init__(config, model, rates, state, world=world)
-        if resume is not None:
-            self.state = resumed_state(self.load(resume, config.max_steps), state, resume)
-        self._token_budget = model.token_budget
-        if self.state.token_budget is not None:
-            model.token_budget = self.state.token_budget
+        super().__init__(config, model, rates, new_state(config, inputs), world=world)
+        if (resume := inputs.resume) is not None:
+            self.state = resumed_state(self.load(resume, config.max_steps), self.state, resume)
+        _require_memory(model, inputs.longest // config.facts.answers_together)
+        named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
+        kinds = {"micro_batch_tokens": (inputs.longest, named is None), "scoring_tokens": (1, True)}
+        tokens, failures, old = self.state.budgets, self.state.budget_failures, self.state.token_budget
+        self.budgets = {
+            name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), *rest)
+            for name, rest in kinds.items()
+        }
+        """Tokens of a forward of the model, by the metric that tells them."""
         # the actor starts as the reference unless it brings weights of its own
         self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
@@ -265,20 +270,43 @@ class RlPolicy(Policy[TrainerState]):
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            micro_batch_size=_if_lowered(int(measured["micro_batch_size"]), options.per_device_train_batch_size),
-            token_budget=_if_lowered(self.model.token_budget, self._token_budget),
+            **self._settle_budgets(is_whole=train_actor),
             beta=self._next_beta(experience.metrics["kl"], n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
-        return {**metrics, **measured, **adapted, "learning_rate": options.learning_rate * factor}
+        return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
+
+    def _settle_budgets(self, *, is_whole: bool) -> dict[str, dict[str, int]]:
+        """Choose and lower budgets at the end of a step, see `Budget.settle`; counters of a checkpoint."""
+        chosen, failures = {}, {}
+        for name, budget in self.budgets.items():
+            room = budget.settle(self.world.gather, is_whole=is_whole)
+            if room < budget.least and self.world.is_main:
+                warnings.warn(
+                    f"max_completion_length: expected prompts and answers of at most {room} tokens together, for which "
+                    f"an update has free memory, got up to {budget.least}; long ones may not fit, unless you lower it "
+                    "or lora_r, or switch gradient_checkpointing on",
+                    stacklevel=3,
+                )
+            if budget.tokens is not None:
+                chosen[name] = budget.tokens
+            failures[name] = budget.failures
+        return {"budgets": chosen, "budget_failures": failures}
 
     def _schedule(self) -> Schedule:
-        config = self.config
+        config, budget = self.config, self.budgets["micro_batch_tokens"]
+        rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
+        tokens = min(config.max_tokens_per_micro_batch or _ANY, budget.tokens or _ANY)
+        if budget.by_memory and budget.tokens is None:
+            tokens = max(budget.least, self.model.token_budget)
+        elif budget.by_memory:
+            rows = None
         return Schedule(
             num_epochs=config.epochs,
             num_mini_batches=config.mini_batches,
-            micro_batch_size=self.state.micro_batch_size or config.per_device_train_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
+            micro_batch_size=rows,
+            max_tokens=tokens if tokens < _ANY else None,
+            budget=budget,
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
         )
@@ -302,6 +330,17 @@ class RlPolicy(Policy[TrainerState]):
             self._unmoved.remove(role)
 
 
+def _require_memory(model: HydraModel, longest: int) -> None:
+    """Raise ConfigError where no update of the `longest` prompt and answer, in tokens, fits into a GPU."""
+    memory, backbone = read_memory(model.device), model.role_backbone("actor")
+    a_token = len(backbone.blocks) * backbone.hidden_size * backbone.dtype.itemsize  # every block keeps its input
+    if memory is not None and longest * a_token > memory.free:
+        raise ConfigError(
+            f"max_completion_length: expected prompt and answer of at most {memory.free // a_token} tokens, for whose "
+            f"update {memory.free / 1e9:.2f} GB of free memory could do, got up to {longest}"
+        )
+
+
 def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
     """Make the algorithm of a run with its options; `train_actor` is False while only a critic warms up."""
     return find_algorithm(config.algorithm)(
@@ -310,7 +349,3 @@ def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorith
         max_completion_length=config.max_completion_length,
         train_actor=train_actor,
     )
-
-
-def _if_lowered(used: int, configured: int) -> int | None:
-    return used if used < configured else None

@@ -47,7 +47,7 @@ from rlhf_engine.training.data_parallel import (
     require_shared_state,
     sum_gradients,
 )
-from rlhf_engine.training.update import Ranks, StepPlan, divide, unit_lengths
+from rlhf_engine.training.update import Ranks, divide, unit_lengths
 
 State = TypeVar("State", bound=Counters)
 
@@ -102,7 +102,8 @@ class Policy(Generic[State]):
 
     def apply(self) -> dict[str, float]:
         """Make an optimizer step on all ranks' gradients; norms by role, and 1 where clipped."""
-        sum_gradients(self.world, self.optimizer.replicated())
+        if self.world.size > 1:
+            sum_gradients(self.world, self.optimizer.replicated())
         return self.optimizer.step()
 
     def advance(self, **counters: Any) -> None:
@@ -112,9 +113,8 @@ class Policy(Generic[State]):
         self.optimizer.is_whole = True
 
     def require_same(self, step: int) -> None:
-        """Check that ranks hold the same parameters; they go on with the least token budget among them."""
+        """Check that ranks hold the same parameters."""
         require_same_weights(self.world, fingerprint_of_all(self.optimizer.replicated()), step)
-        self.model.token_budget = min(self.world.gather(self.model.token_budget))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -516,8 +516,7 @@ class SupervisedRun(Run[State]):
         """Add up the gradients of this rank's share of a step; metrics of all of it."""
         parts = self.micro_batches(rows)
         # where every call is one of all ranks, those with fewer parts repeat a row, whose gradient they add 0 times
-        plan = self.ranks.agree(StepPlan(calls=len(parts), joint=True)) if self.ranks.in_step else None
-        spare = 0 if plan is None else plan.calls - len(parts)
+        spare = self.ranks.agree(len(parts), joint=True)[0] - len(parts) if self.ranks.in_step else 0
         shortest = min(range(len(rows)), key=lambda place: rows[place].tokens)
 
         def work() -> dict[str, float]:

@@ -12,16 +12,18 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
 from rlhf_engine.data import pack, side_by_side
-from rlhf_engine.devices import is_out_of_memory, release_memory
+from rlhf_engine.devices import Budget, is_out_of_memory, release_memory
 from rlhf_engine.distributed.process_group import World, balanced
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
+from rlhf_engine.hydra.roles import fold_lanes
 
 T = TypeVar("T")
 
@@ -32,17 +34,11 @@ class Schedule:
 
     num_epochs: int
     num_mini_batches: int  # optimizer steps per epoch
-    micro_batch_size: int  # most answers per forward and backward
+    micro_batch_size: int | None  # most answers per forward and backward; None for any number
     max_tokens: int | None = None  # most tokens per forward and backward, prompts included; None for any number
     max_mismatch: float | None = None
     """Largest |log ratio| of a token in the first minibatch, where no weight has changed; None for any."""
-
-
-class StepPlan(NamedTuple):
-    """Calls of the model by one process in a minibatch."""
-
-    calls: int  # micro-batches
-    joint: bool  # whether the terms of every micro-batch share a backbone forward
+    budget: Budget | None = None  # tokens of all lanes in a forward, settled by its owner; None: the model's
 
 
 @dataclass(frozen=True)
@@ -60,20 +56,18 @@ class Ranks:
         """This rank's share of units of these sizes, by index; every unit is some rank's."""
         return balanced(sizes, self.world.size)[self.world.rank]
 
-    def agree(self, plan: StepPlan) -> StepPlan:
-        """Most calls of any rank, and terms jointly where they are so on all of them."""
-        everyone = self.world.gather((plan.calls, plan.joint))
-        return StepPlan(calls=max(calls for calls, _ in everyone), joint=all(joint for _, joint in everyone))
+    def agree(self, calls: int, joint: bool) -> tuple[int, bool]:
+        """Most micro-batches of any rank, and whether their terms share a backbone forward on all of them."""
+        everyone = self.world.gather((calls, joint))
+        return max(calls for calls, _ in everyone), all(joint for _, joint in everyone)
 
-    def together(self, work: Callable[[], tuple[Measured, Schedule]]) -> tuple[Measured, Schedule]:
-        """Sums and maxima over the ranks, and the schedule that fits into the memory of all."""
-        measured, schedule = self.run("the update", work)
-        own = (_floats(measured.sums), _floats(measured.most), schedule.micro_batch_size)
-        total, size = Measured(), schedule.micro_batch_size
-        for sums, most, fitted in self.world.gather(own):
+    def together(self, work: Callable[[], tuple[Measured, int]]) -> tuple[Measured, int]:
+        """Sums and maxima over the ranks, and the fewest answers at a time of any."""
+        measured, size = self.run("the update", work)
+        everyone, total = self.world.gather((_floats(measured.sums), _floats(measured.most), size)), Measured()
+        for sums, most, _ in everyone:
             total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
-            size = min(size, fitted)
-        return total, dataclasses.replace(schedule, micro_batch_size=size)
+        return total, min((size for _, _, size in everyone if size), default=0)
 
     def run(self, what: str, work: Callable[[], T]) -> T:
         """This rank's result of work with the model, once every rank has its own. what: for messages."""
@@ -101,11 +95,12 @@ def update(
     step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. ranks: others that
     do a share of each minibatch; `step` then sums the gradients.
 
-    A minibatch that runs out of memory is redone from its start with micro-batches of half the size, for this and all
-    that follow: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises, before the
-    minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for `max_mismatch`, and
-    MemoryLimitError where not even one answer fits.
+    A minibatch that runs out of memory is redone from its start, with halves of the micro-batch that failed and of all
+    that are as large: the same sum of gradients and, keyed by sample and position, the same dropout masks. Raises,
+    before the minibatch is applied, NonFiniteError naming the loss that is not finite and MismatchError for
+    `max_mismatch`, and MemoryLimitError where not even one answer fits.
     """
+    sizes = [] if schedule.micro_batch_size is None else [schedule.micro_batch_size]
     generator = torch.Generator().manual_seed(seed)
     applied: list[dict[str, float]] = []
     first_mismatch = 0.0
@@ -116,11 +111,9 @@ def update(
         dealt = answers_by_minibatch(answers.batch, k, schedule.num_mini_batches, generator)
         for number, indices in enumerate(dealt):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
-            minibatch = _Minibatch(model, algorithm, answers, indices, dropout_seed)
-            if ranks is None:
-                measured, schedule = minibatch.add_up_in_memory(indices, schedule)
-            else:
-                measured, schedule = minibatch.add_up_with(ranks, schedule)
+            minibatch = _Minibatch(model, algorithm, answers, schedule, indices, dropout_seed)
+            measured, size = minibatch.add_up() if ranks is None else minibatch.add_up_with(ranks)
+            sizes.append(size)
             stats = algorithm.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
             if epoch == 0 and number == 0:
@@ -133,13 +126,14 @@ def update(
         **means,
         "optimizer_steps": float(len(applied)),
         "mismatch/update_max": first_mismatch,
-        "micro_batch_size": float(schedule.micro_batch_size),
+        "micro_batch_size": float(min(sizes)),
     }
 
 
 def nothing_learned(schedule: Schedule) -> dict[str, float]:
     """Metrics of an update that had nothing to learn from."""
-    return {"optimizer_steps": 0.0, "mismatch/update_max": 0.0, "micro_batch_size": float(schedule.micro_batch_size)}
+    size = float(schedule.micro_batch_size or 0)
+    return {"optimizer_steps": 0.0, "mismatch/update_max": 0.0, "micro_batch_size": size}
 
 
 def minibatches(n: int, count: int, generator: torch.Generator) -> list[list[int]]:
@@ -165,68 +159,89 @@ class _Minibatch:
     """The gradients of one minibatch, micro-batch by micro-batch."""
 
     def __init__(
-        self, model: HydraModel, algorithm: Algorithm, answers: TokenValues, indices: Sequence[int], dropout_seed: int
+        self,
+        model: HydraModel,
+        algorithm: Algorithm,
+        answers: TokenValues,
+        schedule: Schedule,
+        indices: Sequence[int],
+        dropout_seed: int,
     ) -> None:
         """indices: places of its answers among all of the update. dropout_seed: key of its dropout masks."""
         self.model, self.algorithm, self.answers = model, algorithm, answers
-        self.indices, self.dropout_seed = indices, dropout_seed
+        self.schedule, self.indices, self.dropout_seed = schedule, indices, dropout_seed
+        self.budget = Budget(model.device) if schedule.budget is None else schedule.budget
         lengths = answers.batch.completion_lens
         self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
-    def add_up_with(self, ranks: Ranks, schedule: Schedule) -> tuple[Measured, Schedule]:
-        """Add this process's share of the gradients; what all measure, and the schedule to go on with."""
+    def add_up_with(self, ranks: Ranks) -> tuple[Measured, int]:
+        """Add this process's share of the gradients; what all measure, and most answers at a time."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
         if not ranks.in_step:
-            return ranks.together(functools.partial(self.add_up_in_memory, own, schedule))
-        parts = self._micro_batches(own, schedule)
-        plan = ranks.agree(StepPlan(calls=len(parts), joint=all(map(self._runs_together, parts))))
-        return ranks.together(lambda: (self._follow(plan, parts), schedule))
+            return ranks.together(lambda: self.add_up(own))
+        parts = self.divide(own)
+        calls, joint = ranks.agree(len(parts), all(self._terms(self._micro(part))[1] for part in parts))
+        return ranks.together(lambda: self._follow(parts, calls, joint))
 
-    def add_up_in_memory(self, indices: Sequence[int], schedule: Schedule) -> tuple[Measured, Schedule]:
-        """Add the gradients of some answers, with smaller micro-batches until they fit; the schedule that fitted."""
-        least = self.algorithm.answers_per_unit
+    def add_up(self, indices: Sequence[int] | None = None) -> tuple[Measured, int]:
+        """Add the gradients of all or some answers, in micro-batches that fit; most answers at a time."""
+        parts = self.divide(self.indices if indices is None else indices)
+        limit, least = self.schedule.micro_batch_size, self.algorithm.answers_per_unit
         while True:
-            parts = self._micro_batches(indices, schedule)
+            total, part = Measured(), list[int]()
             try:
-                return self._add_up(parts), schedule
+                for part in parts:
+                    total.add(self._add(part))
+                return total, limit or max(map(len, parts), default=0)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                size = max(map(len, parts))
-                if size <= least:
+                if len(part) <= least:
                     self.model.zero_grad(set_to_none=True)  # of the answers before it
                     single = "sequence" if least == 1 else f"group of {least} sequences"
                     raise MemoryLimitError(
-                        f"the update of a single {single} does not fit into memory; shorten answers, lower "
-                        "lora_r, or switch gradient_checkpointing on"
+                        f"the update of a single {single} does not fit into memory; shorten answers "
+                        "(max_completion_length), lower lora_r, or switch gradient_checkpointing on"
                     ) from error
             # here rather than above, where the error still holds the tensors of the failed pass
             self.model.zero_grad(set_to_none=True)
             release_memory(self.model.device)
-            schedule = dataclasses.replace(schedule, micro_batch_size=(size + 1) // 2)
+            failed, limit = self._terms(self._micro(part))[2], None
+            self.budget.divide(failed // 2)
+            rows = [self._terms(self._micro(other))[2] for other in parts]
+            parts = [half for other, n in zip(parts, rows, strict=True) for half in self._halves(other, n >= failed)]
 
-    def _follow(self, plan: StepPlan, parts: Sequence[Sequence[int]]) -> Measured:
-        """Add up with as many calls of the model as every other process makes."""
+    def _follow(self, parts: list[list[int]], calls: int, joint: bool) -> tuple[Measured, int]:
+        """Add up with as many `calls` of the model as every other process makes."""
         shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
-        spare = [shortest] * (plan.calls - len(parts))
+        total, most = Measured(), max(map(len, parts), default=0)
         try:
-            self._add_up(spare, joint=plan.joint, times=0.0)
-            return self._add_up(parts, joint=plan.joint)
+            for _ in range(calls - len(parts)):
+                self._add(shortest, joint=joint, times=0.0)
+            for part in parts:
+                total.add(self._add(part, joint=joint))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise MemoryLimitError(
-                f"the update of {max(map(len, parts), default=0)} sequences at a time does not fit into memory, and "
-                "processes that go in step cannot try fewer; lower per_device_train_batch_size or "
-                "max_tokens_per_micro_batch, or switch gradient_checkpointing on"
+                f"the update of {most} sequences at a time does not fit into memory, and processes that go in step "
+                "cannot try fewer; lower per_device_train_batch_size or max_tokens_per_micro_batch, or switch "
+                "gradient_checkpointing on"
             ) from error
+        return total, self.schedule.micro_batch_size or most
 
-    def _micro_batches(self, indices: Sequence[int], schedule: Schedule) -> list[list[int]]:
+    def _halves(self, part: list[int], wanted: bool) -> list[list[int]]:
+        """The part in two, between its units, where that is wanted and possible."""
+        k = self.algorithm.answers_per_unit
+        middle = (len(part) // k + 1) // 2 * k
+        return [part[:middle], part[middle:]] if wanted and middle < len(part) else [part]
+
+    def divide(self, indices: Sequence[int]) -> list[list[int]]:
         """Answers by micro-batch; units stay whole."""
-        units = self._units(indices)
-        rows = max(1, schedule.micro_batch_size // self.algorithm.answers_per_unit)
-        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=schedule.max_tokens)
+        units, most = self._units(indices), self.schedule.max_tokens
+        rows = max(1, (self.schedule.micro_batch_size or len(indices)) // self.algorithm.answers_per_unit)
+        parts = divide(self.model, self.answers.batch, units, max_rows=rows, max_tokens=most)
         return [[i for unit in part for i in units[unit]] for part in parts]
 
     def _units(self, indices: Sequence[int]) -> list[Sequence[int]]:
@@ -246,63 +261,49 @@ class _Minibatch:
             **{name: values[rows_M] for name, values in self.answers.token_values().items()},
         )
 
-    def _runs_together(self, chosen: Sequence[int]) -> bool:
-        """Whether the lanes of all terms share a backbone forward, for these answers."""
+    def _terms(self, micro: MicroBatch, joint: bool | None = None) -> tuple[Sequence[Term], bool, int]:
+        """The terms of a micro-batch, whether their lanes share a backbone forward (`joint`), and a forward's rows."""
+        terms = self.algorithm.terms(micro)
+        roles = [role for term in terms for role in term.output.roles]
+        together = self.model.runs_together(micro.batch, roles, self.budget.tokens) if joint is None else joint
+        lanes = len(fold_lanes(self.model.roles, roles)) if together else 1
+        return terms, together, lanes * self.model.count_rows(micro.batch)
+
+    def _add(self, chosen: Sequence[int], *, joint: bool | None = None, times: float = 1.0) -> Measured:
+        """Add the gradients of a micro-batch times a factor, its terms one after another or `joint`; what it tells."""
         micro = self._micro(chosen)
-        return self.model.runs_together(micro.batch, _roles(self.algorithm.terms(micro)))
-
-    def _add_up(self, parts: Sequence[Sequence[int]], *, joint: bool | None = None, times: float = 1.0) -> Measured:
-        """Gradients of micro-batches times a factor, one after another or `joint`; what they tell."""
-        total = Measured()
-        for chosen in parts:
-            micro = self._micro(chosen)
-            terms = self.algorithm.terms(micro)
-            together = self.model.runs_together(micro.batch, _roles(terms)) if joint is None else joint
-            measured, results = Measured(), []
+        terms, together, rows = self._terms(micro, joint)
+        measured, results, seed, most = Measured(), [], self.dropout_seed, self.budget.tokens
+        with self.budget.measured(rows):
             for group in [terms] if together else [[term] for term in terms]:
-                outputs = [_Watched(term.output) if len(terms) > 1 else term.output for term in group]
-                outs = self.model(micro.batch, outputs, dropout_seed=self.dropout_seed)
+                outputs = [_watched(term.output, measured) if len(terms) > 1 else term.output for term in group]
+                outs = self.model(micro.batch, outputs, dropout_seed=seed, token_budget=most)
                 loss = torch.stack([term.weight * out.loss for term, out in zip(group, outs, strict=True)]).sum()
-                (times * loss).backward()
                 measured.add(Measured(sums={"loss": loss.detach()}))
-                for output in outputs:
-                    if isinstance(output, _Watched):
-                        measured.add(Measured(sums=output.squares))
+                (times * loss).backward()
                 results.extend(outs)
-            for role in self.algorithm.discarded_roles:
-                for p in self.model.trainable_parameters(role).values():
-                    p.grad = None
-            total.add(measured)
-            total.add(self.algorithm.measure(micro, results))
-        return total
+        for role in self.algorithm.discarded_roles:
+            for p in self.model.trainable_parameters(role).values():
+                p.grad = None
+        measured.add(self.algorithm.measure(micro, results))
+        return measured
 
 
-class _Watched:
-    """An output that also measures the gradient of its loss at the hidden states it reads."""
+def _watched(output: Output, measured: Measured) -> Any:
+    """The output, whose backward pass adds `hidden_grad_sq/ROLE`: |gradient at the role's hidden states|², 0-d fp32."""
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self.squares: dict[str, torch.Tensor] = {}
-        """Squared norm of that gradient by role, 0-d fp32, as `hidden_grad_sq/ROLE`; after the backward pass."""
+    def measure(role: str, gradient_T: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
+        measured.add(Measured(sums={f"hidden_grad_sq/{role}": norm.square()}))
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return self._output.roles
-
-    def compute(self, states: HiddenStates) -> Any:
-        own = {role: hidden_T.view_as(hidden_T) for role, hidden_T in states.hidden_T.items() if role in self.roles}
+    def compute(states: HiddenStates) -> Any:
+        own = {role: hidden_T.view_as(hidden_T) for role, hidden_T in states.hidden_T.items() if role in output.roles}
         for role, hidden_T in own.items():
             if hidden_T.requires_grad:
-                hidden_T.register_hook(functools.partial(self._measure, role))
-        return self._output.compute(dataclasses.replace(states, hidden_T={**states.hidden_T, **own}))
+                hidden_T.register_hook(functools.partial(measure, role))
+        return output.compute(dataclasses.replace(states, hidden_T={**states.hidden_T, **own}))
 
-    def _measure(self, role: str, gradient_T: torch.Tensor) -> None:
-        norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
-        self.squares[f"hidden_grad_sq/{role}"] = norm.square()
-
-
-def _roles(terms: Sequence[Term]) -> list[str]:
-    return [role for term in terms for role in term.output.roles]
+    return SimpleNamespace(roles=output.roles, compute=compute)
 
 
 def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:

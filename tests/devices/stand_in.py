@@ -10,13 +10,14 @@ Its tensors hold a tensor of the CPU and run every operation on it, with the CPU
 Unlike a GPU it lets a gradient of the other side pass: autograd compares no devices of tensors that are subclasses.
 
 `Traffic` counts what makes a GPU's host wait: reads of the device, and copies from the host's memory but those that
-are `non_blocking`.
+are `non_blocking`. `memory` counts the bytes of all tensors that live, and is as large as a test wants it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,6 +63,31 @@ def counted() -> Iterator[Traffic]:
         _traffic.remove(traffic)
 
 
+class _DeviceMemory:
+    """Bytes of the device's tensors, of which `limit` fit. What an operation takes while it runs is not seen."""
+
+    def __init__(self) -> None:
+        self.used, self.peak, self.limit, self.refused = 0, 0, 2**50, 0
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Count memory that some tensors share, until the last one is gone."""
+        if hasattr(storage, "is_counted"):
+            return
+        storage.is_counted = True  # type: ignore[attr-defined]  # torch keeps the object as long as the memory
+        self.used += storage.nbytes()
+        weakref.finalize(storage, self._free, storage.nbytes()).atexit = False
+        if self.used > self.limit:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"{self.used} bytes, expected at most {self.limit}")
+        self.peak = max(self.peak, self.used)
+
+    def _free(self, n: int) -> None:
+        self.used -= n
+
+
+memory = _DeviceMemory()
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor of the device."""
 
@@ -75,6 +101,7 @@ class DeviceTensor(torch.Tensor):
             device=DEVICE,
         )  # fmt: skip
         made.host = host
+        memory.take(host.untyped_storage())
         return made
 
     def __repr__(self, **_: Any) -> str:
@@ -290,6 +317,23 @@ class _Module:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return memory.used
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return memory.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        memory.peak = memory.used
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return memory.limit - memory.used, memory.limit
+
+    def empty_cache(self) -> None:
         pass
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Runs on a device that refuses what a GPU refuses: every algorithm and method, and what else computes on a device."""
 
 import ast
+import contextlib
+import gc
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingC
 from rlhf_engine.rollout.engine import _AHEAD, _BURST, _Burst
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.devices.faults import FAULTS, Fault, planted
 from tests.devices.runs import (
@@ -32,9 +35,10 @@ from tests.devices.runs import (
     pairwise,
     write_small_model,
 )
-from tests.devices.stand_in import DEVICE, counted
+from tests.devices.stand_in import DEVICE, counted, memory
 from tests.training.test_data import MEASURED, PROMPTS, sft_config, write_reward, write_rows
 from tests.training.test_reward import reward_config, toy_pairs, toy_rows
+from tests.training.test_rl import without_timings
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = pairwise()
@@ -181,6 +185,48 @@ def test_a_burst_is_read_by_one_copy_and_the_next_one_is_queued_before(model, mo
         orders.append("".join(word[0] for word in order))
     assert orders == ["r", "rdr", "rddrdrdrr", "rdrdrdrdr", "rdrdrrdrdr"]  # the last: first eight rows, then one
     assert [n - reads[0] for n in reads[:4]] == [0, 1, 4, 4]
+
+
+@contextlib.contextmanager
+def room(n: float) -> Iterator[None]:
+    """A block in which the device has room for so many bytes beside what it holds."""
+    gc.collect()
+    memory.limit = memory.used + int(n)
+    try:
+        yield
+    finally:
+        memory.limit = 2**50
+
+
+def test_micro_batches_are_as_large_as_free_memory_allows(model, reward, tmp_path):
+    def make(name: str, **options: Any) -> RlTrainer:
+        options = {"dtype": "float32", "generation_batch_size": 48, "max_steps": 3, **options}
+        return make_trainer(model, tmp_path / name, reward, str(DEVICE), **options)
+
+    def steps(trainer: RlTrainer, n: int) -> list[dict[str, Any]]:
+        return [without_timings(trainer.step()) for _ in range(n)]
+
+    rows = {"named": steps(make("named", per_device_train_batch_size=16), 3)}
+    for name, n in {"much": 3e6, "some": 1e6, "little": 3e5}.items():
+        trainer = make(name, per_device_train_batch_size=None)
+        with room(n):
+            rows[name] = steps(trainer, 1)
+            saved, refused = trainer.save(), memory.refused
+            rows[name] += steps(trainer, 2)
+            assert memory.refused == refused
+        again = make(name, per_device_train_batch_size=None, resume_from_checkpoint=str(saved))
+        assert steps(again, 2) == rows[name][1:]  # by the checkpoint's choice, whatever is free now
+    assert refused > 0
+    sizes = {name: [row["micro_batch_size"] for row in rows[name]] for name in rows}
+    assert sizes["named"] == [16, 16, 16]
+    assert sizes["much"] == [16, 48, 48]
+    assert sizes["some"][0] == 16 < sizes["some"][1] < 48
+    assert sizes["little"][0] < sizes["little"][1] < 16
+    chosen = ("micro_batch_size", "micro_batch_tokens", "scoring_tokens")
+    plain = {name: [{k: v for k, v in row.items() if k not in chosen} for row in rows[name]] for name in rows}
+    for name in rows:
+        for row, expected in zip(plain[name], plain["named"], strict=True):
+            close(row, expected, "float32")
 
 
 def runs_with(fault: Fault) -> list[dict[str, Any]]:

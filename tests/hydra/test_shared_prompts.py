@@ -9,7 +9,7 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.data import side_by_side
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
-from rlhf_engine.training.update import _Minibatch
+from rlhf_engine.training.update import Schedule, _Minibatch
 from tests.conftest import VOCAB, randomise, tiny_llama
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -86,9 +86,10 @@ def test_budgets_count_a_prompt_once(rows):
 def test_micro_batches_of_an_update_hold_a_prompt_s_tokens_once(dropout):
     made, answers = model(dropout=dropout), batch()
     places = [place for place in side_by_side(answers.prompts_N) if place != 3]
-    minibatch = _Minibatch(made.train(), SimpleNamespace(answers_per_unit=1), SimpleNamespace(batch=answers), places, 0)
     most = 21 + 7 + 1 + 4  # three answers to the long prompt
-    parts = minibatch._micro_batches(places, SimpleNamespace(micro_batch_size=8, max_tokens=most))
+    schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=8, max_tokens=most)
+    held = SimpleNamespace(answers_per_unit=1), SimpleNamespace(batch=answers)
+    parts = _Minibatch(made.train(), *held, schedule, places, 0).divide(places)
     if dropout:  # every answer has a copy of its prompt: 28, 22, 25, 8, 21 and 8 tokens
         assert parts == [[0], [2, 1], [4, 6], [5]]
     else:

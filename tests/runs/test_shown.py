@@ -124,9 +124,11 @@ def test_table_shows_names_columns_and_values() -> None:
 def test_progress_is_plain_lines_off_a_terminal() -> None:
     buffer = io.StringIO()
     with TrainingProgress(9, title="ppo [x]", console=Console(file=buffer, width=30), step=5) as progress:
-        progress.update(6, {"reward": 0.5, "kl": 0.001, "tokens_per_second": 1234.5, "other": 1})
-        progress.update(7, {})
-    first, second = buffer.getvalue().splitlines()
+        chosen = {"micro_batch_tokens": 8192.0, "scoring_tokens": 32768.0}
+        progress.update(6, {"reward": 0.5, "kl": 0.001, "tokens_per_second": 1234.5, "other": 1, **chosen})
+        progress.update(7, chosen)
+    said, first, second = buffer.getvalue().splitlines()
+    assert said == "by free memory: micro-batches of up to 8,192 tokens, scoring of up to 32,768 tokens"
     assert first.startswith("ppo [x] 6/9  reward 0.500  kl 0.001  tokens/s 1,234  ")
     assert second.startswith("ppo [x] 7/9  ")
     assert "\x1b" not in buffer.getvalue()

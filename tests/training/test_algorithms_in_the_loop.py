@@ -67,8 +67,8 @@ def first_step(trainer, **changes):
     )
     rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
-    options = {"policy_version": 0, "is_reference": True, "budget": trainer.model.token_budget}
-    scored, _ = scoring.experience(rollout, prompts, made, **options)
+    options = {"policy_version": 0, "is_reference": True}
+    scored = scoring.experience(rollout, prompts, made, **options)
     answers, metrics = make_algorithm(made).learn_from(scored)
     return SimpleNamespace(answers=answers, metrics=metrics), scored, rollout
 

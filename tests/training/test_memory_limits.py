@@ -2,25 +2,27 @@
 
 import dataclasses
 import gc
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from rlhf_engine import devices
 from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import is_out_of_memory
-from rlhf_engine.errors import MemoryLimitError
+from rlhf_engine.errors import ConfigError, MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.training import rl_policy
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule
 from rlhf_engine.training.update import update as learn
 from tests.conftest import random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config, write_model, write_reward
+from tests.training.test_rl import without_timings
 
 LENGTHS = ((3, 9), (4, 8), (1, 5), (6, 14), (2, 9), (5, 5), (3, 3))
 TOKENS = sum(p + c for p, c in LENGTHS)
@@ -102,13 +104,19 @@ def test_a_halved_micro_batch_gives_the_same_gradient_and_masks(monkeypatch, in_
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item(), msg=name)
 
 
-def test_micro_batches_of_few_tokens_are_halved_by_what_was_in_them(monkeypatch):
+def test_only_what_failed_and_what_is_as_large_is_halved(monkeypatch):
     model, experience = make()
+    expected, _ = update(model, experience)
     LimitedMemory(monkeypatch, limit=45)  # two lanes of the longest sequence are 40 tokens
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].n_sequences))
     found, stats = update(model, experience, dataclasses.replace(SCHEDULE, max_tokens=30))
-    assert stats["micro_batch_size"] == 1  # at most 3 sequences have 30 tokens: 7, 4, then nothing in between
-    expected, _ = update(model, experience, dataclasses.replace(SCHEDULE, micro_batch_size=1))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # micro-batches of 12 + 12 + 6, 20 + 10 and 11 + 6 tokens: the first two are halved, and 12 + 12 once more
+    assert sizes == [3, 2, 1, 1, 1, 1, 1, 2]
+    assert stats["micro_batch_size"] == 2
+    for name, gradient in expected.items():
+        ulps = 8 * torch.finfo(torch.float32).eps * gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=ulps, msg=name)
 
 
 def test_lanes_that_run_apart_give_the_same_gradient_with_one_graph_at_a_time(monkeypatch):
@@ -146,33 +154,73 @@ def test_a_sequence_that_does_not_fit_ends_the_update(monkeypatch):
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
 
 
-def test_a_run_shrinks_its_traversals_and_remembers_that(tmp_path, monkeypatch):
+def test_one_step_that_runs_out_of_memory_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+    made = write_model(tmp_path / "m")
+    free, limited = (RlTrainer(train_config(made, tmp_path / name)) for name in ("free", "limited"))
+    rows = [free.step() for _ in range(2)]
+    with monkeypatch.context() as patched:
+        memory = LimitedMemory(patched, limit=36)
+        first = limited.step()
+    assert memory.refused >= 2  # the scoring pass and a micro-batch
+    assert first["micro_batch_size"] < 3
+    assert limited.state.budget_failures == {"micro_batch_tokens": 1, "scoring_tokens": 1}
+    second = limited.step()
+    assert limited.state.budgets == {}
+    assert set(limited.state.budget_failures.values()) == {0}
+    assert second["micro_batch_size"] == 3
+    assert_alike([first, second], rows)
+
+
+def assert_alike(rows, expected) -> None:
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("reward", "kl", "policy/loss", "value/loss", "grad_norm/actor", "grad_norm/critic"):
+            assert row[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4), name
+
+
+def test_a_run_whose_steps_run_out_of_memory_has_smaller_ones_from_then_on(tmp_path, monkeypatch):
     config = train_config(
-        write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=4, generation_batch_size=8,
-        resume_from_checkpoint="auto",
-    )  # fmt: skip
+        write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=4, save_total_limit=None
+    )
     roomy = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "roomy")))
     memory = LimitedMemory(monkeypatch, limit=36)
-    trainer = RlTrainer(config)
-    first = trainer.step()
-    assert memory.refused >= 2  # the scoring pass and the first micro-batch
-    assert first["micro_batch_size"] < 4
-    assert trainer.model.token_budget < roomy.model.token_budget
-    refused = memory.refused
-    second = trainer.step()
-    assert memory.refused == refused  # learnt once
-    trainer.save()
-    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["micro_batch_size"] == first["micro_batch_size"]
-    resumed = RlTrainer(config)
-    resumed.step()
-    assert memory.refused == refused
-    assert resumed.model.token_budget == trainer.model.token_budget
+    trainer, rows, refused, saved = RlTrainer(config), [], [], []
+    for _ in range(4):
+        rows.append(without_timings(trainer.step()))
+        refused.append(memory.refused)
+        saved.append(str(trainer.save()))
+    assert refused[0] < refused[1] == refused[2] == refused[3]  # learnt in two steps
+    assert max(rows[1]["micro_batch_tokens"], rows[1]["scoring_tokens"]) <= 36
+    for done in (1, 2):  # a failure is remembered, as is what came of two
+        again = RlTrainer(dataclasses.replace(config, resume_from_checkpoint=saved[done - 1]))
+        assert [without_timings(again.step()) for _ in rows[done:]] == rows[done:]
     monkeypatch.undo()
-    for limited in (first, second):
-        free = roomy.step()
-        for name in ("reward", "kl", "policy/loss", "value/loss", "grad_norm/actor", "grad_norm/critic"):
-            assert limited[name] == pytest.approx(free[name], rel=2e-3, abs=1e-4), name
+    assert_alike(rows, [roomy.step() for _ in rows])
+
+
+def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path, monkeypatch):
+    config = train_config(write_model(tmp_path / "m"), tmp_path / "run", per_device_train_batch_size=None)
+
+    def give(free: int) -> None:
+        memory = devices.Memory(used=0, peak=10**6, free=free)  # whatever runs takes a million bytes
+        for module in (devices, rl_policy):
+            monkeypatch.setattr(module, "read_memory", lambda *_, **options: memory)
+
+    give(1000)
+    with pytest.raises(ConfigError, match="max_completion_length: expected prompt and answer of at most 5 tokens, for"):
+        RlTrainer(config)
+    give(10**5)
+    trainer = RlTrainer(config)
+    with pytest.warns(UserWarning, match=r"max_completion_length: expected prompts and answers of at most \d tokens"):
+        trainer.step()
+    warms_up = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "warm-up"), critic_warmup_steps=1))
+    assert "micro_batch_tokens" not in warms_up.step()  # without the policy's loss, which takes more
+    with pytest.warns(UserWarning, match="max_completion_length"):
+        assert "micro_batch_tokens" in warms_up.step()
+    named = [
+        RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / name), **{name: 30})).step()
+        for name in ("per_device_train_batch_size", "max_tokens_per_micro_batch")
+    ]
+    assert all("micro_batch_tokens" not in row and row["scoring_tokens"] for row in named)
 
 
 _REAL = """

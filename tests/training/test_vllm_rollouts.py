@@ -15,7 +15,7 @@ from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError, Rollo
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.experience import Corrected, Scoring, both, correct_age, correct_engine, mismatch_bound
+from rlhf_engine.scoring.experience import Scoring, both, correct_age, correct_engine, mismatch_bound
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
 from tests.distributed.test_data_parallel import assert_close, finish, start
@@ -125,8 +125,8 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
 
     def experience(chosen):
-        options = {"policy_version": 0, "is_reference": True, "budget": trainer.model.token_budget}
-        scored, _ = scoring.experience(rollout, prompts, chosen, **options)
+        options = {"policy_version": 0, "is_reference": True}
+        scored = scoring.experience(rollout, prompts, chosen, **options)
         return make_algorithm(chosen).learn_from(scored)[0], scored.metrics
 
     weighted, metrics_of_weighted = experience(made)
@@ -409,11 +409,11 @@ def test_stopping_does_not_wait_for_answers(model, server, tmp_path):
 def test_weights_of_both_corrections_multiply():
     one, two = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])
     old = torch.tensor([-1.0, -2.0])
-    found = both(Corrected(torch.zeros(2), one, {"a": 1.0}), Corrected(old, two, {"b": 2.0}))
-    assert torch.equal(found.weights_M, one * two)
-    assert torch.equal(found.old_logprobs_M, old)
-    assert found.metrics == {"a": 1.0, "b": 2.0}
-    assert torch.equal(both(Corrected(old, one, {}), Corrected(old, None, {})).weights_M, one)
+    old_logprobs_M, weights_M, metrics = both((torch.zeros(2), one, {"a": 1.0}), (old, two, {"b": 2.0}))
+    assert torch.equal(weights_M, one * two)
+    assert torch.equal(old_logprobs_M, old)
+    assert metrics == {"a": 1.0, "b": 2.0}
+    assert torch.equal(both((old, one, {}), (old, None, {}))[1], one)
 
 
 def test_what_does_not_go_together(model, server, tmp_path):
