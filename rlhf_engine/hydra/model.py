@@ -484,7 +484,7 @@ class HydraModel(nn.Module):
                 seed = dropout_seed if grad and self.training else None
                 for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
                     hidden |= dict.fromkeys(lane.roles, states)
-        used = {name: self.roles[name] for name in names}
+        used = dict(zip(names, map(self.roles.__getitem__, names), strict=True))
         states_by_role = HiddenStates(
             batch=batch,
             hidden_T=hidden,
