@@ -1,5 +1,6 @@
 """Kernels and exact mode are a base's: two runs or two bases in one process know nothing of each other's."""
 
+import collections
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 
+from rlhf_engine.generators.thread import WORKER, Worker
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
@@ -38,7 +40,7 @@ def _table(tmp_path_factory):
 def trainer(model: Path, folder: Path, kind: str, *, base: HydraModel | None = None, **options: object) -> RlTrainer:
     backend, exact = KINDS[kind]
     with registry.use_backend(backend):
-        return RlTrainer(train_config(model, folder / kind, exact=exact, **options), base=base)
+        return RlTrainer(train_config(model, folder / kind, exact=exact, **{"max_steps": 2, **options}), base=base)
 
 
 def outcome(made: RlTrainer) -> tuple[list[torch.Tensor], str]:
@@ -49,7 +51,7 @@ def outcome(made: RlTrainer) -> tuple[list[torch.Tensor], str]:
 
 
 def whole(made: RlTrainer) -> tuple[list[torch.Tensor], str]:
-    for _ in range(2):
+    for _ in range(made.total_steps):
         made.step()
     return outcome(made)
 
@@ -77,40 +79,55 @@ def alone(model, tmp_path_factory):
     return found
 
 
-def test_runs_that_take_turns_in_a_thread_have_the_bits_of_runs_alone(model, alone, tmp_path):
-    made = {kind: trainer(model, tmp_path, kind) for kind in KINDS}
+def take_turns(made: dict[str, RlTrainer], rows: list[int]) -> None:
+    """Two steps of each run; exact mode shows in the rows that it does not score again."""
+    counts = collections.Counter()
     for _ in range(2):
-        for run in made.values():
+        for kind, run in made.items():
+            rows.clear()
             run.step()
+            counts[kind] += sum(rows)
+    assert counts["exact"] < counts["auto"]
+
+
+def test_runs_that_take_turns_in_a_thread_have_the_bits_of_runs_alone(model, alone, tmp_path, rows):
+    made = {kind: trainer(model, tmp_path, kind) for kind in KINDS}
+    take_turns(made, rows)
     assert (registry.default_backend(), registry.is_exact(), registry.choices()) == ("auto", False, [])
     same({kind: outcome(run) for kind, run in made.items()}, alone)
 
 
 def test_runs_in_threads_of_their_own_have_them_too(model, alone, tmp_path):
+    made = [trainer(model, tmp_path, kind) for kind in KINDS]
     with ThreadPoolExecutor(len(KINDS)) as pool:
-        found = dict(zip(KINDS, pool.map(lambda kind: whole(trainer(model, tmp_path, kind)), KINDS), strict=True))
+        found = dict(zip(KINDS, pool.map(whole, made), strict=True))
     same(found, alone)
 
 
-def test_runs_on_one_base_have_kernels_of_their_own(model, alone, tmp_path):
+def test_runs_on_one_base_have_kernels_of_their_own(model, alone, tmp_path, rows):
     base = HydraModel.from_pretrained(model, roles={"reference": RoleSpec()})
     made = {kind: trainer(model, tmp_path, kind, base=base) for kind in KINDS}
-    for _ in range(2):
-        for run in made.values():
-            run.step()
+    take_turns(made, rows)
     assert base.backbone().kernels is registry.PROCESS
     same({kind: outcome(run) for kind, run in made.items()}, alone)
 
 
-def test_a_generator_s_thread_has_those_of_its_run(model, tmp_path):
+def test_a_generator_s_thread_has_those_of_its_run(model, tmp_path, monkeypatch):
     """Each kind of run draws in a thread beside its learner, while the others' do."""
-    options = {"async_mode": "overlap"}
+    seen, draw = set(), Worker.__call__
+
+    def noted(self, *given):
+        seen.add((threading.current_thread().name, registry.default_backend(), registry.is_exact()))
+        return draw(self, *given)
+
+    monkeypatch.setattr(Worker, "__call__", noted)
+    options = {"async_mode": "overlap", "max_steps": 1}
     expected = {kind: whole(trainer(model, tmp_path / "alone", kind, **options)) for kind in KINDS}
     made = {kind: trainer(model, tmp_path / "together", kind, **options) for kind in KINDS}
-    for _ in range(2):
-        for run in made.values():
-            run.step()
+    for run in made.values():
+        run.step()
     same({kind: outcome(run) for kind, run in made.items()}, expected)
+    assert seen == {(WORKER, *settings) for settings in KINDS.values()}
 
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
@@ -164,9 +181,10 @@ def test_models_beside_a_base_have_its_kernels():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_backward_pass_in_another_thread_has_the_kernels_of_its_forward(checkpointing):
     def gradients(kind: str, *, elsewhere: bool) -> list[torch.Tensor]:
-        model = bases()[kind].train()
+        model = bases()[kind]
         if checkpointing:
             model.backbone().enable_gradient_checkpointing()
+        model.train()
         with ExitStack() as stack:
             if not elsewhere:
                 stack.enter_context(model.backbone().kernels.used())
