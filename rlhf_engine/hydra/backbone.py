@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rlhf_kernels.linear import linear
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import eager
 from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
@@ -76,6 +77,7 @@ class Backbone(nn.Module):
             raise ValueError("source: expected weights that can be trained for full fine-tuning, got quantised ones")
         self.slots = nn.ModuleDict()
         self._slots: dict[str, AdapterSlot] = {}  # the same, for calls
+        self.kernels = registry.current()  # settings of the kernels that run here, whoever calls
         self.source: str | None = None  # folder that the base was loaded from, where heads may lie beside it
         self._hash: str | None = None
         self._decoder_hash: str | None = None
@@ -244,7 +246,7 @@ class Backbone(nn.Module):
         )  # fmt: skip
 
         def forward() -> torch.Tensor:
-            with gate.enter(call):
+            with gate.enter(call, self.kernels):
                 out = self.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
             hidden: torch.Tensor = out.last_hidden_state[0]
             return hidden
@@ -324,7 +326,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash"),
+    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash", "kernels"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

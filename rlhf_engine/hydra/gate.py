@@ -3,7 +3,8 @@
 transformers hands its linears and attention functions tensors only, so this has to be ambient. It is a thread-local
 that holds one immutable `BackboneCall`, entered with a context manager. Nothing about it lives on modules: two threads
 may run different slots through the same modules at once. Gradient checkpointing recomputes layers later, maybe in
-another thread, so `checkpoint_contexts` captures the call that was current when the layer first ran.
+another thread, so `checkpoint_contexts` captures the call that was current when the layer first ran. So it does the
+settings of the kernels, which are a thread's too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rlhf_kernels.lora import Segments, group
+from rlhf_kernels.runtime import registry
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.adapters import AdapterSlot
@@ -69,13 +71,14 @@ def current() -> BackboneCall | None:
 
 
 @contextlib.contextmanager
-def enter(call: BackboneCall | None) -> Iterator[None]:
-    """Make `call` current in this thread for the length of a `with` block."""
+def enter(call: BackboneCall | None, kernels: registry.Settings | None = None) -> Iterator[None]:
+    """Make `call` current in this thread, and settings of the kernels if given, for the length of a `with` block."""
     previous = current()
     _local.call = call
     group.held.clear()  # what linears compute for each other is for one call
     try:
-        yield
+        with contextlib.nullcontext() if kernels is None else kernels.used():
+            yield
     finally:
         _local.call = previous
         group.held.clear()  # a recompute may end between two linears of a group
@@ -83,7 +86,7 @@ def enter(call: BackboneCall | None) -> Iterator[None]:
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint`: the recompute runs under the call of the original forward."""
-    return contextlib.nullcontext(), enter(current())
+    return contextlib.nullcontext(), enter(current(), registry.effective())
 
 
 def lora_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:

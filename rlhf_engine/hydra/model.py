@@ -483,16 +483,15 @@ class HydraModel(nn.Module):
                 seed = dropout_seed if grad and self.training else None
                 for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
                     hidden |= dict.fromkeys(lanes[lane], states)
-        used = dict.fromkeys(names)
+        used = dict(zip(names, map(self.roles.__getitem__, names), strict=True))
         states_by_role = HiddenStates(
             batch=batch,
             hidden_T=hidden,
-            lm_heads={
-                n: self.role_backbone(n).lm_head_in(self.roles[n].slot) for n in used if self.roles[n].head == LM_HEAD
-            },
-            scalar_heads={n: self._scalar_head(n) for n in used if self.roles[n].head != LM_HEAD},
+            lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
+            scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
         )
-        return tuple(output.compute(states_by_role) for output in outputs)
+        with self.backbone(next(iter(self.backbones))).kernels.used():
+            return tuple(output.compute(states_by_role) for output in outputs)
 
     @torch.no_grad()
     def score(
@@ -598,7 +597,8 @@ class HydraModel(nn.Module):
         """
         backbone = self.backbone(next(iter(self.backbones)))
         wanted = batch.device.type in SHARING if self.shares_prompts is None else self.shares_prompts
-        return batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
+        with backbone.kernels.used():
+            return batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
 
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime import registry
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
@@ -119,6 +120,8 @@ def _load(
     if base is not None:
         _require_base(config, base, roles, device)
         model = base.beside(roles=roles, **own)
+        for name in model.backbones:
+            model.backbone(name).kernels = registry.current()
     else:
         sources = _sources(config, roles, dtype, device, quantization)
         model = HydraModel.from_pretrained(

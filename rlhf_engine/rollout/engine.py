@@ -380,7 +380,7 @@ class RolloutEngine:
             check_ids("then", list(itertools.chain(*request.then)), vocabulary)
             most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
             check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
-        with self._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), self.backbone.kernels.used():
             rows = [self._row(self._next + i, request, how, decode) for i, (request, how) in enumerate(asked)]
             step = _choose_step(self._options, self.backbone)
             most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
@@ -458,7 +458,8 @@ class RolloutEngine:
         Raises:
             MemoryLimitError: the rows do not fit into memory. Whatever is raised, all requests are dropped.
         """
-        with self._lock, torch.inference_mode(False), torch.no_grad():  # what is kept serves callers outside of it, too
+        # what is kept serves callers outside of inference mode, too
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self.backbone.kernels.used():
             began = time.perf_counter()
             try:
                 self._renew()

@@ -138,9 +138,10 @@ def _write(
         tensors = {f"{version}|{name}": x for version, p in policies.items() for name, x in p.tensors.items()}
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / _POLICIES_FILE)
     (folder / _STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n")
-    chosen = [choice._asdict() for choice in registry.choices()]
-    if registry.is_exact():
-        chosen.append({"exact": True})
+    with model.backbone().kernels.used():
+        chosen: list[dict[str, Any]] = [choice._asdict() for choice in registry.choices()]
+        if registry.is_exact():
+            chosen.append({"exact": True})
     (folder / _KERNELS_FILE).write_text(json.dumps(chosen, indent=1) + "\n")
     write_manifest(folder)
 
@@ -178,7 +179,7 @@ def load_checkpoint(
 
 
 def begin_kernels(resume: Path | None, *, exact: bool | None = False) -> None:
-    """Let `auto` choose kernels for a run, or as its checkpoint says; like threads for the whole process."""
+    """Let `auto` choose kernels for the run whose settings are in use, or as its checkpoint says; bound threads."""
     lowered = cores.limit_threads()
     if lowered is not None:
         warnings.warn(lowered, stacklevel=3)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_kernels.runtime import registry
+
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import earlier_peaks
 from rlhf_engine.distributed.process_group import ALONE, World
@@ -57,12 +59,14 @@ class RlTrainer(Run[TrainerState]):
             config = replace(config, device=str(world.device), shard_base=shares)
         self.config, self.title = config, config.algorithm
         self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
-        model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
-        self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
-        made_of = self.config, model, self._inputs, world
-        self.policy = world.run_on_all_ranks("the start of the run", RlPolicy, *made_of)
-        with self.whole_base():
-            world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
+        self.kernels = registry.effective().anew()
+        with self.kernels.used():
+            model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
+            self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
+            made_of = self.config, model, self._inputs, world
+            self.policy = world.run_on_all_ranks("the start of the run", RlPolicy, *made_of)
+            with self.whole_base():
+                world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
@@ -180,7 +184,7 @@ class RlTrainer(Run[TrainerState]):
         config, state, world = self.policy.options, self.state, self.world
         clock = Clock(self.model.device, with_peaks=config.dry_run)
         prompts, own = self._prompts.of_step(state.step), self._prompts.own(state.step)
-        with self.whole_base():
+        with self.kernels.used(), self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
             version = state.policy_version
@@ -196,7 +200,8 @@ class RlTrainer(Run[TrainerState]):
             )
         clock.lap("score")
         n_answers = len(prompts)
-        learned = self.policy.learn(experience, n_answers=n_answers)
+        with self.kernels.used():
+            learned = self.policy.learn(experience, n_answers=n_answers)
         self._note_progress()
         clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)

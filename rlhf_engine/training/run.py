@@ -142,6 +142,7 @@ class Run(ABC, Generic[State]):
     policy: Policy[State]
     total_steps: int
     reports: dict[str, Tally]  # rows read, left out and cut, by the option that names their source
+    kernels: registry.Settings  # of the kernels of this run, which its base has too
     world: World = ALONE
     _whole_base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Makes the block of `whole_base`."""
@@ -243,7 +244,7 @@ class Run(ABC, Generic[State]):
         one says true, a checkpoint is written and RunStopped raised.
         """
         world = self.world
-        with contextlib.ExitStack() as stack:
+        with self.kernels.used(), contextlib.ExitStack() as stack:
             world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
             self._page = world.on_main("the page", lambda: stack.enter_context(LivePage(self.output)))
             if on_step is None and world.is_main:
@@ -420,10 +421,12 @@ class SupervisedRun(Run[State]):
             self.config = dataclasses.replace(config, device=str(world.device), shard_base=shares)
         self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         self.ranks = Ranks(world, in_step=bool(self.config.shard_base))
-        model = world.run_on_all_ranks("the start of the run", self.load)
-        step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
-        self._share_out(model, rows=self.start, step=step)
-        world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
+        self.kernels = registry.effective().anew()
+        with self.kernels.used():
+            model = world.run_on_all_ranks("the start of the run", self.load)
+            step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
+            self._share_out(model, rows=self.start, step=step)
+            world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
@@ -490,7 +493,8 @@ class SupervisedRun(Run[State]):
         began = time.perf_counter()
         rows = self.next_rows()
         self.model.train()
-        metrics = self._learn(rows, dropout_seed=config.seed * 1_000_003 + step)
+        with self.kernels.used():
+            metrics = self._learn(rows, dropout_seed=config.seed * 1_000_003 + step)
         self.model.eval()
         for name in ("lm_loss", "reward_loss"):
             if name in metrics and not math.isfinite(metrics[name]):

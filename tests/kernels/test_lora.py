@@ -202,8 +202,9 @@ def test_mixed_dtypes(base, adapter, backend):
     if adapter == torch.float64 and backend != "reference":
         with pytest.raises(registry.BackendUnavailableError, match=r"not in torch\.float64"):
             lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS)
-        registry.set_default_backend("auto")  # which knows what to do
-    y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
+        backend = "auto"  # which knows what to do
+    with registry.use_backend(backend):
+        y = lora_linear(x, weight, bias, A, B, SCALES, SEGMENTS, dropout=dropout())
     assert y.dtype == base
     y.sum().backward()
     for t in (x, weight, bias, A[0], A[2], B[0], B[2]):

@@ -28,7 +28,7 @@ def op():
     registry.register(name, "reference", SimpleNamespace())
     yield name
     del registry._IMPLEMENTATIONS[name]
-    registry._AUTO_CHOICE.clear()
+    registry.begin_run()
 
 
 def test_auto_prefers_native_and_decides_per_dtype(op):
@@ -77,7 +77,7 @@ def test_auto_never_takes_what_is_served_by_name(op):
                 assert registry.resolve_for(op, "cuda", "cuda", torch.float32) == "cuda"
         assert registry.report("cuda")[op]["cuda"] == "available"
         del registry._IMPLEMENTATIONS[op]["triton"]
-        registry._AUTO_CHOICE.clear()
+        registry.begin_run()
         assert registry.resolve_for(op, "auto", "cuda", torch.float32) == "reference"
     finally:
         registry._BY_NAME.remove((op, "cuda"))

@@ -140,15 +140,13 @@ def test_exact_mode_is_the_default_where_it_serves_and_a_resumed_run_keeps_it(mo
             return RlTrainer(train_config(model, tmp_path / "run", **options))
 
     made = trainer("avx2")
-    assert registry.is_exact()
+    assert made.kernels.exact
     with native.use_isa("avx2"):
         run(made, 1)
     assert json.loads((tmp_path / "run" / "checkpoint-1" / "kernels.json").read_text())[-1] == {"exact": True}
-    trainer("portable", resume_from_checkpoint="auto")  # where no new run would be exact
-    assert registry.is_exact()
-    trainer("avx2", resume_from_checkpoint="auto", exact=False)
-    assert not registry.is_exact()
-    trainer("portable", output_dir=str(tmp_path / "other"))
+    assert trainer("portable", resume_from_checkpoint="auto").kernels.exact  # where no new run would be exact
+    assert not trainer("avx2", resume_from_checkpoint="auto", exact=False).kernels.exact
+    assert not trainer("portable", output_dir=str(tmp_path / "other")).kernels.exact
     assert not registry.is_exact()
 
 
@@ -162,7 +160,7 @@ def test_a_model_that_exact_mode_does_not_serve_runs_without_it(tmp_path):
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **experts)).save_pretrained(folder)
     with native.use_isa("avx2"):
         trainer = RlTrainer(train_config(folder, tmp_path / "run"))
-        assert not registry.is_exact()
+        assert not trainer.kernels.exact
         trainer.step()
         with pytest.raises(ValueError, match=r"exact: expected .*mlp\.experts is a Qwen3MoeExperts, whose stacked"):
             RlTrainer(train_config(folder, tmp_path / "other", exact=True))

@@ -118,6 +118,7 @@ class _Group(torch.autograd.Function):
         ]
         ctx.counts = [0 if call is None else len(call.A) for call in calls]
         ctx.set_materialize_grads(False)
+        ctx.kernels = registry.effective()
         return tuple(ys)
 
     @staticmethod
@@ -139,7 +140,8 @@ class _Group(torch.autograd.Function):
         filled = [
             x.new_zeros(*x.shape[:-1], w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights, strict=True)
         ]
-        grads = iter(_kernels().backward(filled, x, h, weights, calls, need_x, need[:n_slots], need[n_slots:]))
+        with ctx.kernels.used():  # as `eager.EagerOp`'s
+            grads = iter(_kernels().backward(filled, x, h, weights, calls, need_x, need[:n_slots], need[n_slots:]))
         return None, None, None, *(next(grads) if wanted else None for wanted in (need_x, *need))
 
 

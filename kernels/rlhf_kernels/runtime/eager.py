@@ -37,7 +37,7 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_f
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from rlhf_kernels.runtime import signature
+from rlhf_kernels.runtime import registry, signature
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -64,7 +64,15 @@ class EagerOp(signature.Op):
     backward: Callable[..., Any] | None = None
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Same as `signature.Op`'s, but for gradients that refuse to be differentiated."""
+        """Same as `signature.Op`'s, but for gradients that refuse to be differentiated.
+
+        Backward runs under the settings of the forward: it may be called outside of their block, or by a thread of
+        autograd's own.
+        """
+
+        def setup(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.kernels = registry.effective()
+            setup_context(ctx, inputs, output)
 
         def once(ctx: Any, *grads: Tensor) -> Any:
             if not torch.is_grad_enabled():
@@ -75,8 +83,14 @@ class EagerOp(signature.Op):
                 return self._undifferentiable(gradients)
             return tuple(map(self._undifferentiable, gradients))
 
-        self.backward, self.setup = once, setup_context
-        super().register_autograd(once, setup_context=setup_context)
+        def run(ctx: Any, *grads: Tensor) -> Any:
+            if ctx.kernels is registry.effective():
+                return once(ctx, *grads)
+            with ctx.kernels.used():
+                return once(ctx, *grads)
+
+        self.backward, self.setup = run, setup
+        super().register_autograd(run, setup_context=setup)
 
     def _undifferentiable(self, grad: Any) -> Any:
         """A gradient, or a list of them, whose own gradient is an error."""

@@ -25,6 +25,7 @@ falls back: if it cannot serve the call, `BackendUnavailableError` says why and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -32,8 +33,8 @@ import operator
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,10 +58,6 @@ _WHEN_MEASURED: set[tuple[str, str]] = set()
 """(op, backend) that `auto` takes only where the table says so, and in exact mode."""
 _BY_NAME: set[tuple[str, str]] = set()
 """(op, backend) that `auto` never takes."""
-_default_backend = "auto"
-_of_op: dict[str, str] = {}
-"""Backends of single ops, which go before the default."""
-_exact = False
 
 
 class BackendUnavailableError(ValueError):
@@ -154,6 +151,7 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
     Raises:
         ValueError: backend is unknown.
     """
+    global _generation
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
     _IMPLEMENTATIONS.setdefault(op, {})[backend] = implementation
@@ -161,7 +159,7 @@ def register(op: str, backend: str, implementation: Any, *, when_measured: bool 
         _WHEN_MEASURED.add((op, backend))
     if by_name:
         _BY_NAME.add((op, backend))
-    _AUTO_CHOICE.clear()
+    _generation += 1
 
 
 def implementation(op: str, backend: str) -> Any:
@@ -237,7 +235,7 @@ def resolve(op: str, backend: str, tensor: torch.Tensor, shape: Sequence[int] | 
 
     Args:
         op: name of a registered op.
-        backend: a name, or "auto", which stands for the process-wide default (`set_default_backend`).
+        backend: a name, or "auto", which stands for what was asked for (`asked`).
         tensor: its device and dtype decide.
         shape: sizes of the op's weight; without a weight (size of a head,) or (size of the vocabulary,), see
             `kernel_table`. None: the op has neither.
@@ -258,7 +256,7 @@ def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, sha
 
     Args:
         op: name of a registered op.
-        backend: a name, or "auto", which stands for the process-wide default (`set_default_backend`).
+        backend: a name, or "auto", which stands for what was asked for (`asked`).
         device_type: type of the tensors' device, such as "cpu" or "cuda".
         dtype: dtype of the tensors.
         shape: as in `resolve`.
@@ -276,7 +274,7 @@ def resolve_for(op: str, backend: str, device_type: str, dtype: torch.dtype, sha
     if backend == "auto":
         # under torch.compile a size may be a symbol, of which `index` makes a number
         sizes = None if shape is None else tuple(operator.index(n) for n in shape)
-        return _auto(op, device_type, dtype, sizes, native.isa())
+        return _auto(op, device_type, dtype, sizes, native.isa(), _thread.settings.exact)
     _check_name(backend)
     _require(op, backend, device_type, dtype, f"backend={backend!r}")
     return backend
@@ -289,15 +287,98 @@ def _require(op: str, backend: str, device_type: str, dtype: torch.dtype, asked:
         raise BackendUnavailableError(f"{asked} cannot serve {op}: {reason}; available here: {others}")
 
 
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+_Named = dict[tuple[str, str, Shape], str]
+"""Backends by op, dtype and shape."""
+
+
+@dataclass(eq=False)
+class Settings:
+    """Settings of the kernels that run: of a base, of a run, or of the process."""
+
+    backend: str = "auto"
+    """Name that `backend="auto"` stands for; "auto" lets the registry decide."""
+    exact: bool = False
+    """Whether exact mode is on, see `is_exact`."""
+    of_op: Mapping[str, str] = field(default_factory=dict)
+    """Backends of single ops, which go before `backend`."""
+    held: _Named = field(default_factory=dict, init=False)
+    """Choices of the checkpoint that the run resumed from."""
+    decided: _Named = field(default_factory=dict, init=False)
+    """Choices of `auto` on a CPU so far, those of the checkpoint among them."""
+    chosen: dict[tuple[Any, ...], str] = field(default_factory=dict, init=False)
+    """What `auto` has found, by all that it depends on."""
+
+    def __post_init__(self) -> None:
+        _check_name(self.backend)
+
+    def anew(self) -> Settings:
+        """The same settings without choices, for a run."""
+        return Settings(self.backend, self.exact, self.of_op)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Let this thread use the settings within a `with` block, less what the `use_*` blocks around it change."""
+        before = _thread.own, _thread.settings
+        _thread.enter(self, _thread.changes)
+        try:
+            yield
+        finally:
+            _thread.own, _thread.settings = before
+
+
+def _check_name(backend: str) -> None:
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {backend!r}")
+
+
+class _Thread(threading.local):
+    """What a thread uses."""
+
+    def __init__(self) -> None:  # of an attribute of the class torch.compile would see no change
+        self.enter(PROCESS, {})
+
+    def enter(self, own: Settings, changes: Mapping[str, Any]) -> None:
+        """own: those of the innermost `used` block. changes: attributes with the values of the `use_*` blocks."""
+        self.own = self.settings = own
+        self.changes = changes
+        if changes:
+            self.settings = copy.copy(own)  # whose choices go into the same dicts
+            vars(self.settings).update(changes)
+
+
+PROCESS = Settings()
+"""Settings of a thread outside of every `used` block, and of bases that were loaded there."""
+_thread = _Thread()
+
+
+def current() -> Settings:
+    """Settings of the innermost `used` block that this thread is in, those of the process outside of any."""
+    return _thread.own
+
+
+def effective() -> Settings:
+    """Settings that this thread uses now: the current ones, with what `use_*` blocks change."""
+    return _thread.settings
+
+
+@contextlib.contextmanager
+def _use(**changes: Any) -> Iterator[None]:
+    before = _thread.own, _thread.settings, _thread.changes
+    _thread.enter(_thread.own, {**_thread.changes, **changes})
+    try:
+        yield
+    finally:
+        _thread.own, _thread.settings, _thread.changes = before
+
+
 # ---- what `auto` decides ---------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
 """Held while a choice is made, and while what choices depend on changes."""
-_AUTO_CHOICE: dict[tuple[str, str, torch.dtype, Shape, str | None], str] = {}
-_held: dict[tuple[str, str, Shape], str] = {}
-"""Choices of the checkpoint that the run resumed from."""
-_decided: dict[tuple[str, str, Shape], str] = {}
-"""Choices of this run so far, those of the checkpoint among them."""
+_generation = 0
+"""How often the ops or the table have changed."""
 
 
 class _Decision(NamedTuple):
@@ -306,20 +387,22 @@ class _Decision(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str | None) -> str:
-    """isa: of the process, named so that another one is decided for anew."""
-    key = (op, device_type, dtype, shape, isa)
-    backend = _AUTO_CHOICE.get(key)
+def _auto(op: str, device_type: str, dtype: torch.dtype, shape: Shape, isa: str | None, exact: bool) -> str:
+    """isa, exact: of now, named so that others are decided for anew."""
+    settings = _thread.settings
+    key = (op, device_type, dtype, shape, isa, exact, _generation)
+    backend = settings.chosen.get(key)
     if backend is None:
         with _lock:
-            backend = _AUTO_CHOICE[key] = _decide(op, device_type, dtype, shape).backend
+            backend = settings.chosen[key] = _decide(op, device_type, dtype, shape).backend
             if not is_gpu(device_type):
-                _decided[op, _name(dtype), shape] = backend
+                settings.decided[op, _name(dtype), shape] = backend
     return backend
 
 
 def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Decision:
-    held = _held.get((op, _name(dtype), shape)) if not is_gpu(device_type) and not _exact else None
+    exact = _thread.settings.exact
+    held = None if is_gpu(device_type) or exact else _thread.settings.held.get((op, _name(dtype), shape))
     if held is not None:
         _require(op, held, device_type, dtype, f"{held!r}, the choice of the run's checkpoint,")
         return _Decision(held, "as in the run's checkpoint")
@@ -329,7 +412,7 @@ def _decide(op: str, device_type: str, dtype: torch.dtype, shape: Shape) -> _Dec
     if len(served) == 1:
         others = "; ".join(reason for reason in reasons.values() if reason)
         return _Decision(served[0], f"the only one that serves: {others}" if others else "the only one there is")
-    if _exact:
+    if exact:
         return _Decision(served[0], "exact mode: its rows depend on nothing else")
     first = next(b for b in served if (op, b) not in _WHEN_MEASURED)
     if is_gpu(device_type):
@@ -346,7 +429,7 @@ def _measured(entry: Entry) -> str:
 
 
 def begin_run(choices: Iterable[Choice] = (), *, exact: bool = False) -> None:
-    """Forget what `auto` has decided in this process, and hold the choices of a checkpoint from now on.
+    """Forget what `auto` has decided by the settings in use, and hold the choices of a checkpoint from now on.
 
     Args:
         choices: those of the checkpoint that a run resumes from; ops that exist no longer are passed over.
@@ -357,30 +440,30 @@ def begin_run(choices: Iterable[Choice] = (), *, exact: bool = False) -> None:
         ValueError: the backend of a choice is unknown while no default backend is set. Nothing has changed.
     """
     held = {(c.op, c.dtype, c.shape): c.backend for c in choices if c.op in _IMPLEMENTATIONS}  # others are gone
-    for (op, dtype, _), backend in held.items() if _default_backend == "auto" else ():
+    for (op, dtype, _), backend in held.items() if _thread.settings.backend == "auto" else ():
         _check_name(backend)
         _require(op, backend, "cpu", getattr(torch, dtype), f"{backend!r}, the choice of the run's checkpoint,")
-    global _exact
+    own = _thread.own
     with _lock:
-        _exact = exact
-        for kept in (_held, _decided):
+        own.exact = exact
+        for kept in (own.held, own.decided):
             kept.clear()
             kept.update(held)
-        _AUTO_CHOICE.clear()
+        own.chosen.clear()
+    _thread.enter(own, _thread.changes)
 
 
 def is_exact() -> bool:
-    """Whether this process is in exact mode: a row's bits depend on nothing but the row, in rollouts and in training.
+    """Whether exact mode is on: a row's bits depend on nothing but the row, in rollouts and in training.
 
     Then `auto` takes the C++ ops on a CPU, whatever the kernel table says. On a GPU it takes Triton's also where torch
     has an op of its own.
     """
-    return _exact
+    return _thread.settings.exact
 
 
-@contextlib.contextmanager
-def use_exact(exact: bool = True) -> Iterator[None]:
-    """Switch exact mode on, or off, within a `with` block; what it was before comes back at its end.
+def use_exact(exact: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Switch exact mode on, or off, within a `with` block of this thread; what it was comes back at its end.
 
     Args:
         exact: whether it is on.
@@ -388,19 +471,7 @@ def use_exact(exact: bool = True) -> Iterator[None]:
     Returns:
         A context manager, for a `with` block.
     """
-    before = _exact
-    _set_exact(exact)
-    try:
-        yield
-    finally:
-        _set_exact(before)
-
-
-def _set_exact(exact: bool) -> None:
-    global _exact
-    with _lock:
-        _exact = exact
-        _AUTO_CHOICE.clear()
+    return _use(exact=exact)
 
 
 def take_over(choices: Iterable[Choice]) -> None:
@@ -411,12 +482,13 @@ def take_over(choices: Iterable[Choice]) -> None:
     """
     with _lock:
         for c in choices:
-            _decided.setdefault((c.op, c.dtype, c.shape), c.backend)
+            _thread.settings.decided.setdefault((c.op, c.dtype, c.shape), c.backend)
 
 
 def choices() -> list[Choice]:
     """Choices of `auto` on the CPU since `begin_run`, for a checkpoint; sorted by op, dtype and shape."""
-    made = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in list(_decided.items())]
+    decided = list(_thread.settings.decided.items())
+    made = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in decided]
     return sorted(made, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
 
@@ -481,17 +553,17 @@ def use_table(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         ValueError: there is no such file.
     """
-    global _table
+    global _table, _generation
     previous, named = table(), _named("path", _require_file("path", path))
     with _lock:
         _table = named
-        _AUTO_CHOICE.clear()
+        _generation += 1
     try:
         yield
     finally:
         with _lock:
             _table = previous
-            _AUTO_CHOICE.clear()
+            _generation += 1
 
 
 # ---- reports and the default -----------------------------------------------------------------------------------------
@@ -521,12 +593,15 @@ def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, di
 
 
 def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[str, str | None]) -> _Decision:
-    if _default_backend != "auto":
-        reason = reasons[_default_backend]
-        return _Decision(_default_backend, f"asked for by name{f', but {reason}' if reason else ''}")
+    named = default_backend()
+    if named != "auto":
+        reason = reasons[named]
+        return _Decision(named, f"asked for by name{f', but {reason}' if reason else ''}")
     measured = () if is_gpu(device_type) else table().of(op, native.isa(), _name(dtype))
     shapes = {entry.shape for entry in measured}
-    shapes |= {shape for held_op, held_dtype, shape in _held if (held_op, held_dtype) == (op, _name(dtype))}
+    shapes |= {
+        shape for held_op, held_dtype, shape in _thread.settings.held if (held_op, held_dtype) == (op, _name(dtype))
+    }
     decisions = [_decide(op, device_type, dtype, shape) for shape in sorted(shapes, key=lambda s: s or ())]
     if not decisions:
         return _decide(op, device_type, dtype, None)
@@ -535,12 +610,12 @@ def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[
 
 
 def default_backend() -> str:
-    """Name that `backend="auto"` stands for in this process: "auto", or the backend that was set."""
-    return _default_backend
+    """Name that `backend="auto"` stands for by the settings in use: "auto", or the backend that was set."""
+    return _thread.settings.backend
 
 
 def asked(op: str) -> str:
-    """Name that `backend="auto"` stands for in an op: its own (`use_op_backend`), or that of the process.
+    """Name that `backend="auto"` stands for in an op: its own (`use_op_backend`), or that of every op.
 
     Args:
         op: name of the op.
@@ -548,12 +623,11 @@ def asked(op: str) -> str:
     Returns:
         "auto", or the backend that was set.
     """
-    return _of_op.get(op, _default_backend)
+    return _thread.settings.of_op.get(op, _thread.settings.backend)
 
 
-@contextlib.contextmanager
-def use_op_backend(op: str, backend: str) -> Iterator[None]:
-    """Make `backend="auto"` stand for a given backend within a `with` block, in one op of this process.
+def use_op_backend(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
+    """Make `backend="auto"` stand for a given backend within a `with` block of this thread, in one op.
 
     Args:
         op: name of a registered op.
@@ -567,25 +641,19 @@ def use_op_backend(op: str, backend: str) -> Iterator[None]:
         ValueError: the op has no such backend.
     """
     implementation(op, backend)
-    before = dict(_of_op)
-    _of_op[op] = backend
-    try:
-        yield
-    finally:
-        _of_op.clear()
-        _of_op.update(before)
+    return _use(of_op={**_thread.settings.of_op, op: backend})
 
 
 def leaves_to_torch() -> bool:
-    """Whether the process-wide default leaves linears, norms and the like, which torch has itself, to torch.
+    """Whether the default backend leaves linears, norms and the like, which torch has itself, to torch.
 
     Those named `reference` and `cuda` do. `cpu` and `triton` stand for every kernel that they have.
     """
-    return _default_backend in ("reference", "cuda")
+    return _thread.settings.backend in ("reference", "cuda")
 
 
 def set_default_backend(backend: str) -> None:
-    """Make `backend="auto"` stand for a given backend from now on, in every op of this process.
+    """Make `backend="auto"` stand for a given backend from now on, wherever the settings of the process are used.
 
     Args:
         backend: one of `BACKENDS`, or "auto" to let the registry decide again.
@@ -593,15 +661,13 @@ def set_default_backend(backend: str) -> None:
     Raises:
         ValueError: backend is unknown.
     """
-    global _default_backend
-    if backend != "auto":
-        _check_name(backend)
-    _default_backend = backend
+    _check_name(backend)
+    PROCESS.backend = backend
+    _thread.enter(_thread.own, _thread.changes)
 
 
-@contextlib.contextmanager
-def use_backend(backend: str) -> Iterator[None]:
-    """Make `backend="auto"` stand for a given backend within a `with` block, in every op of this process.
+def use_backend(backend: str) -> contextlib.AbstractContextManager[None]:
+    """Make `backend="auto"` stand for a given backend within a `with` block of this thread, in every op.
 
     Args:
         backend: one of `BACKENDS`, or "auto" to let the registry decide.
@@ -612,14 +678,5 @@ def use_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: backend is unknown.
     """
-    previous = _default_backend
-    set_default_backend(backend)
-    try:
-        yield
-    finally:
-        set_default_backend(previous)
-
-
-def _check_name(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {backend!r}")
+    _check_name(backend)
+    return _use(backend=backend)

@@ -112,10 +112,14 @@ def test_slots_beside_each_other_and_another_thread_between_two_linears(device):
     def meanwhile(module, arguments):
         hook.remove()
         assert len(group.held._results) == 2
-        thread = threading.Thread(target=lambda: found.append(lanes(model, batch)))
+        thread = threading.Thread(target=beside, args=(registry.effective(),))
         thread.start()
         thread.join()
         assert len(group.held._results) == 2
+
+    def beside(kernels):
+        with kernels.used():
+            found.append(lanes(model, batch))
 
     hook = key.register_forward_pre_hook(meanwhile)
     with registry.use_op_backend(group.OP, "triton"):
