@@ -62,7 +62,14 @@ PARTS = (
     Part("peft", 60, calls=("peft_step 1b",), package="peft"),
     Part("tests", 200, f"-m pytest -p no:cacheprovider -q {' '.join(ON_A_GPU)}"),
     Part("8b", 150, calls=("decode 8b 64", "whole_step 8b ppo")),
-    Part("exact", 90, calls=("whole_step 1b exact", "decode 1b 16")),
+    Part("exact", 90, calls=("whole_step 1b ppo + exact", "decode 1b 16")),
+    Part(
+        "steps",
+        120,
+        calls=("decode 1b 64 + native", "decode 1b 64 + rounded", "decode 1b 64 + native + rounded"),
+    ),
+    Part("short", 60, calls=("decode 1b 64 160", "decode 1b 64 160 + whole")),
+    Part("updates", 120, calls=("micro_batch 1b + lora_group", "whole_step 1b grpo + attention")),
     *(Part(f"op-{op}", 45, f"-m rlhf_engine bench {op}") for op in OPS),  # beside Liger and FlexAttention
     Part("trl", 120, "bench/studies/trl_patch.py", package="trl"),
 )

@@ -3,12 +3,14 @@
 
     python bench/gpu/steps.py FILE ABOUT CALL...
 
-Each CALL is a function of this file with its words, as in "decode 1b 64". What a call finds is appended to FILE as JSON
-lines, with the keys of ABOUT before it. Models have random weights. With the device `rehearsal` they are tiny.
+Each CALL is a function of this file with its words, and with `WAYS` that are on meanwhile: "decode 1b 64 + rounded".
+What it finds is appended to FILE as JSON lines, with the keys of ABOUT before it. Models have random weights. With the
+device `rehearsal` they are tiny.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -19,8 +21,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from rlhf_kernels.decode_attention import triton as attention
 from rlhf_kernels.runtime import cuda_native, native, registry
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,7 +35,7 @@ from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss, hydra_roles
 from rlhf_engine.policy.optimizer import RoleOptimizer
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.training.update import Schedule, update
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "flash-attn")
@@ -43,11 +47,19 @@ SHAPES = {  # Llama 3.2 1B, Llama 3.1 8B, and a rehearsal's: the sizes, and word
 }
 ROLES = {"ppo": ("actor", "reference", "critic", "reward"), "grpo": ("actor", "reference")}
 KERNELS = {  # part of a decoding step → its kernels' names
-    "lora": r"_shrink|_expand|lora",
+    "lora": r"shrink|expand|lora",
     "attention": r"attend|join|flash|fmha",
-    "norms, rotary, swiglu": r"^norm|rotate|swiglu|activation",
+    "norms, rotary, swiglu": r"norm|rotate|swiglu|activation|heads_kernel|gate_kernel",
     "head and drawing": r"sample|finish|argmax",
     "products": r"gemm|gemv|cutlass|nvjet|xmma|splitK|cublas|product",
+}
+drawn_by: dict[str, Any] = {}  # of every rollout
+WAYS: dict[str, Callable[[], Any]] = {  # taken by name alone; a tree before may lack some
+    "exact": lambda: registry.use_exact(True),
+    "native": lambda: mock.patch.dict(drawn_by, options=EngineOptions(decode_step="native")),
+    "rounded": lambda: attention.use_variant(rounded=True),
+    "whole": lambda: attention.use_variant(whole=True),
+    **{op: lambda op=op: registry.use_op_backend(op, "triton") for op in ("attention", "lora_group")},
 }
 
 
@@ -113,13 +125,12 @@ def environment(say: Callable[..., None], rehearsed: bool) -> None:
     say(versions=versions, backends=backends, cuda_kernels=cuda_native.missing(), native=native.missing())
 
 
-def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, kind: str) -> None:
+def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, name: str) -> None:
     """Seconds by phase of the step that compiles and captures and of those after it; answers of full length.
 
-    kind: ppo; exact, which is ppo in exact mode; grpo: eight answers to a prompt, which go through the model as by
-    default, as copies and shared. `apart`: the log-probs of drawing and of scoring differ by that much at most.
+    name: ppo; grpo: eight answers to a prompt, which go through the model as by default, as copies and shared. `apart`:
+    the log-probs of drawing and of scoring differ by that much at most.
     """
-    name = "grpo" if kind == "grpo" else "ppo"
     policy = Policy(shape, ROLES[name], rehearsed)
     model, each = policy.model, 1 if name == "ppo" else 2 if rehearsed else 8
     algorithm: Algorithm = Ppo(AlgorithmOptions())
@@ -133,7 +144,7 @@ def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, kind: str)
     def generation() -> None:
         model.eval()
         sampling = SamplingConfig(max_completion_length=policy.answer, eos_token_ids=())
-        held["rollout"] = generate(model, prompts, sampling)
+        held["rollout"] = generate(model, prompts, sampling, **drawn_by)
 
     def scoring() -> None:
         found = model.score(held["rollout"].batch, ROLES[name])
@@ -158,10 +169,9 @@ def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, kind: str)
     ways = {"default": None, "copied": False, "shared": True} if name == "grpo" else {"default": None}
     for way, shares in ways.items():
         model.shares_prompts = shares
-        for run in range(4 if kind == "exact" else 3):  # of exact mode 131,072 tokens
+        for run in range(4 if registry.is_exact() else 3):  # of exact mode 131,072 tokens
             try:
-                with registry.use_exact(kind == "exact"):
-                    seconds = {phase: policy.clocked(call) for phase, call in phases.items()}
+                seconds = {phase: policy.clocked(call) for phase, call in phases.items()}
             except RuntimeError as error:  # of this way: the next may run
                 say(prompts=way, failed=str(error)[:300])
                 break
@@ -170,19 +180,20 @@ def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, kind: str)
             say(prompts=way, run=run, seconds=seconds, tokens_per_second=speed, **more)
 
 
-def decode(say: Callable[..., None], rehearsed: bool, shape: str, rows: str) -> None:
-    """One decoding step at a context of 768 tokens: ms by the clock, and µs of its kernels by part.
+def decode(say: Callable[..., None], rehearsed: bool, shape: str, rows: str, prompt: str = "720") -> None:
+    """One decoding step, 48 tokens behind the prompt: ms by the clock, and µs of its kernels by part.
 
     Both are differences of two rollouts, so what a rollout does once falls out. The adapter is off in the reference.
     """
     policy = Policy(shape, ("actor", "reference"), rehearsed)
-    short, long, context = (2, 4, 8) if rehearsed else (16, 80, 720)
+    short, long, context = (2, 4, 8) if rehearsed else (16, 80, int(prompt))
     prompts = policy.prompts(2 if rehearsed else int(rows), context)
     policy.model.eval()
     for role in ("actor", "reference"):
 
         def draw(tokens: int, role: str = role) -> None:
-            generate(policy.model, prompts, SamplingConfig(max_completion_length=tokens, eos_token_ids=()), role=role)
+            sampling = SamplingConfig(max_completion_length=tokens, eos_token_ids=())
+            generate(policy.model, prompts, sampling, role=role, **drawn_by)
 
         draw(long)
         few_s, many_s = (min(policy.clocked(partial(draw, n)) for _ in range(2)) for n in (short, long))
@@ -287,7 +298,7 @@ def main(file: Path, about: dict[str, Any], calls: Sequence[str]) -> int:
     rc = 0
     for call in calls:
         print(call, flush=True)
-        function, *words = call.split()
+        (function, *words), *ways = (part.split() for part in call.split(" + "))
 
         def say(call: str = call, **row: Any) -> None:
             nonlocal rc
@@ -295,7 +306,14 @@ def main(file: Path, about: dict[str, Any], calls: Sequence[str]) -> int:
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**about, "call": call, **row}) + "\n")
 
-        FUNCTIONS[function](say, about["device"] == "rehearsal", *words)
+        with contextlib.ExitStack() as stack:
+            try:
+                for (way,) in ways:
+                    stack.enter_context(WAYS[way]())
+            except (AttributeError, KeyError) as missing:
+                say(missing=str(missing))
+                continue
+            FUNCTIONS[function](say, about["device"] == "rehearsal", *words)
         gc.collect()  # the next one's model needs the room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 from rlhf_bench.workload import PROMPTS_FILE, Setting
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.distributed.process_group import ALONE, World
-from rlhf_engine.runs.metrics import run_record, write_json_atomic
+from rlhf_engine.runs.metrics import cpu_name, git_commit, run_record, write_json_atomic
 from rlhf_engine.training.rl import RlTrainer
 
 QUICK = {"hidden": 64, "layers": 2, "vocab": 256, "batch": 8, "prompt_tokens": 8, "answer_tokens": 8, "micro_batch": 4}
@@ -37,6 +38,21 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     for field in dataclasses.fields(Setting):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=field.metadata["help"])
     return parser
+
+
+def append(file: Path | None, **found: Any) -> None:
+    """Append what a study found to a file, if it was named, with the command and the machine."""
+    about = {
+        "isa": native.isa(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "git_commit": git_commit(Path(__file__)),
+        "command": shlex.join(["python", f"bench/studies/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }
+    if file:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(found | about) + "\n")
 
 
 def arguments_in_processes(

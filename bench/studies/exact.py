@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arms import append
 from rich.console import Console
 from rich.table import Table
 from rlhf_bench.isa import SETS, is_held, run_held
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -40,7 +40,6 @@ from transformers import (
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.rollout import EngineOptions, Request, SamplingConfig, generate_requests
-from rlhf_engine.runs.metrics import cpu_name, git_commit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODELS: dict[str, PreTrainedConfig] = {
@@ -201,15 +200,8 @@ def main() -> None:
                     "tokens": total,
                     "max_abs_difference": dict(zip(("scoring", "scoring_copies", "training"), worst, strict=True)),
                     "seconds": round(seconds, 1),
-                    "isa": native.isa(),
-                    "cpu": cpu_name(),
-                    "torch": torch.__version__,
-                    "git_commit": git_commit(Path(__file__)),
-                    "command": shlex.join(["python", "bench/studies/exact.py", *sys.argv[1:]]),
                 }
-                if arguments.json:
-                    with arguments.json.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+                append(arguments.json, **record)
                 print(
                     json.dumps({key: record[key] for key in ("model", "dtype", "tokens", "max_abs_difference")}),
                     flush=True,

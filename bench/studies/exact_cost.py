@@ -15,7 +15,6 @@ import argparse
 import copy
 import itertools
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -23,13 +22,13 @@ import time
 from pathlib import Path
 
 import torch
+from arms import append
 from exact import MODELS
 from rlhf_bench.isa import SETS, is_held, run_held
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.runs.metrics import cpu_name, git_commit
 from rlhf_engine.training.rl import RlTrainer
 
 ANIMALS = ("dog", "cat", "bear", "fox", "bird", "fish", "frog", "owl")
@@ -95,24 +94,9 @@ def main() -> None:
         print(
             f"{model} {dtype}: {exactly:.2f} s in exact mode, {auto:.2f} s without, {exactly / auto:.2f} x", flush=True
         )
-        record = {
-            "model": model,
-            "dtype": dtype,
-            "auto_s": seconds[False],
-            "exact_s": seconds[True],
-            "ratio": exactly / auto,
-            "mismatch_auto": mismatch[False],
-            "mismatch_exact": mismatch[True],
-            "isa": native.isa(),
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "git_commit": git_commit(Path(__file__)),
-            "command": shlex.join(["python", "bench/studies/exact_cost.py", *sys.argv[1:]]),
-        }
-        if options.json:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+        about = {"model": model, "dtype": dtype, "ratio": exactly / auto}
+        found = {"auto_s": seconds[False], "exact_s": seconds[True]}
+        append(options.json, **about, **found, mismatch_auto=mismatch[False], mismatch_exact=mismatch[True])
 
 
 if __name__ == "__main__":

@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from arms import append
 from exact_cost import ANIMALS, REWARD
-from rlhf_kernels.runtime import native
 
 from rlhf_engine.commands.main import main as command
-from rlhf_engine.runs.metrics import cpu_name, git_commit, read_metrics
+from rlhf_engine.runs.metrics import read_metrics
 
 ANSWERS = 16
 """Of a step."""
@@ -77,22 +76,9 @@ def main() -> None:
         differs |= worst != 0.0 or len(rows) != options.steps
         tokens = round(sum(row["completions/mean_length"] * ANSWERS for row in rows))
         print(f"{mode} {dtype}: {len(rows)} steps, {tokens} tokens, largest difference {worst:g}", flush=True)
-        record = {
-            "mode": mode,
-            "dtype": dtype,
-            "steps": len(rows),
-            "tokens": tokens,
-            "largest_difference": worst,
-            "staleness_max": max(row.get("staleness/max", 0) for row in rows),
-            "seconds": time.monotonic() - began,
-            "isa": native.isa(),
-            "cpu": cpu_name(),
-            "git_commit": git_commit(Path(__file__)),
-            "command": shlex.join(["python", "bench/studies/exact_runs.py", *sys.argv[1:]]),
-        }
-        if options.json:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+        stale, seconds = max(row.get("staleness/max", 0) for row in rows), time.monotonic() - began
+        found = {"steps": len(rows), "tokens": tokens, "largest_difference": worst, "staleness_max": stale}
+        append(options.json, mode=mode, dtype=dtype, seconds=seconds, **found)
     sys.exit(differs)
 
 

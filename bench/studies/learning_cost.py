@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arms import append
 from lanes import make_model, update
 from rlhf_bench.isa import SETS, is_held, run_held
 from rlhf_bench.memory import peak_of_process, set_up_malloc
 from rlhf_bench.timing import interleaved, medians
-from rlhf_kernels.runtime import native, registry
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch
 from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import exactness
-from rlhf_engine.runs.metrics import cpu_name, git_commit
 
 MICRO_BATCH = 8
 SHARED = ((8, 256, 64), (4, 64, 64), (1, 256, 64))
@@ -173,23 +172,8 @@ def main() -> None:
                 f"products {row['products']:.2f} x; {row['ratio'] / row['products']:.3f} of them",
                 flush=True,
             )
-        record = {
-            "dtype": dtype,
-            "exact": exact,
-            "ms": times,
-            "peak_bytes": peaks,
-            "roles": roles,
-            "rounds": options.rounds,
-            "isa": native.isa(),
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "git_commit": git_commit(Path(__file__)),
-            "command": shlex.join(["python", "bench/studies/learning_cost.py", *sys.argv[1:]]),
-        }
-        if options.json:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+        found = {"ms": times, "peak_bytes": peaks, "roles": roles, "rounds": options.rounds}
+        append(options.json, dtype=dtype, exact=exact, **found)
 
 
 if __name__ == "__main__":

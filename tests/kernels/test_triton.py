@@ -133,3 +133,11 @@ def test_attention_of_packed_rows_is_summed_as_in_decoding(tmp_path):
         assert packed["products"] == paged["products"], packed["case"]
         # a product of capability 10 leaves its result in a memory of its own, which has no layout of this kind
         assert packed["products"] or packed["arch"] == 100
+
+
+def test_one_kernel_attends_as_the_one_whose_splits_are_joined(tmp_path):
+    found = [r for r in compiled(tmp_path / "decode.json", "--op=decode_attention", "--arch=90") if r["sums"]]
+    attend = {r["case"]: (r["sums"], r["products"]) for r in found if r["kernel"] == "attend_kernel"}
+    whole = {case: layouts for case, layouts in attend.items() if case.endswith(", whole")}
+    assert len(whole) == len(attend) / 2
+    assert all(attend[case.removesuffix(", whole")] == layouts for case, layouts in whole.items())

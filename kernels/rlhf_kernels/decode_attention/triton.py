@@ -12,11 +12,16 @@ In exact mode the kernel of the op `attention` serves in their place, which has 
 
 Scores are products of the inputs' own dtype, summed in fp32. Weights stay fp32: next to bf16 values as three bf16,
 next to fp16 and fp32 as three TF32 products.
+
+`use_variant` names two other ways that no GPU has run: weights of the values' dtype, so that a tile is one product, and
+no second kernel where there is one split.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,6 +39,36 @@ SPLIT, MAX_SPLITS = 256, 64  # positions of a split, and most splits; beyond, sp
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
+class _Variant(NamedTuple):
+    rounded: bool = False
+    whole: bool = False
+
+
+_variant = _Variant()
+
+
+@contextlib.contextmanager
+def use_variant(*, rounded: bool = False, whole: bool = False) -> Iterator[None]:
+    """Take other ways through the kernels within a `with` block; no GPU has run them, so nothing else takes them.
+
+    They are those of the process, and of what a CUDA graph captures meanwhile. In exact mode they change nothing.
+
+    Args:
+        rounded: weights are rounded to the values' dtype, in the softmax's denominator, too: one product a tile. Values
+            of fp32 change no bit.
+        whole: one kernel does all where the table holds no more than one split. No bit changes.
+
+    Returns:
+        A context manager, for a `with` block; what was on before it comes back at its end.
+    """
+    global _variant
+    before, _variant = _variant, _Variant(rounded, whole)
+    try:
+        yield
+    finally:
+        _variant = before
+
+
 @triton.jit
 def _seen(length_ptr, row, length_stride, n_positions, window, WINDOW: tl.constexpr):
     """[first, after): the positions that a row sees."""
@@ -45,6 +80,12 @@ def _seen(length_ptr, row, length_stride, n_positions, window, WINDOW: tl.conste
     return first, after
 
 
+@triton.jit
+def _group_at(out_ptr, first, g, d, D: tl.constexpr):
+    """Places [BG, BD] of the heads of a group, which begins with head `first` of all rows' heads."""
+    return out_ptr + first * D + (g[:, None] * D + d[None, :])
+
+
 @triton.jit(do_not_specialize=["n_positions", "n_splits", "split_size", "window"])
 def attend_kernel(
     q_ptr,  # [N, Hq, D]
@@ -52,7 +93,9 @@ def attend_kernel(
     v_ptr,
     length_ptr,  # [N]
     table_ptr,  # [N, max_blocks]
-    sum_ptr,  # out [N, Hq, splits, D] fp32: Σ e^(z−m) v of a split
+    sink_ptr,  # [Hq] or None; whole
+    out_ptr,  # out [N, Hq, D]; whole: one split is all
+    sum_ptr,  # out [N, Hq, splits, D] fp32: Σ e^(z−m) v of a split; not whole
     state_ptr,  # out [N, Hq, splits, 2] fp32: m and Σ e^(z−m)
     n_heads,
     n_kv,
@@ -71,6 +114,7 @@ def attend_kernel(
     v_position,
     v_head,
     v_inner,
+    sink_stride,
     length_stride,
     table_row,
     table_column,
@@ -79,6 +123,7 @@ def attend_kernel(
     softcap,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
     UPCAST: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per cache head
     D: tl.constexpr,
@@ -92,11 +137,16 @@ def attend_kernel(
     first, after = _seen(length_ptr, row, length_stride, n_positions, window, WINDOW)
     begin = tl.maximum(split * split_size, first // BS * BS)
     end = tl.minimum((split + 1) * split_size, after)
-    if begin >= end:
-        return
+    if out_ptr is None:  # noqa: SIM102
+        if begin >= end:
+            return
     g, d = tl.arange(0, BG), tl.arange(0, BD)
     own = (g < GROUP)[:, None] & (d < D)[None, :]
     heads = head * GROUP + g
+    if out_ptr is not None:  # noqa: SIM102
+        if begin >= end:  # an empty row
+            tl.store(_group_at(out_ptr, row * n_heads + head * GROUP, g, d, D), 0.0, mask=own)
+            return
     at = row * q_row + heads[:, None] * q_head + d[None, :].to(tl.int64) * q_inner
     q = tl.load(q_ptr + at, mask=own, other=0.0)
     m = tl.full((BG,), float("-inf"), tl.float32)
@@ -129,12 +179,28 @@ def attend_kernel(
         _, e = exponentials(z, to)
         a = tl.exp(m - tl.where(to == float("-inf"), 0.0, to))
         m = to
-        s = s * a + tl.sum(e, 1)
+        if ROUNDED:
+            e = e.to(v.dtype)
+        s = s * a + tl.sum(e.to(tl.float32), 1)
         total = dot(e, v, total * a[:, None], UPCAST)
-    place = (row * n_heads + heads) * n_splits + split
-    tl.store(sum_ptr + place[:, None] * D + d[None, :], total, mask=own)
-    tl.store(state_ptr + place * 2, m, mask=g < GROUP)
-    tl.store(state_ptr + place * 2 + 1, s, mask=g < GROUP)
+    if out_ptr is None:
+        place = (row * n_heads + heads) * n_splits + split
+        tl.store(sum_ptr + place[:, None] * D + d[None, :], total, mask=own)
+        tl.store(state_ptr + place * 2, m, mask=g < GROUP)
+        tl.store(state_ptr + place * 2 + 1, s, mask=g < GROUP)
+    else:
+        # With the bits of `join_kernel`: adding 0 makes −0 a 0, and lets no product be fused with the sum
+        if sink_ptr is None:
+            total += 0.0
+        else:
+            sink = tl.load(sink_ptr + heads * sink_stride, mask=g < GROUP, other=0.0).to(tl.float32)
+            to = tl.maximum(sink, m)
+            finite = tl.where(to == float("-inf"), 0.0, to)
+            a = tl.exp(m - finite)
+            s = tl.exp(sink - finite) + tl.fma(a, s, 0.0)
+            total = tl.fma(a[:, None], total, 0.0)
+        out = (total / s[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(_group_at(out_ptr, row * n_heads + head * GROUP, g, d, D), out, mask=own)
 
 
 @triton.jit(do_not_specialize=["n_positions", "n_splits", "split_size", "window"])
@@ -226,8 +292,11 @@ def forward(
     tile = tile_sizes(n_heads // n_kv, d, q.element_size())
     size = split_size(n_positions)
     n_splits = triton.cdiv(n_positions, size)
-    sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
-    state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
+    whole, sums, state = _variant.whole and n_splits == 1, None, None
+    if not whole:
+        sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
+        state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
+    sink_stride = 0 if sinks is None else sinks.stride(0)
     window = n_positions if window is None else min(window, n_positions)
     windowed = window < n_positions
     attend_kernel[(n * n_kv, n_splits)](
@@ -236,6 +305,8 @@ def forward(
         v_cache,
         lengths,
         block_table,
+        sinks if whole else None,
+        out if whole else None,
         sums,
         state,
         n_heads,
@@ -247,6 +318,7 @@ def forward(
         *q.stride(),
         *k_cache.stride(),
         *v_cache.stride(),
+        sink_stride if whole else 0,
         lengths.stride(0),
         *block_table.stride(),
         scale,
@@ -254,11 +326,14 @@ def forward(
         softcap or 0.0,
         WINDOW=windowed,
         SOFTCAP=softcap is not None,
+        ROUNDED=_variant.rounded,
         UPCAST=INTERPRETED,
         **tile,
         num_warps=WARPS,
         num_stages=STAGES,
     )
+    if whole:
+        return out
     join_kernel[(n, n_heads)](
         sums,
         state,
@@ -270,7 +345,7 @@ def forward(
         n_splits,
         size,
         lengths.stride(0),
-        0 if sinks is None else sinks.stride(0),
+        sink_stride,
         window,
         WINDOW=windowed,
         D=d,
@@ -290,23 +365,24 @@ def aot_cases() -> list[AotCase]:
         kind = {n: known.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
         return {n: t for n, t in kind.items() if n not in constexprs}
 
-    def cases(
-        dtype: str, group: int, d: int, *, window: bool = False, softcap: bool = False, sinks: bool = False
-    ) -> list[AotCase]:
-        options = {"window": window, "softcap": softcap, "sinks": sinks}
-        name = ", ".join([f"{dtype}, {group} heads of {d}", *(option for option, is_on in options.items() if is_on)])
+    def cases(dtype: str, group: int, d: int, *options: str) -> list[AotCase]:
+        window, sinks, whole = ("window" in options, "sinks" in options, "whole" in options)
         tile = tile_sizes(group, d, kinds[dtype])
-        attend = {"WINDOW": window, "SOFTCAP": softcap, "UPCAST": False, **tile}
-        attend |= {"k_inner": 1, "v_inner": 1, "q_inner": 1, "length_stride": 1, "table_column": 1}
+        attend: dict[str, Any] = dict.fromkeys(("sum_ptr", "state_ptr") if whole else ("out_ptr",))
+        attend |= {"WINDOW": window, "SOFTCAP": "softcap" in options, "ROUNDED": "rounded" in options, "UPCAST": False}
+        attend |= {**tile, "k_inner": 1, "v_inner": 1, "q_inner": 1, "length_stride": 1, "table_column": 1}
+        attend |= {"sink_stride": 1} if sinks and whole else {"sink_ptr": None}
         join: dict[str, Any] = {"WINDOW": window, "D": d, "BD": tile["BD"], "length_stride": 1}
         join |= {"sink_stride": 1} if sinks else {"sink_ptr": None}
         cases = []
-        for kernel, constexprs in ((attend_kernel, attend), (join_kernel, join)):
+        for kernel, constexprs in ((attend_kernel, attend), (join_kernel, join))[
+            : 1 if whole or "rounded" in options else 2
+        ]:
             types = signature(kernel, dtype, constexprs)
             wide = tuple(n for n in types if n.endswith(("_ptr", "_row", "_head", "_block", "_position")))
             cases.append(
                 AotCase(
-                    name=name,
+                    name=", ".join([f"{dtype}, {group} heads of {d}", *options]),
                     kernel=kernel,
                     signature=types,
                     constexprs=constexprs,
@@ -317,12 +393,17 @@ def aot_cases() -> list[AotCase]:
             )
         return cases
 
+    ways: tuple[tuple[str, ...], ...] = ((), ("rounded",), ("whole",), ("rounded", "whole"))
     return [
-        *cases("bf16", 4, 128),
-        *cases("bf16", 7, 64),
-        *cases("bf16", 1, 80, window=True),
-        *cases("bf16", 2, 256, window=True, softcap=True),
-        *cases("bf16", 8, 64, window=True, sinks=True),
-        *cases("fp16", 4, 128),
-        *cases("fp32", 4, 128),
+        case
+        for way in ways
+        for case in [
+            *cases("bf16", 4, 128, *way),
+            *cases("bf16", 7, 64, *way),
+            *cases("bf16", 1, 80, "window", *way),
+            *cases("bf16", 2, 256, "window", "softcap", *way),
+            *cases("bf16", 8, 64, "window", "sinks", *way),
+            *cases("fp16", 4, 128, *way),
+            *cases("fp32", 4, 128, *way),
+        ]
     ]

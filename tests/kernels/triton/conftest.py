@@ -71,6 +71,25 @@ def on_triton(device: str) -> Iterator[str]:
 
 
 @pytest.fixture
+def rounds_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to bf16, as GPUs do, where it would cut off."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (str(source), str(target)) == ("fp32", "bf16"):
+            bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)).astype(np.uint32).view(np.float32)
+            x = np.where(np.isfinite(x), bits, x)
+        return convert(x, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture
 def backend(on_triton: str) -> str:
     """What the properties in an op's own file ask for; a module here may add the paths that its kernels have."""
     return on_triton

@@ -1,14 +1,18 @@
 """The Triton decode attention: properties of every backend, one split and several, a row's own bits, large sizes."""
 
+import itertools
+
 import pytest
 import torch
 from rlhf_kernels.decode_attention import decode_attention
 from rlhf_kernels.decode_attention import triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
-from tests.kernels.checks import capture, in_any_company
+from tests.kernels.checks import capture, each, in_any_company, same_bits
 from tests.kernels.test_decode_attention import (  # noqa: F401
     CLOSE,
+    LARGE,
+    SMALL,
     by_row,
     case,
     exactly,
@@ -32,15 +36,57 @@ from tests.kernels.test_decode_attention import (  # noqa: F401
 )
 
 
-@pytest.fixture(params=[256, 64], ids=["one split", "splits"])
+@pytest.fixture(params=[256, 64], ids=["one kernel", "splits"])
 def backend(request, monkeypatch, on_triton):
-    """Positions per split; 64 are one tile."""
+    """Positions per split; 64 are one tile. Where one split is all, the kernel that joins splits is not there."""
     monkeypatch.setattr(ours, "SPLIT", request.param)
-    return on_triton
+    with ours.use_variant(whole=request.param == 256):
+        yield on_triton
 
 
 def run(*args, **options):
     return decode_attention(*args, backend="triton", **{"scale": 0.3} | options)
+
+
+def bits(x):
+    """Of numbers, −0 apart from 0; NaN is NaN."""
+    return torch.where(x.isnan(), 0.0, x).view(torch.int16 if x.dtype.itemsize == 2 else torch.int32), x.isnan()
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_has_the_bits_of_two(on_triton, monkeypatch, dtype):
+    """Whatever the sinks and the table's width; numbers that are not finite and values of −0 included."""
+    kinds = itertools.product((SMALL, (7, 1, 80)), (None, 9), (None, 1.5), (None, (0.7, -torch.inf, 90.0, torch.nan)))
+    for heads, window, softcap, sinks in kinds:
+        q, k_cache, v_cache, lengths, table = case(heads, lengths=(60, 0, 1, 17, 33), block=8, dtype=dtype)
+        options = {"window": window, "softcap": softcap, "sinks": None if sinks is None else sinks_of(q, sinks)}
+        v_cache[table[2, 0]], k_cache[table[3, 0]], k_cache[table[4, 4]] = -0.0, torch.inf, -torch.inf
+        args = [q, k_cache, v_cache, lengths, table]
+        want = run(*args, **options)
+        wide = torch.cat([table, torch.full((5, 40), -1, device=table.device)], 1)  # two splits
+        with ours.use_variant(whole=True):
+            same_bits(bits(run(*args[:4], wide, **options)), bits(want))
+            with monkeypatch.context() as patch:
+                patch.setattr(ours, "join_kernel", None)
+                same_bits(bits(run(*args, **options)), bits(want))
+        assert (want[1] == 0).all()
+
+
+@each("heads", [SMALL, LARGE, (7, 1, 64)])
+def test_rounded_weights_err_as_plain_attention_of_their_dtype(on_triton, rounds_to_bf16, monkeypatch, heads):
+    """T3, in one kernel and joined, next to sinks and without; values of fp32 keep the bits."""
+    monkeypatch.setattr(ours, "SPLIT", 64)
+    for dtype, some in itertools.product((torch.bfloat16, torch.float16, torch.float32), (-torch.inf, 0.7)):
+        args = case(heads, lengths=(60, 1, 33, 64), block=16, dtype=dtype)
+        sinks = {"sinks": torch.full_like(args[0][0, :, 0], some)}
+        for table in (args[4][:, :4], args[4]):  # 4 blocks are a split
+            plain = run(*args[:4], table, **sinks)
+            with ours.use_variant(rounded=True, whole=True):
+                got = run(*args[:4], table, **sinks)
+            assert torch.equal(got, plain) == (dtype == torch.float32)
+            if dtype != torch.float32:
+                eager = by_row(*args, scale=0.3, **sinks)
+                assert_ok(tier3(got, exactly(*args, **sinks), eager), f"{dtype}, {some}")
 
 
 def test_what_is_joined_was_written(on_triton, monkeypatch):

@@ -1,16 +1,13 @@
 """The decoding step in Triton: numbers, bits of rows without an adapter, memory that nobody may read, moves."""
 
 import dataclasses
-import importlib
 
-import numpy as np
 import pytest
 import torch
 from rlhf_kernels.decode_step import DecodeStep, Projection, StepAdapter, join
 from rlhf_kernels.decode_step import triton as ours
 from rlhf_kernels.decode_step.model import side_by_side
 from rlhf_kernels.runtime import registry, testing
-from rlhf_kernels.runtime.triton_support import INTERPRETED
 
 from tests.kernels.checks import capture, same_bits
 from tests.kernels.decode_step_cases import (
@@ -29,21 +26,8 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
-def _(on_triton, monkeypatch):
-    """All tensors are where the kernels run; the interpreter rounds to bf16, as GPUs do, where it would cut off."""
-    if not INTERPRETED:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    convert = interpreter._convert_float
-
-    def rounded(x, source, target, mode):
-        if (str(source), str(target)) == ("fp32", "bf16"):
-            bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)).astype(np.uint32).view(np.float32)
-            x = np.where(np.isfinite(x), bits, x)
-        return convert(x, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+def _(on_triton, rounds_to_bf16):
+    """All tensors are where the kernels run."""
 
 
 def case(sizes, n, dtype, adapters=None, seed=3):

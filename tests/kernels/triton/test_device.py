@@ -7,6 +7,7 @@ import pytest
 import torch
 from rlhf_kernels.attention import attention as attention_in_order
 from rlhf_kernels.decode_attention import decode_attention
+from rlhf_kernels.decode_attention.triton import use_variant
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear import linear
@@ -96,7 +97,11 @@ def attention():
     cache = torch.randn(20, 16, 2, 16)
     lengths = torch.tensor([150, 90])
     table = torch.arange(20).view(2, 10)
-    decode_attention(torch.randn(2, 4, 16), cache, cache, lengths, table, scale=0.25, sinks=torch.zeros(4), **ON)
+    for way in ({}, {"rounded": True, "whole": True}):
+        with use_variant(**way):
+            decode_attention(
+                torch.randn(2, 4, 16), cache, cache, lengths, table, scale=0.25, sinks=torch.zeros(4), **ON
+            )
     q = leaf(6, 2, 16)
     attention_in_order(q, q, q, [2, 4], parents=[-1, 0], scale=0.25, **ON).sum().backward()
 
