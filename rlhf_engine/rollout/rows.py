@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
+from rlhf_kernels.runtime.device_tables import queued
 
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import BLOCK
@@ -167,18 +169,17 @@ class LiveRows:
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
-        device = self._device
         tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]
-        temperatures = [row.sampling.temperature for row in rows]
-        new = RowState(
-            tokens_N=torch.zeros(len(rows), dtype=torch.int64, device=device),
-            lengths_N=torch.tensor([len(row.prompt) for row in rows], device=device),
-            seeds_N=torch.tensor([row.seed for row in rows], device=device),
-            slots_N=torch.tensor([-1 if row.slot is None else self.slots[row.slot] for row in rows], device=device),
-            greedy_N=torch.tensor([row.greedy for row in rows], device=device),
-            temperatures_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
-            table_NB=torch.tensor(tables, device=device),
-        )
+        columns: dict[str, Sequence[Any]] = {
+            "tokens_N": [0] * len(rows),
+            "lengths_N": [len(row.prompt) for row in rows],
+            "seeds_N": [row.seed for row in rows],
+            "slots_N": [-1 if row.slot is None else self.slots[row.slot] for row in rows],
+            "greedy_N": [row.greedy for row in rows],
+            "temperatures_N": torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32),
+            "table_NB": tables,
+        }
+        new = RowState(**{name: queued(torch.as_tensor(x), self._device) for name, x in columns.items()})
         self.state = self.state.followed_by(new)
         self.rows += rows
         self._settle()
@@ -186,7 +187,7 @@ class LiveRows:
     def keep(self, places: Sequence[int]) -> None:
         """Only the rows at these places go on, in this order."""
         self.rows = [self.rows[i] for i in places]
-        self.state = self.state.at(torch.tensor(places, dtype=torch.int64, device=self._device))
+        self.state = self.state.at(queued(places, self._device))
         self._settle()
 
     def drop_ended(self) -> None:
@@ -222,12 +223,12 @@ class LiveRows:
         return [
             SampleGroup(
                 places=tuple(places),
-                rows_N=None if len(members) == 1 else torch.tensor(places, device=self._device),
+                rows_N=None if len(members) == 1 else queued(places, self._device),
                 slot=slot,
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
-                not_yet=torch.tensor(sorted(ends), device=self._device) if ends else None,
+                not_yet=queued(sorted(ends), self._device) if ends else None,
                 temperature=_common([rows[i].sampling.temperature for i in places]),
             )
             for (slot, top_k, top_p, min_p, ends), places in members.items()
