@@ -170,7 +170,7 @@ class LiveRows:
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]
-        columns: dict[str, Sequence[Any]] = {
+        columns: dict[str, Any] = {
             "tokens_N": [0] * len(rows),
             "lengths_N": [len(row.prompt) for row in rows],
             "seeds_N": [row.seed for row in rows],
