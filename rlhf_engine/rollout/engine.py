@@ -381,7 +381,21 @@ class RolloutEngine:
             most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
             check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
         with self._lock, torch.inference_mode(False), self.backbone.kernels.used():
-            rows = [self._row(self._next + i, request, how, decode) for i, (request, how) in enumerate(asked)]
+            rows = [
+                AnswerRow(
+                    index=number,
+                    prompt=request.prompt,
+                    slot=self._model.roles[request.role].slot,
+                    sampling=how,
+                    greedy=request.greedy,
+                    fixed=request.weights == "fixed",
+                    seed=row_seed(how.seed, request.sample_id),
+                    keep=request.keep or bool(request.then),
+                    then=request.then,
+                    stop=StopTexts(how.stop, decode) if how.stop and decode is not None else None,
+                )
+                for number, (request, how) in enumerate(asked, start=self._next)
+            ]
             step = _choose_step(self._options, self.backbone)
             most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
             if self.finished:
@@ -427,7 +441,7 @@ class RolloutEngine:
         """
         if slot is not None:
             self.backbone.slot(slot)
-        with self._lock:
+        with self._lock, torch.no_grad():
             if write is not None or slot in self._renewals or self.versions[slot] != version:
                 self._renewals[slot] = version, write
                 self._rest()
@@ -696,20 +710,6 @@ class RolloutEngine:
             capture, required = CudaCapture(self.backbone.device), self._options.decode_step == "graph"
             self._step = GraphStep(self._step, live.columns, blocks, capture, required=required)
         return self._step
-
-    def _row(self, number: int, request: Request, sampling: SamplingConfig, decode: Decode | None) -> AnswerRow:
-        return AnswerRow(
-            index=number,
-            prompt=request.prompt,
-            slot=self._model.roles[request.role].slot,
-            sampling=sampling,
-            greedy=request.greedy,
-            fixed=request.weights == "fixed",
-            seed=row_seed(sampling.seed, request.sample_id),
-            keep=request.keep or bool(request.then),
-            then=request.then,
-            stop=StopTexts(sampling.stop, decode) if sampling.stop and decode is not None else None,
-        )
 
 
 def check_options(options: EngineOptions, backbone: Backbone, most_tokens: int) -> None:

@@ -16,7 +16,7 @@ from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
 
 from rlhf_engine.hydra.backbone import Backbone, LmHead
-from rlhf_engine.hydra.supports import numbers_of_bits, pack_bits
+from rlhf_engine.hydra.supports import pack_bits
 from rlhf_engine.hydra.truncation import OUTSIDE, wide_logits
 from rlhf_engine.rollout.rows import RowState, SampleGroup
 
@@ -85,9 +85,6 @@ class Sampler:
             logprobs = gather_logprob(z, tokens).logprob
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))
-        if not parts:
-            empty = state.seeds_N.new_empty(0)
-            return NextTokens(empty, empty.float(), empty.new_empty(0, numbers_of_bits(self._backbone.n_words)).int())
         return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
