@@ -147,15 +147,6 @@ class GeneratorTransport(Protocol):
         """Stop all generators and wait until they have; without effect the second time."""
 
 
-class Taken(NamedTuple):
-    """The answers of a step, and how the generators do."""
-
-    rollout: Rollout
-    wait_seconds: float  # that the learner had to wait
-    ready: int  # steps beyond whose answers are there
-    busy_seconds: float  # that all generators have been at work, since the first began
-
-
 class Scheduler:
     """One for a run; `close` it. Its own thread looks after the generators."""
 
@@ -211,8 +202,12 @@ class Scheduler:
             self._dispatch()
         return sent
 
-    def take(self, step: int) -> Taken:
-        """The answers of a step, as soon as they are there. Raises GeneratorError if nobody is left to draw them."""
+    def take(self, step: int) -> tuple[Rollout, float, int, float]:
+        """The answers of a step, as soon as they are there. Raises GeneratorError if nobody is left to draw them.
+
+        With them: seconds that the learner had to wait, the number of later steps whose answers are there, and seconds
+        that all generators have been at work since the first began.
+        """
         began = time.perf_counter()
         with self._changed:
             while not self._complete(step):
@@ -230,8 +225,7 @@ class Scheduler:
             ready = sum(self._complete(later) for later in self._drawn)
             now = time.perf_counter()
             busy = self._busy + sum(now - since for _, since in self._running.values())
-        rollout = join([shares[i] for i in range(len(shares))])
-        return Taken(rollout, wait_seconds=now - began, ready=ready, busy_seconds=busy)
+        return join([shares[i] for i in range(len(shares))]), now - began, ready, busy
 
     def policies(self) -> dict[int, int]:
         """Steps done → version, of the policies that may still draw or have drawn what is not learned from yet."""

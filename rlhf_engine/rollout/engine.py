@@ -232,7 +232,7 @@ class _Burst:
 
     def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
         """Queue one copy of what was drawn, of the versions that draw now."""
-        self.rows, self.versions, self.drawn = list(rows), [versions[row.slot] for row in rows], drawn
+        self.rows, self.versions, self.drawn = list(rows), [versions.get(row.slot, 0) for row in rows], drawn
         columns = [x for step in drawn for x in (step.tokens.int(), step.logprobs.float().view(torch.int32))]
         packed = torch.stack(columns, 1)
         self._host, self._ready = packed.to("cpu", non_blocking=packed.is_cuda), None  # pinned by torch, if so

@@ -128,7 +128,7 @@ def transport_of(monkeypatch, kind: type, **options: Any) -> tuple[Ray, RayTrans
 
 def learn(scheduler: Scheduler, steps: range) -> None:
     for step in steps:
-        found = scheduler.take(step).rollout.batch.sample_ids
+        found = scheduler.take(step)[0].batch.sample_ids
         assert found == (2 * step, 2 * step + 1)  # every answer once, in order
         scheduler.publish(step + 1, policy(step + 1))
 

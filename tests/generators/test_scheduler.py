@@ -90,10 +90,10 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
     """Ages of the answers of each step, policies one update apart."""
     found = []
     for step in steps:
-        answers = scheduler.take(step)
-        assert answers.rollout.batch.completion_tokens(0) == [step]
-        assert set(answers.rollout.versions_M.tolist()) == {answers.rollout.policy_version}
-        found.append(step - answers.rollout.policy_version)
+        rollout, *_ = scheduler.take(step)
+        assert rollout.batch.completion_tokens(0) == [step]
+        assert set(rollout.versions_M.tolist()) == {rollout.policy_version}
+        found.append(step - rollout.policy_version)
         time.sleep(seconds(step))
         scheduler.publish(step + 1, policy(step + 1))
     return found
@@ -218,8 +218,8 @@ def test_the_share_of_a_lost_generator_goes_to_another():
     assert (worker, again) == ("b", first)
     crowd.finish("a", first)  # too late: nobody waits for it
     crowd.finish("b", again)
-    answers = scheduler.take(0)
-    assert answers.rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
+    rollout, *_ = scheduler.take(0)
+    assert rollout.batch.sample_ids == (0, 1)  # every prompt once, in order
     assert len(crowd.sent) == 3
     scheduler.close()
     assert crowd.closed
@@ -233,7 +233,7 @@ def test_one_that_joins_takes_part():
     assert worker == "late"
     crowd.finish("late", second)
     crowd.finish("a", first)
-    assert scheduler.take(0).rollout.batch.sample_ids == (0, 1)
+    assert scheduler.take(0)[0].batch.sample_ids == (0, 1)
     scheduler.close()
 
 
@@ -266,7 +266,7 @@ def test_while_another_is_on_its_way_the_learner_waits():
     crowd.tell(Lost(worker="a", cause=OSError("killed")))
     crowd.tell(Lost(worker="never joined", cause=OSError("did not come up")))
     found: list[tuple[int, ...]] = []
-    learner = threading.Thread(target=lambda: found.append(scheduler.take(0).rollout.batch.sample_ids))
+    learner = threading.Thread(target=lambda: found.append(scheduler.take(0)[0].batch.sample_ids))
     learner.start()
     time.sleep(0.3)
     assert learner.is_alive()  # neither loss is the end
