@@ -143,7 +143,7 @@ class RayTransport(GeneratorTransport):
         device: torch.device | str = "cpu",
     ) -> None:
         """Start so many generators, of which `restarts` are replaced when they are lost or silent for too long."""
-        self._ray, self._room = ray, room
+        self._ray, self._room, self._kernels = ray, room, registry.effective()
         self._given = (dict(config), asdict(sampling), dict(frozen), room.threads)
         self._restarts, self._device = restarts, device
         self._beat, self._start_limit = min(_BEAT, timeout / 4), max(_START, timeout)
@@ -184,7 +184,8 @@ class RayTransport(GeneratorTransport):
                 if values["digest"] != digest:
                     raise EngineError(f"{worker} has drawn by another policy than version {version}")
                 rollout = work.unpack_rollout(values["rollout"], self._device)
-                registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
+                with self._kernels.used():  # of the run, whose thread this is not
+                    registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
                 return Drawn(worker, rollout)
 
             self._ask(generator, "draw", asdict(prompts), version, sorted(self._held), then=drawn)
@@ -229,7 +230,8 @@ class RayTransport(GeneratorTransport):
                 self._send(worker, version)  # it has them before any work: calls arrive in order
             return Joined(worker.name)
 
-        kernels = [tuple(choice) for choice in registry.choices()]
+        with self._kernels.used():
+            kernels = [tuple(choice) for choice in registry.choices()]
         self._ask(worker, "build", *self._given, kernels, then=built)
         return worker.name
 
@@ -333,17 +335,9 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
         theirs = replace(config, **whole, device=device.type, shard_base=False)  # type: ignore[arg-type]
 
         def connect(model: HydraModel, sampling: SamplingConfig) -> RayTransport:
-            return RayTransport(
-                ray,
-                replace(theirs, exact=registry.is_exact()).to_dict(),
-                sampling,
-                work.fixed_parts(model),
-                generators=config.ray_generators,
-                room=room,
-                restarts=RESTARTS,
-                timeout=SILENCE,
-                device=model.role_backbone(BEHAVIOUR).device,
-            )
+            given = replace(theirs, exact=registry.is_exact()).to_dict(), sampling, work.fixed_parts(model)
+            n, place = config.ray_generators, model.role_backbone(BEHAVIOUR).device
+            return RayTransport(ray, *given, generators=n, room=room, restarts=RESTARTS, timeout=SILENCE, device=place)
 
         yield connect
     finally:

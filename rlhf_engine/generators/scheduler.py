@@ -24,8 +24,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from rlhf_kernels.runtime import registry
-
 from rlhf_engine.config.rollout import AsyncOptions
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.work import Snapshot, join
@@ -187,7 +185,7 @@ class Scheduler:
         for snapshot in {snapshot.version: snapshot for snapshot in policies.values()}.values():
             transport.publish(snapshot)
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._watch, args=(registry.effective(),), name="scheduler", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="scheduler", daemon=True)
         self._thread.start()
 
     def publish(self, done: int, snapshot: Snapshot) -> int:
@@ -280,11 +278,10 @@ class Scheduler:
             self._next_step += 1
         return self._waiting.popleft()
 
-    def _watch(self, kernels: registry.Settings) -> None:
+    def _watch(self) -> None:
         try:
             while not self._closed:
-                with kernels.used():  # of the run, for what generators have chosen
-                    event = self._transport.next_event(_LOOK)
+                event = self._transport.next_event(_LOOK)
                 with self._changed:
                     if event is not None:
                         self._note(event)

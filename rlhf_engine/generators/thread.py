@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from rlhf_kernels.runtime import registry
 
 from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
@@ -55,7 +54,8 @@ class Worker:
         token.
         """
         self.rollouts, self._store, self._sampling = rollouts, store, sampling
-        self._slot = rollouts.model.role_backbone(BEHAVIOUR).slot(BEHAVIOUR)
+        base = rollouts.model.role_backbone(BEHAVIOUR)
+        self._slot, self.kernels = base.slot(BEHAVIOUR), base.kernels
         self._in_flight, self._score = in_flight, score
         self._held: Snapshot | None = None
         self.stop, self.hurry = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ class GeneratorThread(GeneratorTransport):
         self._began = time.monotonic()
         self._given_up = False
         self._cuda_stream: torch.cuda.Stream | None = None
-        self._thread = threading.Thread(target=self._run, args=(registry.effective(),), name=WORKER, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WORKER, daemon=True)
         self._thread.start()
         self._tell(Joined(WORKER))
 
@@ -163,12 +163,12 @@ class GeneratorThread(GeneratorTransport):
         if self._learner_threads is not None:
             torch.set_num_threads(self._learner_threads)
 
-    def _run(self, kernels: registry.Settings) -> None:
+    def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)  # this thread's own
         while (work := self._work.get()) is not None:
             try:
-                with self._stream(), kernels.used():
+                with self._stream(), self._worker.kernels.used():
                     rollout = self._worker(*work)
             except StoppedError:
                 return

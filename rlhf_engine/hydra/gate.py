@@ -3,8 +3,7 @@
 transformers hands its linears and attention functions tensors only, so this has to be ambient. It is a thread-local
 that holds one immutable `BackboneCall`, entered with a context manager. Nothing about it lives on modules: two threads
 may run different slots through the same modules at once. Gradient checkpointing recomputes layers later, maybe in
-another thread, so `checkpoint_contexts` captures the call that was current when the layer first ran. So it does the
-settings of the kernels, which are a thread's too.
+another thread, so `checkpoint_contexts` captures the call and the settings of kernels that the layer first ran by.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ def _load(
         for role in roles.values():
             if role.transient and role.slot is not None:
                 slots[role.slot] = dataclasses.replace(slots[role.slot], init_from=None)
-    quantization = config.quantization
-    dtype = DTYPES[config.dtype]
+    dtype, quantization = DTYPES[config.dtype], config.quantization
     device = loading_device(config)
     own: dict[str, Any] = {"slots": slots, "adapter_dtype": DTYPES[adapter_dtype(config.optim)], "seed": config.seed}
     if base is not None:

@@ -472,8 +472,7 @@ class RolloutEngine:
         Raises:
             MemoryLimitError: the rows do not fit into memory. Whatever is raised, all requests are dropped.
         """
-        # what is kept serves callers outside of inference mode, too
-        with self._lock, torch.inference_mode(False), torch.no_grad(), self.backbone.kernels.used():
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self.backbone.kernels.used():  # kept for others
             began = time.perf_counter()
             try:
                 self._renew()

@@ -72,26 +72,21 @@ class RlTrainer(Run[TrainerState]):
 
     def _load(self, base: HydraModel | None) -> HydraModel:
         """Load the data, and the model as it is before any step."""
-        self._inputs = load_inputs(self.config, rank=self.world.rank)
-        self.total_steps = self._inputs.total_steps
+        self._inputs = inputs = load_inputs(self.config, rank=self.world.rank)
+        self.total_steps, self.reports = inputs.total_steps, inputs.reports
         self.config = replace(self.config, max_steps=self.total_steps)
-        self.tokenizer, self.scorer = self._inputs.tokenizer, self._inputs.scorer
-        self.train_set, self.eval_set = self._inputs.train_set, self._inputs.eval_set
-        self.reports = self._inputs.reports
+        self.tokenizer, self.scorer = inputs.tokenizer, inputs.scorer
+        self.train_set, self.eval_set = inputs.train_set, inputs.eval_set
         return build_policy_model(self.config, base)
 
     def _prepare(self, model: HydraModel) -> None:
-        config, inputs = self.config, self._inputs
+        config, inputs, state = self.config, self._inputs, self.state
         if inputs.resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
         self.rollouts = self._make_rollouts()
+        sampling, world = self._sampling(config.seed), self.world
         self._prompts = StepPrompts(
-            config,
-            self.train_set,
-            self._sampling(config.seed),
-            step=self.state.step,
-            samples=self.state.samples,
-            world=self.world,
+            config, self.train_set, sampling, step=state.step, samples=state.samples, world=world
         )
         budget = self.policy.budgets["scoring_tokens"]
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world, budget)
@@ -182,19 +177,18 @@ class RlTrainer(Run[TrainerState]):
     def step(self) -> dict[str, float]:
         """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
         config, state, world = self.policy.options, self.state, self.world
-        clock = Clock(self.model.device, with_peaks=config.dry_run)
+        clock, version = Clock(self.model.device, with_peaks=config.dry_run), state.policy_version
         prompts, own = self._prompts.of_step(state.step), self._prompts.own(state.step)
         with self.kernels.used(), self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
-            version = state.policy_version
             share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
             experience = self._scoring.experience(
                 share,
                 own,
                 config,
-                policy_version=state.policy_version,
+                policy_version=version,
                 is_reference=self.policy.is_reference,
                 of_all=(rollout, prompts),
             )
@@ -207,8 +201,7 @@ class RlTrainer(Run[TrainerState]):
         published = self.source.learned(self.state.step, self.state.policy_version)
         if config.is_async:
             clock.lap("publish")
-        tokens = rollout.batch.n_completion_tokens
-        device = self.model.device
+        tokens, device = rollout.batch.n_completion_tokens, self.model.device
         memory = float(max(peak_memory_bytes(device), earlier_peaks.get(device, 0)))
         most = world.most({**clock.metrics(), "generate": share.stats.seconds, "peak_memory_bytes": memory})
         generate_seconds = most.pop("generate")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule, newest_after
@@ -70,7 +71,7 @@ class Stage:
 
     def __init__(self, seconds=lambda step: 0.0) -> None:
         self.seconds, self.steps, self.stop = seconds, [], threading.Event()
-        self.beat, self.rollouts = 0.0, SimpleNamespace(close=lambda: None)
+        self.beat, self.rollouts, self.kernels = 0.0, SimpleNamespace(close=lambda: None), registry.PROCESS
 
     def __call__(self, prompts: PromptBatch, version: int) -> Rollout:
         (step,) = prompts.rows

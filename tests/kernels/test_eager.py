@@ -1,8 +1,10 @@
 """Eager calls skip `torch.library`, everything else does not, and both give the same bits."""
 
+import threading
+
 import pytest
 import torch
-from rlhf_kernels.runtime import eager
+from rlhf_kernels.runtime import eager, registry
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -165,6 +167,22 @@ def test_second_derivatives_are_refused():
         for gradient in first:
             with pytest.raises(RuntimeError, match="weighted_sum has no second derivative"):
                 gradient.sum().backward(retain_graph=True)
+
+
+@each("registered", [False, True])
+def test_backward_runs_by_the_settings_of_its_forward(registered, monkeypatch):
+    seen, op = [], weighted_sum._registered if registered else weighted_sum
+    cos = torch.cos  # of the backward alone
+    monkeypatch.setattr(torch, "cos", lambda x: seen.append(registry.is_exact()) or cos(x))
+    x, ws, bias, scale = inputs(grad=True)
+    with registry.Settings(exact=True).used():
+        y = op(x, ws, bias, scale).sum()
+    assert not seen
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    assert seen == [True, True]
+    assert not registry.is_exact()
 
 
 def test_an_op_without_formula_says_so():

@@ -1,5 +1,6 @@
 """Which backend runs: preference of `auto`, named backends, the process-wide default, the report."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -208,3 +209,44 @@ def test_exact_mode_goes_before_the_choices_of_a_checkpoint():
     assert registry.resolve("rms_norm", "auto", torch.zeros(1), (8,)) == "reference"
     registry.begin_run(held, exact=True)
     assert registry.resolve("rms_norm", "auto", torch.zeros(1), (8,)) == "cpu"
+
+
+def test_settings_are_a_thread_s_and_come_back(op):
+    registry.register(op, "cpu", only("cpu", torch.float32))
+    mine, found = registry.Settings("reference", exact=True), []
+
+    def seen() -> tuple[str, bool, str]:
+        return registry.default_backend(), registry.is_exact(), registry.resolve(op, "auto", X)
+
+    with mine.used(), registry.use_exact(False):
+        assert seen() == ("reference", False, "reference")
+        assert registry.current() is mine
+        kernels = registry.effective()
+        with registry.Settings().used():  # what the block around changes, it changes here, too
+            assert seen() == ("auto", False, "cpu")
+            registry.begin_run(exact=True)
+            assert registry.current().exact
+        thread = threading.Thread(target=lambda: found.append(seen()))
+        thread.start()
+        thread.join()
+        assert seen() == ("reference", False, "reference")
+    assert found == [seen()] == [("auto", False, "cpu")]
+    with kernels.used():
+        assert seen() == ("reference", False, "reference")
+    assert mine.exact
+    assert mine.decided == {}
+    assert registry.PROCESS.decided == {(op, "float32", None): "cpu"}
+    with pytest.raises(ValueError, match="backend: expected 'auto' or one of"):
+        registry.Settings("gpu")
+
+
+def test_what_process_and_run_choose_is_apart(op):
+    registry.register(op, "cpu", only("cpu", torch.float32))
+    run = registry.effective().anew()
+    with run.used():
+        registry.begin_run([registry.Choice(op, "float32", None, "reference")])
+        assert registry.resolve(op, "auto", X) == "reference"
+        registry.take_over([registry.Choice(op, "float32", (3,), "cpu")])
+        assert [c.backend for c in registry.choices()] == ["reference", "cpu"]
+    assert registry.resolve(op, "auto", X) == "cpu"
+    assert [c.backend for c in registry.choices()] == ["cpu"]

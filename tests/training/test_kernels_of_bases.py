@@ -12,10 +12,10 @@ from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 
 from rlhf_engine.generators.thread import WORKER, Worker
-from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
-from tests.conftest import build, random_batch
+from tests.conftest import build, random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="without it there is one kind of kernels")
@@ -136,8 +136,8 @@ def test_a_generator_s_thread_has_those_of_its_run(model, tmp_path, monkeypatch)
 def bases() -> dict[str, HydraModel]:
     """The same weights under each kind of kernels."""
     made = {}
-    for kind, (backend, exact) in KINDS.items():
-        with registry.Settings(backend, exact).used():
+    for kind, settings in KINDS.items():
+        with registry.Settings(*settings).used():
             made[kind] = build()
     return made
 
@@ -151,8 +151,8 @@ def numbers(model: HydraModel, batch: PackedBatch) -> list[torch.Tensor]:
 def test_two_bases_are_served_by_two_threads_at_once():
     made = bases()
     expected = {}
-    for kind, (backend, exact) in KINDS.items():
-        with registry.Settings(backend, exact).used():
+    for kind, settings in KINDS.items():
+        with registry.Settings(*settings).used():
             expected[kind] = numbers(made[kind], BATCH)
     assert len({tuple(x.tolist()) for x, _ in expected.values()}) == len(KINDS)
 
@@ -181,7 +181,11 @@ def test_models_beside_a_base_have_its_kernels():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_backward_pass_in_another_thread_has_the_kernels_of_its_forward(checkpointing):
     def gradients(kind: str, *, elsewhere: bool) -> list[torch.Tensor]:
-        model = bases()[kind]
+        slots = {"actor": SlotConfig(r=4, target_modules=("q_proj",))}  # the rest is torch's to differentiate
+        with registry.Settings(*KINDS[kind]).used():
+            roles = {"actor": RoleSpec(slot="actor", trainable=True)}
+            model = HydraModel.from_pretrained(tiny_llama(), roles=roles, slots=slots)
+        randomise(model, "actor")
         if checkpointing:
             model.backbone().enable_gradient_checkpointing()
         model.train()
