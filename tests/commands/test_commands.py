@@ -29,8 +29,8 @@ from tests.training.test_data import PROMPTS, write_model, write_pairs, write_pr
 @pytest.fixture(autouse=True)
 def _same_backend_afterwards():
     """`--kernels` is a setting of the process, which other tests share."""
-    with registry.use_backend("auto"):
-        yield
+    yield
+    registry.set_default_backend("auto")
 
 
 def train_flags(model: Path, folder: Path, *more: str) -> list[str]:
