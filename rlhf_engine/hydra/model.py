@@ -26,7 +26,7 @@ from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
-from rlhf_engine.hydra.attention import SHARING, can_share, plan_packed
+from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
@@ -573,7 +573,10 @@ class HydraModel(nn.Module):
         once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
         for indices in split_by_tokens(batch.lengths, budget, once):
             part = batch if len(indices) == batch.n_sequences else batch.select(indices)
-            yield part, self(part, outputs, token_budget=budget)
+            copied = once is not None and self.shared_rows(part) is None  # it saves too little
+            for own in split_by_tokens(part.lengths, budget) if copied else [range(part.n_sequences)]:
+                piece = part if len(own) == part.n_sequences else part.select(own)
+                yield piece, self(piece, outputs, token_budget=budget)
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str]) -> bool:
         """Whether one backbone forward serves all the named roles for a batch, within the token budget.
@@ -602,7 +605,10 @@ class HydraModel(nn.Module):
         """
         backbone = self.backbone(next(iter(self.backbones)))
         wanted = batch.device.type in SHARING if self.shares_prompts is None else self.shares_prompts
-        return batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
+        shared = batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
+        if shared is not None and is_gpu(batch.device) and len(shared.rows) > (1 - LEAST_SAVED) * batch.n_tokens:
+            return None
+        return shared
 
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.
