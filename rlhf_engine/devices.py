@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
@@ -55,11 +56,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+capturing = threading.RLock()
+"""Held while a CUDA graph is captured: the allocator gives nothing back meanwhile, to no thread."""
+
+
 def release_memory(device: torch.device) -> None:
     """Give cached blocks back before an allocation is tried again."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with capturing:
+            torch.cuda.empty_cache()
     else:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
