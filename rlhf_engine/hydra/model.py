@@ -28,7 +28,7 @@ from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
 from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.batch import PackedBatch, SharedRows
+from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
 from rlhf_engine.hydra.loading import Quantization
@@ -760,25 +760,6 @@ def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig
 def default_token_budget(device: torch.device, hidden_size: int) -> int:
     """Most tokens of all lanes in one backbone forward by default, as bench/studies/lanes.py measured."""
     return _CUDA_TOKEN_BUDGET if is_gpu(device) else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
-
-
-def split_by_tokens(
-    lengths: Sequence[int], budget: int, once: tuple[Sequence[int], Sequence[int]] | None = None
-) -> list[list[int]]:
-    """Consecutive groups of sequences of at most `budget` tokens, prompts in `once` counted once a group."""
-    groups: list[list[int]] = []
-    held, prompts = budget + 1, set[int]()
-    for i, length in enumerate(lengths):
-        more = length - once[1][i] if once is not None and once[0][i] in prompts else length
-        if held + more > budget:
-            groups.append([])
-            held, more = 0, length
-            prompts.clear()
-        groups[-1].append(i)
-        held += more
-        if once is not None:
-            prompts.add(once[0][i])
-    return groups
 
 
 def _scores(results: Mapping[str, Any]) -> Scores:
