@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,11 +60,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+capturing = threading.RLock()
+"""Held while a CUDA graph is captured: the allocator gives nothing back meanwhile, to no thread."""
+
+
 def release_memory(device: torch.device) -> None:
     """Give cached blocks back before an allocation is tried again."""
     gc.collect()
     if is_gpu(device):
-        torch.get_device_module(device).empty_cache()
+        with capturing:
+            torch.get_device_module(device).empty_cache()
     else:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):

@@ -164,13 +164,15 @@ def test_prompts_are_copied_on_a_gpu_unless_a_model_is_told(monkeypatch):
     """`can_share` says yes, as it does on a GPU in half precision and in exact mode."""
     monkeypatch.setattr(hydra_model, "can_share", lambda *_: True)
     model = HydraModel.from_pretrained(plain_model("llama"), roles={"actor": RoleSpec()})
-    rows = SimpleNamespace()
+    rows = SimpleNamespace(rows=range(85))
     shared = {}
     for device in ("cuda", "cpu"):
-        batch = SimpleNamespace(device=torch.device(device), tokens_T=None, shared=rows)
+        batch = SimpleNamespace(device=torch.device(device), tokens_T=None, shared=rows, n_tokens=100)
         for wanted in (None, True, False):
             model.shares_prompts = wanted
             shared[device, wanted] = model.shared_rows(batch) is rows
+        model.shares_prompts, batch.n_tokens = True, 99  # one row less is saved: not worth it on a GPU
+        assert model.shared_rows(batch) is (None if device == "cuda" else rows)
     assert shared == {
         ("cuda", None): False, ("cuda", True): True, ("cuda", False): False, ("cpu", None): True, ("cpu", True): True,
         ("cpu", False): False,

@@ -149,6 +149,8 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
 SHARING = ("cpu",)
 """Device types on which prompts are shared unless a model says otherwise. No GPU has run it, in exact mode or outside:
 bench/results/nvidia-h200/share.json has copies alone."""
+LEAST_SAVED = 0.15
+"""Share of a batch's rows that shared prompts save at least on a GPU, else they are copies: sharing costs time, too."""
 
 
 def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
@@ -163,7 +165,7 @@ def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
     """Backend that may attend in the order of decoding; None: attention of packed rows is others' affair."""
     if not is_eager() or registry.leaves_to_torch():
         return None
-    backend = registry.default_backend()
+    backend = registry.asked("attention")
     if backend == "auto":
         if is_gpu(device_type) and not registry.is_exact():
             return None

@@ -414,3 +414,22 @@ class PackedBatch:
     def completion_position_M(self) -> torch.Tensor:
         """int64 [M], index of each completion token within its completion."""
         return queued(torch.cat([torch.arange(n) for n in self.completion_lens]), self.device)
+
+
+def split_by_tokens(
+    lengths: Sequence[int], budget: int, once: tuple[Sequence[int], Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Consecutive groups of sequences of at most `budget` tokens, prompts in `once` counted once a group."""
+    groups: list[list[int]] = []
+    held, prompts = budget + 1, set[int]()
+    for i, length in enumerate(lengths):
+        more = length - once[1][i] if once is not None and once[0][i] in prompts else length
+        if held + more > budget:
+            groups.append([])
+            held, more = 0, length
+            prompts.clear()
+        groups[-1].append(i)
+        held += more
+        if once is not None:
+            prompts.add(once[0][i])
+    return groups

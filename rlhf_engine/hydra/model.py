@@ -26,9 +26,9 @@ from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
-from rlhf_engine.hydra.attention import SHARING, can_share, plan_packed
+from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.batch import PackedBatch, SharedRows
+from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
 from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
 from rlhf_engine.hydra.loading import Quantization
@@ -565,7 +565,12 @@ class HydraModel(nn.Module):
         budget = self.token_budget if token_budget is None else token_budget
         once = (batch.prompts_N, batch.prompt_lens) if self.shared_rows(batch) is not None else None
         groups = split_by_tokens(batch.lengths, budget, once)
-        return [batch.select(indices) for indices in groups] if len(groups) > 1 else [batch]
+        parts = []
+        for part in [batch.select(indices) for indices in groups] if len(groups) > 1 else [batch]:
+            copied = once is not None and self.shared_rows(part) is None  # it saves too little
+            own = split_by_tokens(part.lengths, budget) if copied else []
+            parts += [part.select(indices) for indices in own] if len(own) > 1 else [part]
+        return parts
 
     def runs_together(self, batch: PackedBatch, roles: Sequence[str], token_budget: int | None = None) -> bool:
         """Whether one backbone forward serves all the named roles for a batch, within the token budget.
@@ -598,7 +603,9 @@ class HydraModel(nn.Module):
         backbone = self.backbone(next(iter(self.backbones)))
         wanted = batch.device.type in SHARING if self.shares_prompts is None else self.shares_prompts
         with backbone.kernels.used():
-            return batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
+            shared = batch.shared if wanted and can_share(batch.tokens_T, backbone.dtype, backbone.head_size) else None
+        saves = shared is None or not is_gpu(batch.device) or len(shared.rows) <= (1 - LEAST_SAVED) * batch.n_tokens
+        return shared if saves else None
 
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.
@@ -749,25 +756,6 @@ def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig
 def default_token_budget(device: torch.device, hidden_size: int) -> int:
     """Most tokens of all lanes in one backbone forward by default, as bench/studies/lanes.py measured."""
     return _CUDA_TOKEN_BUDGET if is_gpu(device) else max(1, _CPU_HIDDEN_BUDGET // hidden_size)
-
-
-def split_by_tokens(
-    lengths: Sequence[int], budget: int, once: tuple[Sequence[int], Sequence[int]] | None = None
-) -> list[list[int]]:
-    """Consecutive groups of sequences of at most `budget` tokens, prompts in `once` counted once a group."""
-    groups: list[list[int]] = []
-    held, prompts = budget + 1, set[int]()
-    for i, length in enumerate(lengths):
-        more = length - once[1][i] if once is not None and once[0][i] in prompts else length
-        if held + more > budget:
-            groups.append([])
-            held, more = 0, length
-            prompts.clear()
-        groups[-1].append(i)
-        held += more
-        if once is not None:
-            prompts.add(once[0][i])
-    return groups
 
 
 def _scores(results: Mapping[str, Any]) -> Scores:

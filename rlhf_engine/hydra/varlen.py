@@ -155,7 +155,7 @@ def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
 
 def _may_serve(device_type: str, dtype: torch.dtype) -> bool:
     """Whether attention without padding is to be used at all."""
-    in_order = registry.is_exact() or registry.default_backend() in ("reference", "triton")
+    in_order = registry.is_exact() or registry.asked("attention") in ("reference", "triton")
     return is_gpu(device_type) and dtype in _HALF and not in_order
 
 
@@ -175,7 +175,7 @@ def report() -> dict[str, str]:
     if at == (0, 0):
         in_cpp = registry.unsupported("attention", "cpu", "cpu", torch.bfloat16) is None
         return {"attention": IN_CPP if in_cpp else SDPA, "why": "there is no CUDA device"}
-    if registry.is_exact() or registry.default_backend() == "triton":
+    if registry.is_exact() or registry.asked("attention") == "triton":
         return {"attention": IN_TRITON, "why": "exact mode or kernels triton: decoding's order in training, too"}
     chosen = {}
     for name in ("attention", "window", "sinks", "shared prompts", "softcap"):

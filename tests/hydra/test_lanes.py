@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.model import split_by_tokens
+from rlhf_engine.hydra.batch import split_by_tokens
 from rlhf_engine.hydra.roles import fold_lanes
 from tests.conftest import build, random_batch, randomise, tiny_llama
 

@@ -9,6 +9,7 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.data import side_by_side
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
+from rlhf_engine.hydra import model as hydra_model
 from rlhf_engine.training.update import Schedule, _Minibatch
 from tests.conftest import VOCAB, randomise, tiny_llama
 
@@ -80,6 +81,16 @@ def test_budgets_count_a_prompt_once(rows):
     dropped.token_budget = 2 * n
     assert dropped.runs_together(answers, ("actor", "reference"))
     assert not dropped.train().runs_together(answers, ("actor", "reference")), "an update has copies of prompts"
+
+
+def test_parts_that_save_too_little_on_a_gpu_keep_the_budget(rows, monkeypatch):
+    made, answers = model(), PackedBatch.from_lists([[5] * 21] * 4 + [[7] * 5] * 2, [[9] * 10] * 4 + [[9] * 40] * 2)
+    made.token_budget = 88
+    for on_gpu, expected in ((False, [61, 85]), (True, [61, 45, 45])):
+        monkeypatch.setattr(hydra_model, "is_gpu", lambda device, on_gpu=on_gpu: on_gpu)
+        rows.clear()
+        assert len(made.score(answers, ("actor",)).logprobs_M) == answers.n_completion_tokens
+        assert rows == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

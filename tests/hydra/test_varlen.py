@@ -237,7 +237,7 @@ def test_flex_attention_is_compiled_for_all_lengths_at_once_and_never_runs_eager
     torch._dynamo.reset()
     try:
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):  # torch's own limit is 8
-            for lengths in ([130, 5], [9, 1], [128], [300, 7, 40]):
+            for lengths in ([130, 5], [9, 1], [128], [300, 7, 40], [17] * 20):
                 attend(lengths, None)
             assert len(graphs) == 1
             for kind in ((1.5, torch.float32), (None, torch.bfloat16), (None, torch.float32, 4)):

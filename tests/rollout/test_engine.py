@@ -16,6 +16,7 @@ import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
 
+from rlhf_engine import devices
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
@@ -876,6 +877,33 @@ def test_after_a_failed_capture_the_allocator_leaves_it_once(left, breaks, monke
         ):
             assert len(list(engine.run())) == 3
         assert calls == one * rollout
+
+
+def test_memory_is_given_back_when_a_capture_has_ended(monkeypatch):
+    """A learner beside, whose micro-batch did not fit, waits for it: the allocator would fail an assertion."""
+    done, device = [], torch.device("cuda")
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(
+        capture_begin=lambda **_: done.append("begun"), capture_end=lambda: done.append("ended"), replay=None
+    )
+    fakes = {
+        "CUDAGraph": lambda: graph, "graph_pool_handle": lambda: (0, 7), "Stream": lambda *_, **__: stream,
+        "current_stream": lambda device: stream, "device": contextlib.nullcontext, "stream": contextlib.nullcontext,
+        "empty_cache": lambda: done.append("given back"),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    learner = threading.Thread(target=devices.release_memory, args=(device,))
+
+    def step():
+        if done == ["begun"]:
+            learner.start()
+            learner.join(0.2)
+            assert learner.is_alive()
+
+    CudaCapture(device)(step)
+    learner.join(10)
+    assert done == ["begun", "ended", "given back"]
 
 
 def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):

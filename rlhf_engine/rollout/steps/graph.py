@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlhf_engine.devices import capturing
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, SampleGroup
@@ -170,7 +171,8 @@ class CudaCapture:
                 for _ in range(WARM_UP):  # what is compiled or uploaded at first calls cannot be captured
                     step()
                 try:
-                    drawn = _captured(graph, step, self._pool)
+                    with capturing:
+                        drawn = _captured(graph, step, self._pool)
                 except RuntimeError as error:
                     raise CaptureError(
                         f"decode_step: expected a model whose step can be captured for 'graph', got: {error}"
