@@ -525,7 +525,8 @@ class RolloutEngine:
         self._captures = step == "graph" or (step == "native" and _no_graphs(self.backbone) is None)
         addresses = [p.data_ptr() for p in self.backbone.parameters()] if self._captures else []
         where = (self.backbone.device, self.backbone.dtype, *self.backbone._slots.values())
-        reads = (step, registry.is_exact(), registry.default_backend(), *where, *addresses)
+        kernels = registry.effective()
+        reads = (step, kernels.exact, kernels.backend, *sorted(kernels.of_op.items()), *where, *addresses)
         if reads != self._reads:
             self._clear()
             self._reads, self._kind = reads, step

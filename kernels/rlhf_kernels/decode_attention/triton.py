@@ -20,8 +20,7 @@ no second kernel where there is one split.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -39,19 +38,10 @@ SPLIT, MAX_SPLITS = 256, 64  # positions of a split, and most splits; beyond, sp
 JOINED = tl.constexpr(8)  # splits that are added at a time
 
 
-class _Variant(NamedTuple):
-    rounded: bool = False
-    whole: bool = False
-
-
-_variant = _Variant()
-
-
-@contextlib.contextmanager
-def use_variant(*, rounded: bool = False, whole: bool = False) -> Iterator[None]:
+def use_variant(*, rounded: bool = False, whole: bool = False) -> contextlib.AbstractContextManager[None]:
     """Take other ways through the kernels within a `with` block; no GPU has run them, so nothing else takes them.
 
-    They are those of the process, and of what a CUDA graph captures meanwhile. In exact mode they change nothing.
+    They are those of this thread, and of what a CUDA graph captures meanwhile. In exact mode they change nothing.
 
     Args:
         rounded: weights are rounded to the values' dtype, in the softmax's denominator, too: one product a tile. Values
@@ -61,12 +51,7 @@ def use_variant(*, rounded: bool = False, whole: bool = False) -> Iterator[None]
     Returns:
         A context manager, for a `with` block; what was on before it comes back at its end.
     """
-    global _variant
-    before, _variant = _variant, _Variant(rounded, whole)
-    try:
-        yield
-    finally:
-        _variant = before
+    return registry.use_ways("decode_attention", *["rounded"] * rounded, *["whole"] * whole)
 
 
 @triton.jit
@@ -292,7 +277,8 @@ def forward(
     tile = tile_sizes(n_heads // n_kv, d, q.element_size())
     size = split_size(n_positions)
     n_splits = triton.cdiv(n_positions, size)
-    whole, sums, state = _variant.whole and n_splits == 1, None, None
+    ways = registry.ways("decode_attention")
+    whole, sums, state = "whole" in ways and n_splits == 1, None, None
     if not whole:
         sums = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
         state = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
@@ -326,7 +312,7 @@ def forward(
         softcap or 0.0,
         WINDOW=windowed,
         SOFTCAP=softcap is not None,
-        ROUNDED=_variant.rounded,
+        ROUNDED="rounded" in ways,
         UPCAST=INTERPRETED,
         **tile,
         num_warps=WARPS,

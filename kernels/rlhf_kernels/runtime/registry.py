@@ -302,7 +302,7 @@ class Settings:
     exact: bool = False
     """Whether exact mode is on, see `is_exact`."""
     of_op: Mapping[str, str] = field(default_factory=dict)
-    """Backends of single ops, which go before `backend`."""
+    """Backends of single ops, which go before `backend`, and ways through their kernels."""
     held: _Named = field(default_factory=dict, init=False)
     """Choices of the checkpoint that the run resumed from."""
     decided: _Named = field(default_factory=dict, init=False)
@@ -642,6 +642,24 @@ def use_op_backend(op: str, backend: str) -> contextlib.AbstractContextManager[N
     """
     implementation(op, backend)
     return _use(of_op={**_thread.settings.of_op, op: backend})
+
+
+def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
+    """Let the kernels of an op take other ways than their own within a `with` block of this thread.
+
+    Args:
+        op: name of the op.
+        ways: names of the ways, which the op's backend knows.
+
+    Returns:
+        A context manager, for a `with` block; what was on before it comes back at its end.
+    """
+    return _use(of_op={**_thread.settings.of_op, f"{op}, ways": " ".join(ways)})
+
+
+def ways(op: str) -> list[str]:
+    """Names of the ways that `use_ways` has given an op."""
+    return _thread.settings.of_op.get(f"{op}, ways", "").split()
 
 
 def leaves_to_torch() -> bool:
