@@ -64,11 +64,7 @@ class EagerOp(signature.Op):
     backward: Callable[..., Any] | None = None
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Same as `signature.Op`'s, but for gradients that refuse to be differentiated.
-
-        Backward runs under the settings of the forward: it may be called outside of their block, or by a thread of
-        autograd's own.
-        """
+        """Same as `signature.Op`'s; gradients refuse to be differentiated, and are made by the forward's settings."""
 
         def setup(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.kernels = registry.effective()

@@ -20,6 +20,8 @@ record of each.
 The table is the one in the package. One that `RLHF_ENGINE_KERNEL_TABLE` or `use_table` names goes before it, for every
 op and dtype of which it has an entry. `report` says what `auto` decides and why. A backend asked for by name never
 falls back: if it cannot serve the call, `BackendUnavailableError` says why and names what could.
+
+What was asked for and what was chosen is in `Settings`: the process's, or those that a thread has entered (`used`).
 """
 
 from __future__ import annotations
@@ -334,7 +336,7 @@ def _check_name(backend: str) -> None:
 
 
 class _Thread(threading.local):
-    """What a thread uses."""
+    """The settings that a thread uses."""
 
     def __init__(self) -> None:  # of an attribute of the class torch.compile would see no change
         self.enter(PROCESS, {})
