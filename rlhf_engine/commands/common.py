@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,8 +23,6 @@ C = TypeVar("C", bound="TrainingOptions")
 
 def prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
-    if "RLHF_ENGINE_TUNED_TABLE" in os.environ:
-        raise ConfigError("RLHF_ENGINE_TUNED_TABLE: expected it unset; tuned tables are gone, tiles are fixed")
     with as_request_errors():  # the environment may name an instruction set that is not there
         from rlhf_kernels.runtime import cores, registry
     from transformers.utils import logging

@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in _COMMANDS:
-        why = _GONE.get(name) or _nearest(name, list(_COMMANDS))
-        print(f"rlhf-engine: unknown command {name!r}{why}", file=sys.stderr)
+        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
         return 2
     try:
         if name in _ALONE and launched() > 1:
@@ -143,7 +142,6 @@ _COMMANDS = {
 """Command → module, whose `run` takes the arguments and returns the exit code."""
 
 
-_GONE = {"completion": "; it is gone, COMMAND --help lists options and their choices"}
 _ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 

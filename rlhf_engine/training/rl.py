@@ -184,18 +184,13 @@ class RlTrainer(Run[TrainerState]):
                 clock.lap("gather_base")
             share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
+            of_all, is_reference = (rollout, prompts), self.policy.is_reference
             experience = self._scoring.experience(
-                share,
-                own,
-                config,
-                policy_version=version,
-                is_reference=self.policy.is_reference,
-                of_all=(rollout, prompts),
+                share, own, config, policy_version=version, is_reference=is_reference, of_all=of_all
             )
         clock.lap("score")
-        n_answers = len(prompts)
         with self.kernels.used():
-            learned = self.policy.learn(experience, n_answers=n_answers)
+            learned = self.policy.learn(experience, n_answers=len(prompts))
         self._note_progress()
         clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)
@@ -212,7 +207,7 @@ class RlTrainer(Run[TrainerState]):
             **learned,
             **most,
             "tokens_per_second": tokens / generate_seconds,
-            "samples_per_second": n_answers / most["seconds/step"],
+            "samples_per_second": len(prompts) / most["seconds/step"],
             "samples": float(self.state.samples),
             "policy_version": float(self.state.policy_version),
         }

@@ -74,7 +74,6 @@ def test_usage_version_and_unknown_commands(capsys):
     assert all(f"\n  {name} " in out for name in ("demo", "sft", "reward", "train", "generate", "doctor", "bench"))
     assert run(capsys, "--version")[1] == f"rlhf-engine {__version__}\n"
     assert refused(capsys, "trian") == "rlhf-engine: unknown command 'trian'; did you mean 'train'?"
-    assert refused(capsys, "completion").endswith("; it is gone, COMMAND --help lists options and their choices")
     assert refused(capsys, "zzz").endswith(f"expected one of {list(_COMMANDS)}")
 
 
