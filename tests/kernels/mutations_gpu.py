@@ -98,8 +98,8 @@ MUTATIONS = read("""
 -total = dot(e, v,
 +total = dot(e.to(v.dtype), v,
 # sums not rescaled with the maximum | triton/test_decode_attention.py::test_tier1
--s = s * a + tl.sum(e, 1)
-+s = s + tl.sum(e, 1)
+-s = s * a + tl.sum(e.to(tl.float32), 1)
++s = s + tl.sum(e.to(tl.float32), 1)
 # splits joined as if of one maximum | triton/test_decode_attention.py::test_tier1
 -tl.sum(a2[:, None] * part, 0)
 +tl.sum(part, 0)

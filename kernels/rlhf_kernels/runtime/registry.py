@@ -660,7 +660,14 @@ def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
 
 
 def ways(op: str) -> list[str]:
-    """Names of the ways that `use_ways` has given an op."""
+    """Names of the ways that `use_ways` has given an op.
+
+    Args:
+        op: name of the op.
+
+    Returns:
+        The names, in the order given.
+    """
     return _thread.settings.of_op.get(f"{op}, ways", "").split()
 
 
