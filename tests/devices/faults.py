@@ -44,7 +44,7 @@ FAULTS = [
     Fault("rlhf_engine.hydra.supports", "Supports.mask", ", device=words.device", "", {"exact": False, "top_k": 5}),
     Fault("rlhf_engine.rollout.rows", "LiveRows.append", f"[row.seed for row in rows], {_HERE}",
           "[row.seed for row in rows]"),
-    Fault("rlhf_engine.rollout.rows", "RowState.idle", f"dtype=dtype, {_HERE}", "dtype=dtype"),
+    Fault("rlhf_engine.rollout.rows", "RowState.idle", f"dtype=torch.bool, {_HERE}", "dtype=torch.bool"),
     Fault("rlhf_engine.rollout.generate", "collect", f"dtype=torch.float32, {_HERE}", "dtype=torch.float32"),
     Fault("rlhf_engine.scoring.experience", "_make", f"dtype=torch.float32, {_HERE})\n    if not",
           "dtype=torch.float32)\n    if not"),
