@@ -230,23 +230,30 @@ in which the device would idle; where all rows turn out to have ended, the burst
 class _Burst:
     """Tokens that rows draw, on their way to the host."""
 
+    _host: torch.Tensor | None = (
+        None  # int32 [2 n, N], tokens and bits of log-probs by turns; None: on the host already
+    )
+    _ready: torch.cuda.Event | None = None
+
     def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
         """Queue one copy of what was drawn, of the versions that draw now."""
         self.rows, self.versions, self.drawn = list(rows), [versions.get(row.slot, 0) for row in rows], drawn
-        columns = [x for step in drawn for x in (step.tokens.int(), step.logprobs.float().view(torch.int32))]
-        packed = torch.stack(columns, 1)
-        self._host, self._ready = packed.to("cpu", non_blocking=packed.is_cuda), None  # pinned by torch, if so
-        if packed.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(packed.device))
+        if is_gpu(drawn[0].tokens.device):
+            packed = torch.stack([x for s in drawn for x in (s.tokens.int(), s.logprobs.float().view(torch.int32))])
+            self._host = packed.to("cpu", non_blocking=packed.is_cuda)  # pinned by torch, if so
+            if packed.is_cuda:
+                self._ready = torch.cuda.Event()
+                self._ready.record(torch.cuda.current_stream(packed.device))
 
-    def read(self) -> Iterator[tuple[AnswerRow, int, list[int], list[float]]]:
+    def read(self) -> Iterator[tuple[AnswerRow, int, tuple[int, ...], tuple[float, ...]]]:
         """Each row, the version that drew, tokens and log-probs, as soon as they are here."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        tokens, logprobs = self._host.tolist(), self._host.view(torch.float32).tolist()
-        for i, row in enumerate(self.rows):
-            yield row, self.versions[i], tokens[i][::2], logprobs[i][1::2]
+        if self._host is None:
+            tokens, logprobs = [x.tokens.tolist() for x in self.drawn], [x.logprobs.tolist() for x in self.drawn]
+        else:
+            if self._ready is not None:
+                self._ready.synchronize()
+            tokens, logprobs = self._host[::2].tolist(), self._host[1::2].view(torch.float32).tolist()
+        return zip(self.rows, self.versions, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from rlhf_kernels.runtime.device_tables import queued
@@ -170,16 +169,12 @@ class LiveRows:
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]
-        columns: dict[str, Any] = {
-            "tokens_N": [0] * len(rows),
-            "lengths_N": [len(row.prompt) for row in rows],
-            "seeds_N": [row.seed for row in rows],
-            "slots_N": [-1 if row.slot is None else self.slots[row.slot] for row in rows],
-            "greedy_N": [row.greedy for row in rows],
-            "temperatures_N": torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32),
-            "table_NB": tables,
-        }
-        new = RowState(**{name: queued(torch.as_tensor(x), self._device) for name, x in columns.items()})
+        temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
+        slots = [-1 if row.slot is None else self.slots[row.slot] for row in rows]
+        each = [(0, len(row.prompt), row.seed, slot, row.greedy) for row, slot in zip(rows, slots, strict=True)]
+        tokens_N, lengths_N, seeds_N, slots_N, greedy_N = queued(torch.tensor(each).T.contiguous(), self._device)
+        others = queued(temperatures, self._device), queued(torch.tensor(tables), self._device)
+        new = RowState(tokens_N, lengths_N, seeds_N, slots_N, greedy_N.bool(), *others)
         self.state = self.state.followed_by(new)
         self.rows += rows
         self._settle()
