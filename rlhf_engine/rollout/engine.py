@@ -230,9 +230,8 @@ in which the device would idle; where all rows turn out to have ended, the burst
 class _Burst:
     """Tokens that rows draw, on their way to the host."""
 
-    _host: torch.Tensor | None = (
-        None  # int32 [2 n, N], tokens and bits of log-probs by turns; None: on the host already
-    )
+    _host: torch.Tensor | None = None
+    """int32 [2 n, N], tokens and bits of log-probs by turns; None where they were drawn on the host."""
     _ready: torch.cuda.Event | None = None
 
     def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
