@@ -283,14 +283,8 @@ class Step:
         self._addresses: list[int] = []
         self._layers: list[list[_Group]] = []
 
-    def __call__(self, tokens: Tensor, *others: Any) -> Tensor:
-        """See `DecodeStep.__call__`. Triton launches on the current device, which need not be that of the tensors."""
-        device = registry.cuda_device([tokens])
-        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-            return self._run(tokens, *others)
-
     @torch.no_grad()
-    def _run(
+    def __call__(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -301,13 +295,14 @@ class Step:
         values: Sequence[Tensor],
         table: Tensor,
     ) -> Tensor:
+        """See `DecodeStep.__call__`."""
         d, n = self._decoder, tokens.numel()
         check_caches(keys, values, d)
         if n == 0:
             return d.embedding.new_empty(0, d.embedding.shape[1])
         tokens, positions, slots = tokens.contiguous(), positions.contiguous(), slots.contiguous()
-        device = torch.cuda.device(d.embedding.device) if d.embedding.is_cuda else contextlib.nullcontext()
-        with device, autocast.off(d.embedding):
+        device = registry.cuda_device([tokens])  # Triton launches on the current one, which need not be that
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), autocast.off(d.embedding):
             addresses = [*map(Tensor.data_ptr, self._tensors)]
             if addresses != self._addresses:
                 self._layers, self._addresses = self._bind(), addresses
