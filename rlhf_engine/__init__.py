@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.algorithms.sequences import whitened as whitened
     from rlhf_engine.config import SFTConfig as SFTConfig
     from rlhf_engine.config import TrainConfig as TrainConfig
+    from rlhf_engine.data.tokenizer import encode_prompt as encode_prompt
+    from rlhf_engine.data.tokenizer import eos_token_ids as eos_token_ids
+    from rlhf_engine.data.tokenizer import load_tokenizer as load_tokenizer
     from rlhf_engine.errors import ConfigError as ConfigError
     from rlhf_engine.errors import EngineError as EngineError
     from rlhf_engine.hydra import HydraModel as HydraModel
@@ -33,9 +36,6 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.rollout import RolloutEngine as RolloutEngine
     from rlhf_engine.rollout import SamplingConfig as SamplingConfig
     from rlhf_engine.rollout.generate import generate as generate
-    from rlhf_engine.tokenizing import encode_prompt as encode_prompt
-    from rlhf_engine.tokenizing import eos_token_ids as eos_token_ids
-    from rlhf_engine.tokenizing import load_tokenizer as load_tokenizer
     from rlhf_engine.training.rl import RlTrainer as RlTrainer
     from rlhf_engine.training.rl_policy import RlPolicy as RlPolicy
     from rlhf_engine.training.run import Policy as Policy
@@ -48,6 +48,7 @@ _NAMES = {
     "algorithms.ppo": ("advantages", "token_rewards"),
     "algorithms.sequences": ("whitened",),
     "config": ("SFTConfig", "TrainConfig"),
+    "data.tokenizer": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
     "errors": ("ConfigError", "EngineError"),
     "hydra": (
         *("HydraModel", "PackedBatch", "PolicyLoss", "RoleSpec", "SlotConfig", "ValueLoss"),
@@ -56,7 +57,6 @@ _NAMES = {
     "integrations.peft": ("fuse_lora",),
     "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),
     "rollout.generate": ("generate",),
-    "tokenizing": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
     "training.rl": ("RlTrainer",),
     "training.rl_policy": ("RlPolicy",),
     "training.run": ("Policy",),

@@ -1,19 +1,34 @@
-"""Names of devices and dtypes in configurations, resolved; memory of devices, and how much of it a pass may take."""
+"""Devices and dtypes by name, memory of devices and how much of it a pass may take, and the ranks of a run.
+
+A run has one process, or the ranks that `torchrun` or `accelerate launch` has started. Ranks hold the same weights and
+go through a run in step. What can fail on one of them alone is work between two exchanges (`run_on_all_ranks`):
+afterwards every rank hears of it, so that none waits for one that has given up. Alone, all of this is the identity, and
+nothing of torch.distributed is touched.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import hashlib
 import math
+import re
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
+from torch import distributed as dist
 
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.config.launch import launched
+from rlhf_engine.errors import ConfigError, RankError
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -155,3 +170,198 @@ class Budget:
             chosen = min(room, _MOST) if room < math.inf else tried
             self.tokens, self.failures = max(self.least, int(chosen)), 0
         return room
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+SECONDS = 1800.0  # seconds that a process waits for the others before it gives the run up
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks of a run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device | None = None
+    """Device of this rank; None where a process is alone and takes the device that it is told."""
+    _before_exchange: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    """Called by this rank before each exchange, see `while_waiting`."""
+
+    @classmethod
+    def from_environment(cls, device: str = "auto", *, timeout: float = SECONDS) -> World:
+        """World that the launcher set up. device: as configured; timeout: seconds that a rank waits for the others."""
+        if launched() == 1:
+            return ALONE
+        from accelerate import PartialState  # half a second to import, which a process alone need not wait for
+
+        if not dist.is_initialized():
+            # tensors of each kind of device by their own backend; small values always go through the host
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        # without a GPU it would take this process for one that is alone, unless the CPU is named
+        state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+        own_device = state.device if is_gpu(state.device) else torch.device("cpu")  # not cpu:1
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=own_device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what a run leaves behind."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Small plain values of all ranks, in their order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        with self._talking():
+            dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]  # all of them are there
+
+    def run_on_all_ranks(self, what: str, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """This rank's result of `what`, once every rank has its own; RankError with the message of one that failed."""
+        if self.size == 1:
+            return work(*args, **options)
+        try:
+            result = self.in_step(lambda: work(*args, **options))  # it may be drawing from a sharded base
+        except Exception as error:  # whatever it is: it is raised again, once the others know
+            with contextlib.suppress(RankError):  # of others that are gone by then: this one is what is to be told
+                self.gather(f"{type(error).__name__}: {error}")
+            raise
+        failed = {rank: text for rank, text in enumerate(self.gather("")) if text}
+        if failed:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise RankError(f"{what}: another rank could not go on, {listed}")
+        return result
+
+    def in_step(self, work: Callable[[], T]) -> T:
+        """Work made of exchanges; where one rank fails, others get RankError once its connections close."""
+        try:
+            return work()
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)):
+                raise self._lost(error) from error
+            raise
+
+    def on_main(self, what: str, work: Callable[[], T]) -> T | None:
+        """Work of the main rank, which the others wait for; None on these."""
+        return self.run_on_all_ranks(what, lambda: work() if self.is_main else None)
+
+    def gather_tensors(self, tensors: Mapping[str, torch.Tensor | None]) -> list[dict[str, torch.Tensor | None]]:
+        """Tensors of all ranks in their order, on every rank; None where one has none. Shapes alone may differ."""
+        if self.size == 1:
+            return [dict(tensors)]
+        there = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        shapes = self.gather({name: list(tensor.shape) for name, tensor in there.items()})
+        dtypes = {name: tensor.dtype for name, tensor in there.items()}
+        device = next(iter(there.values())).device
+        own = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in there.values()])
+        sizes = [sum(_bytes(shape, dtypes[name]) for name, shape in by_name.items()) for by_name in shapes]
+        longest = max(sizes)
+        padded = torch.cat([own, own.new_zeros(longest - len(own))])
+        received = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        with self._talking():
+            dist.all_gather(received, padded)
+        by_rank = []
+        for by_name, data in zip(shapes, received, strict=True):
+            parts: dict[str, torch.Tensor | None] = dict.fromkeys(tensors)
+            start = 0
+            for name, shape in by_name.items():
+                end = start + _bytes(shape, dtypes[name])
+                # a copy, because a dtype's elements have to be aligned
+                parts[name] = data[start:end].clone().view(dtypes[name]).view(shape)
+                start = end
+            by_rank.append(parts)
+        return by_rank
+
+    @torch.no_grad()
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each by its sum over the ranks, the same bits on all of them. In float32 or wider."""
+        if self.size == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
+            wide = torch.promote_types(dtype, torch.float32)
+            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in chosen])
+            with self._talking():
+                dist.all_reduce(flat)
+            for tensor, summed in zip(chosen, flat.split([tensor.numel() for tensor in chosen]), strict=True):
+                tensor.copy_(summed.view_as(tensor))
+
+    def most(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """The largest of all ranks, by name."""
+        everyone = self.gather(dict(figures))
+        return {name: max(theirs[name] for theirs in everyone) for name in figures}
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def while_waiting(self, work: Callable[[], None]) -> Iterator[None]:
+        """A block in which `work` is done before every exchange: it returns once all ranks have come to that one."""
+        self._before_exchange.append(work)
+        try:
+            yield
+        finally:
+            self._before_exchange.remove(work)
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        try:
+            for work in self._before_exchange:
+                work()
+            yield
+        except RuntimeError as error:  # torch's: a connection was closed, or nothing came for too long
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        return RankError(
+            f"rank {self.rank} of {self.size} has lost another one, which ended without saying why or was silent "
+            f"for too long: {' '.join(str(error).split())[:200]}"
+        )
+
+
+ALONE = World()
+_OF_GLOO = re.compile(r"\bgloo\b")  # words of gloo's errors, which have no class of their own in torch
+
+
+def share(n: int, rank: int, size: int) -> range:
+    """Places among n that are a rank's: consecutive ones, nearly as many for each."""
+    return range(round(rank * n / size), round((rank + 1) * n / size))
+
+
+def balanced(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Places by rank, so that ranks have sums of sizes as equal as largest-first makes them; places in order."""
+    loads = [0] * ranks
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        rank = min(range(ranks), key=lambda r: (loads[r], len(by_rank[r]), r))
+        loads[rank] += sizes[place]
+        by_rank[rank].append(place)
+    return [sorted(places) for places in by_rank]
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's bit patterns: no copy, and no update leaves it the same in every tensor of a role."""
+    return int(_bit_sum(tensor))
+
+
+def fingerprint_of_all(tensors: Iterable[torch.Tensor]) -> str:
+    """One short name of the bits of many tensors on one device, in their order."""
+    bit_sums = [_bit_sum(tensor) for tensor in tensors]
+    sums = torch.stack(bit_sums).tolist() if bit_sums else []
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count * dtype.itemsize

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_engine import http
 from rlhf_engine.errors import RolloutServerError
-from rlhf_engine.http import RequestGroup, Transport
+from rlhf_engine.rollout.vllm import http
 from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
+from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
 from tests.rollout import test_vllm
 from tests.rollout.test_vllm import PROMPTS, ask, connect, sampling
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_engine import hub
 from rlhf_engine.commands.main import main
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, save_pretrained
 from rlhf_engine.hydra.peft_io import read_slot_config
-from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.tools.memory import find_config
 from tests.conftest import randomise
 from tests.hub_stand_in import Hub, commit_of

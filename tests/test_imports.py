@@ -7,28 +7,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"rlhf_engine": ROOT / "rlhf_engine", "rlhf_kernels": ROOT / "kernels" / "rlhf_kernels"}
 # From the ground floor up. A room is a package, or a module beside the packages.
 ENGINE = (
-    "errors",
-    "devices",
-    "io",
-    "http",
-    "hub",
-    "config",
-    "distributed",
-    "hydra",
-    "tokenizing",
-    "data",
-    "rollout",
-    "algorithms",
-    "policy",
-    "scoring",
-    "generators",
-    "runs",
-    "training",
-    "integrations",
-    "tools",
-    "commands",
-    "__main__",
-    "templates",
+    *("errors", "io", "hub", "config", "devices", "hydra", "data", "rollout", "algorithms", "scoring", "generators"),
+    *("runs", "training", "integrations", "tools", "commands", "__main__", "templates"),
 )
 KERNELS = (
     *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),

@@ -24,7 +24,7 @@ from tests.test_imports import imported_rooms, modules, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = str(Path(rlhf_engine.__file__).parent)
-CORE = ("hydra", "rollout", "scoring", "algorithms", "policy", "training", "generators", "distributed")
+CORE = ("hydra", "rollout", "scoring", "algorithms", "training", "generators")
 CEILINGS = {
     "CHANGELOG.md: lines": 60,
     "bench: lines": 11519,

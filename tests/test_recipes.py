@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from rlhf_engine.commands.main import main
-from tests.policy.test_build import classifier_on
+from tests.hydra.test_build import classifier_on
 from tests.test_docs import CONFIGS
 from tests.training.test_data import PROMPTS, write_model, write_rows
 

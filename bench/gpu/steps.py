@@ -34,7 +34,7 @@ from rlhf_engine.algorithms.grpo import Grpo
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss, hydra_roles
-from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.training.update import Schedule, update
 

@@ -19,7 +19,7 @@ from rlhf_bench.workload import PROMPTS_FILE, Setting
 from rlhf_kernels.runtime import native, registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.devices import ALONE, World
 from rlhf_engine.runs.metrics import cpu_name, git_commit, run_record, write_json_atomic
 from rlhf_engine.training.rl import RlTrainer
 

@@ -46,8 +46,8 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.model import default_token_budget
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.roles import needs_lm_head
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.rollout import Rollout, SamplingConfig, generate
 from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 from rlhf_engine.tools.memory import Formula, Setting, find_config

@@ -29,8 +29,7 @@ from arms import arguments_in_processes, in_turn, make_parser, measure, setting_
 from rlhf_bench.workload import PHASES, Setting, prepare
 from torch.distributed.tensor import DTensor
 
-from rlhf_engine.devices import keep_freed_memory
-from rlhf_engine.distributed.process_group import World, fingerprint_of_all
+from rlhf_engine.devices import World, fingerprint_of_all, keep_freed_memory
 
 ARMS = ("replicated", "sharded")
 SHOWN = ("gather_base", *PHASES, "step")

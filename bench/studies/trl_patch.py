@@ -69,8 +69,8 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainerCallback
 
+    from rlhf_engine.data.tokenizer import load_tokenizer
     from rlhf_engine.integrations.trl import patch
-    from rlhf_engine.tokenizing import load_tokenizer
 
     setting, folder, kind = Setting(**request["setting"]), request["folder"], request["kind"]
     torch.set_num_threads(setting.threads)

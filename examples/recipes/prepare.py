@@ -187,10 +187,10 @@ def _label(pairs: list[dict[str, Any]], gold: Path, device: str) -> list[dict[st
     """Put the answer first that a whole reward model prefers; pairs of equal rewards are left out."""
     from rlhf_engine.data import Preference, tokenize_row
     from rlhf_engine.data.tokenize import fit_to_length
+    from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
     from rlhf_engine.devices import resolve_device
     from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
     from rlhf_engine.hydra.loading import read_context_length
-    from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 
     tokenizer, roles = load_tokenizer(gold), {"reward": RoleSpec(slot=OFF, head="reward")}
     model = HydraModel.from_pretrained(gold, roles=roles, device=resolve_device(device))

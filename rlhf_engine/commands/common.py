@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_engine.distributed.launch import asked_to_shard, launched_rank
+from rlhf_engine.config.launch import asked_to_shard, launched_rank
 from rlhf_engine.errors import ConfigError, RunStopped, as_request_errors
 
 if TYPE_CHECKING:
     from rlhf_engine.config import EvaluateConfig, GenerateConfig
     from rlhf_engine.config.run import TrainingOptions
-    from rlhf_engine.distributed.process_group import World
+    from rlhf_engine.devices import World
     from rlhf_engine.training.run import Run
 
 C = TypeVar("C", bound="TrainingOptions")
@@ -59,7 +59,7 @@ def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
 @contextlib.contextmanager
 def launched_world(config: C) -> Iterator[tuple[C, World]]:
     """The ranks that a launcher has started, while a run lasts, and the options with what the launcher adds to them."""
-    from rlhf_engine.distributed.process_group import World
+    from rlhf_engine.devices import World
 
     if config.push_to_hub is not None and launched_rank() == 0:
         from rlhf_engine.hub import require_push

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rlhf_engine
-from rlhf_engine.distributed.launch import launched, launched_rank
+from rlhf_engine.config.launch import launched, launched_rank
 from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
 _USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]

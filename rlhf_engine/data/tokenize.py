@@ -1,8 +1,8 @@
 """Rows to token ids: plain strings or chat templates, and what happens to rows that are too long.
 
-The tokens of an answer are those that it has after its prompt (`tokenizing.encode_continuation`); those of the prompt
+The tokens of an answer are those that it has after its prompt (`tokenizer.encode_continuation`); those of the prompt
 are the ones that generation begins with. An answer ends with its last end token, at which rollouts stop as well: the
-tokenizer's end-of-sequence token or another that the model's generation config names (`tokenizing.end_answer`).
+tokenizer's end-of-sequence token or another that the model's generation config names (`tokenizer.end_answer`).
 
 Strings: a prompt has the tokenizer's own beginning. An empty prompt of an answer is the beginning-of-sequence token, or
 the end-of-sequence token where there is none.
@@ -38,9 +38,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.read import Tally
+from rlhf_engine.data.tokenizer import encode, encode_continuation, encode_prompt, end_answer
 from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, RowError, Text, UnpairedPreference, shown
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.tokenizing import encode, encode_continuation, encode_prompt, end_answer
 
 Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
 

@@ -33,15 +33,14 @@ import transformers
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.devices import is_gpu, keep_freed_memory, resolve_device
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.devices import ALONE, World, is_gpu, keep_freed_memory, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
 from rlhf_engine.generators.scheduler import SILENCE, Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.sources import Connect
 from rlhf_engine.generators.thread import Worker
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.policy.build import BEHAVIOUR, build_generator_model
+from rlhf_engine.hydra.build import BEHAVIOUR, build_generator_model
 from rlhf_engine.rollout import EngineOptions, PromptBatch, SamplingConfig
 from rlhf_engine.rollout.backend import LocalRollouts
 from rlhf_engine.scoring.score import FrozenRoles

@@ -26,7 +26,7 @@ from rlhf_engine.generators.scheduler import SILENCE, GeneratorTransport, Schedu
 from rlhf_engine.generators.thread import GeneratorThread, Worker
 from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put, take
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.policy.build import BEHAVIOUR, PAST
+from rlhf_engine.hydra.build import BEHAVIOUR, PAST
 from rlhf_engine.rollout import Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
 from rlhf_engine.scoring.score import FrozenRoles

@@ -22,7 +22,7 @@ from rlhf_engine.errors import RolloutServerError
 from rlhf_engine.generators.scheduler import Drawn, Event, GeneratorTransport, Joined, Lost
 from rlhf_engine.generators.work import Snapshot, VersionStore, put
 from rlhf_engine.hydra import Scores
-from rlhf_engine.policy.build import BEHAVIOUR
+from rlhf_engine.hydra.build import BEHAVIOUR
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts

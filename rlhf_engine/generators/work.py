@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.launch import versions
 from rlhf_engine.data import PromptSet, batch_indices
-from rlhf_engine.distributed.launch import versions
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.devices import ALONE, World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.hydra.adapters import AdapterSlot

@@ -29,8 +29,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rlhf_engine.devices import is_out_of_memory
-from rlhf_engine.distributed.process_group import World
+from rlhf_engine.devices import World, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError, RankError
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.batch import PackedBatch

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.config import EvaluateConfig, GenerateConfig
 from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
@@ -24,7 +25,6 @@ from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
 from rlhf_engine.rollout.request import Request, RolloutStats, SamplingConfig, StopTexts
 from rlhf_engine.rollout.rows import AnswerRow
-from rlhf_engine.tokenizing import eos_token_ids, load_tokenizer, require_same_tokens
 
 
 def build_answer_model(

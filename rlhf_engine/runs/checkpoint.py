@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_engine.errors import CheckpointWriteError, ConfigError, CorruptCheckpointError
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, peft_io, save_pretrained
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.io import (
     MANIFEST_FILE,
@@ -37,7 +38,6 @@ from rlhf_engine.io import (
     write_manifest,
     writing,
 )
-from rlhf_engine.policy.optimizer import RoleOptimizer
 
 _NAME = re.compile(r"checkpoint-\d+")
 _OPTIMIZER_FILE = "optimizer.safetensors"

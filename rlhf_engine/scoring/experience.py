@@ -19,17 +19,16 @@ from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import Mode, importance_weights, sequence_sums, weight_metrics
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
+from rlhf_engine.data.tokenizer import warn_of_unknown
 from rlhf_engine.data.types import Text
-from rlhf_engine.devices import Budget
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.devices import ALONE, Budget, World
 from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
+from rlhf_engine.hydra.build import PAST
 from rlhf_engine.hydra.model import join_scores
-from rlhf_engine.policy.build import PAST
 from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
 from rlhf_engine.scoring.score import FrozenRoles, score, score_some
-from rlhf_engine.tokenizing import warn_of_unknown
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.config.commands import ExportConfig
+from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder, push_folder, require_push
 from rlhf_engine.hydra import peft_io, reward_model
@@ -27,7 +28,6 @@ from rlhf_engine.hydra.peft_export import merge_adapter, require_base
 from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.io import check_model, replacing, write_manifest
 from rlhf_engine.runs.folder import MODEL_CONFIG, RECORD_FILE, find_model
-from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.tools.card import public_name, read_optional, write_card
 
 _PREFERRED = ("actor", "sft", "reward")  # roles that are exported where none is named, the first that the source has

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rlhf_engine.config.commands import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.http import RequestGroup, Server, Transport
+from rlhf_engine.rollout.vllm.http import RequestGroup, Server, Transport
 from rlhf_engine.scoring.reward_functions import load_reward
 
 SERVER = Server(

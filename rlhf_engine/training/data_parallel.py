@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from rlhf_engine.config import TrainConfig
+from rlhf_engine.config.launch import versions
 from rlhf_engine.config.run import TrainingOptions
-from rlhf_engine.distributed.launch import versions
-from rlhf_engine.distributed.process_group import World
+from rlhf_engine.devices import World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.runs.checkpoint import digest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rlhf_engine.data import PromptSet
-from rlhf_engine.distributed.process_group import share
+from rlhf_engine.devices import share
 from rlhf_engine.io import writing
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.backend import Rollouts

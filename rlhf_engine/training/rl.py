@@ -16,19 +16,18 @@ from typing import Any
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.devices import earlier_peaks
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.data.tokenizer import eos_token_ids
+from rlhf_engine.devices import ALONE, World, earlier_peaks
 from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.policy.build import BEHAVIOUR, PAST, build_policy_model
+from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.backend import Rollouts, make_rollouts
 from rlhf_engine.runs.checkpoint import TrainerState, load_policies
 from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
 from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
 from rlhf_engine.scoring.experience import Scoring
-from rlhf_engine.tokenizing import eos_token_ids
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.rl_policy import RlPolicy, load_inputs

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.devices import Budget, read_memory, resolve_device
-from rlhf_engine.distributed.process_group import ALONE, World, fingerprint
+from rlhf_engine.data.tokenizer import load_tokenizer, require_same_tokens
+from rlhf_engine.devices import ALONE, Budget, World, fingerprint, read_memory, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
+from rlhf_engine.hydra.build import check_sources
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.policy.build import check_sources
-from rlhf_engine.policy.optimizer import require_optim
+from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.backend import RolloutServer, find_server
 from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
@@ -30,7 +30,6 @@ from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
 from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, mismatch_bound
 from rlhf_engine.scoring.rewards import AnswerScorer
-from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 

@@ -27,13 +27,13 @@ from torch import nn
 from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.config.supervised import SupervisedOptions
 from rlhf_engine.data import Tally, batch_indices, side_by_side
-from rlhf_engine.distributed.process_group import ALONE, World, fingerprint_of_all
+from rlhf_engine.devices import ALONE, World, fingerprint_of_all
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.hydra.build import shard_base
+from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor, require_warm_up
 from rlhf_engine.io import writing
-from rlhf_engine.policy.build import shard_base
-from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor, require_warm_up
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, read_counters, save_checkpoint, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked

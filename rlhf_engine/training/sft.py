@@ -23,17 +23,18 @@ from rlhf_engine.config import SFTConfig
 from rlhf_engine.config.run import adapter_dtype
 from rlhf_engine.data import Preference, PromptCompletion, Row, Tally, Truncation, load_rows, require_room
 from rlhf_engine.data import tokenize_rows as tokenize
+from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
 from rlhf_engine.data.types import recast
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import OFF, HydraModel, LmLoss, PackedBatch, RoleSpec, peft_io
+from rlhf_engine.hydra.build import loading_device, slot_config
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.hydra.peft_export import save_slot
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.io import delete, put_model_in_place, remove_model, write_manifest
-from rlhf_engine.policy.build import loading_device, slot_config
-from rlhf_engine.policy.optimizer import require_optim
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     read_counters,
@@ -43,7 +44,6 @@ from rlhf_engine.runs.checkpoint import (
 )
 from rlhf_engine.runs.folder import LOCK_FILE, METRICS_FILE, RECORD_FILE, drop_later_checkpoints, require_unlocked
 from rlhf_engine.runs.metrics import read_metrics, require_trackers
-from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model.data import drop_same, with_margins
 from rlhf_engine.training.reward_model.model import pairwise_loss
 from rlhf_engine.training.run import OnStep, SupervisedRun

@@ -19,8 +19,7 @@ import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, TokenValues
 from rlhf_engine.data import pack, side_by_side
-from rlhf_engine.devices import Budget, is_out_of_memory, release_memory
-from rlhf_engine.distributed.process_group import World, balanced
+from rlhf_engine.devices import Budget, World, balanced, is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
 from rlhf_engine.hydra.roles import fold_lanes

@@ -13,7 +13,7 @@ from rlhf_engine.algorithms.sequences import importance_weights, sequence_log_ra
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.training.update import Schedule, minibatches, update
 from tests.conftest import build, random_batch
 

@@ -8,10 +8,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.commands.main import main
+from rlhf_engine.data.tokenizer import encode_prompt, eos_token_ids, load_tokenizer
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.tokenizing import encode_prompt, eos_token_ids, load_tokenizer
-from tests.policy.test_build import classifier_on
+from tests.hydra.test_build import classifier_on
 from tests.training.test_data import write_model
 
 PROMPTS = ["red cat", "the dog runs"]

@@ -53,7 +53,7 @@ FAULTS = [
           "torch.tensor([totals[i] for i in places], dtype=torch.float32)", {"algorithm": "remax"}),
     Fault("rlhf_engine.training.update", "_Minibatch._micro", "device=rows_M.device", 'device="cpu"',
           {"algorithm": "ppo"}),
-    Fault("rlhf_engine.policy.optimizer", "AdamW._write_back", "torch.Generator(p.device)", "torch.Generator()",
+    Fault("rlhf_engine.hydra.optimizer", "AdamW._write_back", "torch.Generator(p.device)", "torch.Generator()",
           {"optim": "adamw_stochastic"}),
     Fault("rlhf_engine.algorithms.grpo", "token_weights", "batch.completion_lens_N.float()",
           "torch.tensor(batch.completion_lens, dtype=torch.float32)", {"algorithm": "grpo"}),

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig
-from rlhf_engine.devices import Memory
-from rlhf_engine.distributed.process_group import World
+from rlhf_engine.devices import Memory, World
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs, hydra_roles
 from rlhf_engine.hydra.sharding import ShardedBase

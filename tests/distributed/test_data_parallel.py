@@ -20,8 +20,8 @@ from transformers import LlamaForCausalLM
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import TrainConfig, parse_config
-from rlhf_engine.distributed.launch import asked_to_shard
-from rlhf_engine.distributed.process_group import ALONE, World, balanced, share
+from rlhf_engine.config.launch import asked_to_shard
+from rlhf_engine.devices import ALONE, World, balanced, share
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.ray import generators_on_ray
 from rlhf_engine.rollout import exactness

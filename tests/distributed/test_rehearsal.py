@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.distributed.process_group import ALONE
+from rlhf_engine.devices import ALONE
 from rlhf_engine.generators.ray import _import_ray
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer

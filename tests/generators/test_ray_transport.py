@@ -20,7 +20,7 @@ from rlhf_engine.generators import work as serialize
 from rlhf_engine.generators.ray import Generator, RayTransport, Room, _other_gpus, generators_on_ray, room_for
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
 from rlhf_engine.generators.work import take
-from rlhf_engine.policy.build import build_generator_model
+from rlhf_engine.hydra.build import build_generator_model
 from rlhf_engine.rollout import PromptBatch, SamplingConfig
 from tests.generators.test_scheduler import answers_of, make_shares, policy
 from tests.training.test_data import train_config, write_model

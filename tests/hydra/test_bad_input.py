@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.hydra import (
     HydraModel,
     LogprobPair,
@@ -19,7 +20,6 @@ from rlhf_engine.hydra import (
 )
 from rlhf_engine.hydra.loading import load_model, read_config
 from rlhf_engine.hydra.peft_io import read_slot_config
-from rlhf_engine.tokenizing import load_tokenizer
 from tests.conftest import VOCAB, build, random_batch, tiny_llama
 
 ACTOR = {"actor": RoleSpec(slot="actor", trainable=True)}

@@ -24,8 +24,8 @@ from rlhf_engine.hydra import HydraModel, Logprobs, PolicyLoss, SlotConfig, Valu
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone, head_logits
 from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.persist import save_pretrained
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.conftest import build, random_batch, randomise, tiny_llama
 
 

@@ -17,8 +17,8 @@ from rlhf_engine.hydra import (
     load_pretrained,
     save_pretrained,
 )
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.roles import fold_lanes
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from tests.conftest import random_batch, tiny_llama
 
 ROLES = ("actor", "reference", "critic", "reward")

@@ -8,9 +8,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlhf_engine.hydra import HydraModel, LmLoss, PackedBatch, load_pretrained, peft_io, save_pretrained
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.persist import load_into
 from rlhf_engine.hydra.sharding import ShardedBase
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.training.sft import sft_roles
 from tests.conftest import tiny_llama
 

@@ -12,10 +12,10 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback
 from trl import RewardConfig, RewardTrainer
 
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
-from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training.reward_model.data import RewardExample
 from rlhf_engine.training.reward_model.model import reward_loss
 from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS

@@ -13,12 +13,12 @@ from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import HydraGRPOConfig, HydraGRPOTrainer
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import as_replies
 from rlhf_engine.scoring.reward_functions import score_with_functions
-from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.training.rl import RlTrainer
 from tests.integrations.trl_runs import LORA, QUICK
 from tests.training.test_data import PROMPTS, train_config, write_model, write_rows

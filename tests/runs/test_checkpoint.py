@@ -9,8 +9,8 @@ import torch
 
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles, load_pretrained, save_pretrained
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.io import write_manifest
-from rlhf_engine.policy.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import TrainerState, list_checkpoints, load_checkpoint, resolve_resume, save_checkpoint
 from tests.conftest import random_batch, randomise, tiny_llama
 

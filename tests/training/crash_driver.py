@@ -19,7 +19,7 @@ import torch
 
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
-from rlhf_engine.policy.optimizer import RoleOptimizer
+from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.runs.checkpoint import TrainerState, list_checkpoints, load_checkpoint, resolve_resume, save_checkpoint
 from tests.conftest import randomise, tiny_llama
 

@@ -13,12 +13,12 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from rlhf_engine.commands.main import main
+from rlhf_engine.data.tokenizer import load_tokenizer, require_same_tokens
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.hydra import HydraModel, RoleSpec, load_pretrained, peft_io, reward_model
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.io import check_manifest
 from rlhf_engine.runs.checkpoint import load_checkpoint
-from rlhf_engine.tokenizing import load_tokenizer, require_same_tokens
 from rlhf_engine.training.reward_model.model import CLASSIFIER_FOLDER
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo.task import build_tokenizer
 from rlhf_engine.config import EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig, TrainConfig
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.rollout.answer import AnswerSession
-from rlhf_engine.tokenizing import load_tokenizer
 from rlhf_engine.tools.evaluate import Evaluation
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer

@@ -24,7 +24,7 @@ from transformers import (
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, SlotConfig
-from rlhf_engine.policy.build import build_policy_model
+from rlhf_engine.hydra.build import build_policy_model
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.progress import exit_summary
 from rlhf_engine.training.reward_model.data import RewardExample

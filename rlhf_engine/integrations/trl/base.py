@@ -36,18 +36,18 @@ from torch.utils.data import Sampler
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, find_algorithm
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import group_sums, sequence_sums
+from rlhf_engine.data.tokenizer import warn_of_unknown
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
+from rlhf_engine.hydra.optimizer import warn_without_masters
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
-from rlhf_engine.policy.optimizer import warn_without_masters
 from rlhf_engine.rollout import SamplingConfig, generate
-from rlhf_engine.tokenizing import warn_of_unknown
 
 require_trl()
 from trl import GRPOTrainer  # noqa: E402

@@ -22,13 +22,13 @@ from datasets import Dataset
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf_engine.data.tokenizer import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.data.types import template_arguments
 from rlhf_engine.errors import ConfigError, NonFiniteError
+from rlhf_engine.hydra.optimizer import warn_without_masters
 from rlhf_engine.integrations.peft import fuse_lora
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.trainers import PERL
-from rlhf_engine.policy.optimizer import warn_without_masters
-from rlhf_engine.tokenizing import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.training.reward_model.metrics import pointwise_metrics
 
 require_trl()

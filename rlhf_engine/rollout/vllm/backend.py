@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
-from rlhf_engine.http import RequestGroup
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
@@ -57,6 +56,7 @@ from rlhf_engine.rollout.request import (
     row_seed,
 )
 from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
+from rlhf_engine.rollout.vllm.http import RequestGroup
 
 CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows

@@ -19,8 +19,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_engine.http import RequestGroup, Server, Transport
 from rlhf_engine.rollout.request import SamplingConfig
+from rlhf_engine.rollout.vllm.http import RequestGroup, Server, Transport
 
 VLLM = Server(
     kind="a vLLM server",

@@ -24,10 +24,10 @@ from rlhf_engine.hydra import (
     reward_model,
 )
 from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.build import loading_device, slot_config
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import require_savable
-from rlhf_engine.policy.build import loading_device, slot_config
 from rlhf_engine.training.reward_model.data import RewardExample
 
 REWARD_SLOT = "reward"

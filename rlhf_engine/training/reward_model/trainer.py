@@ -24,12 +24,13 @@ import torch
 
 from rlhf_engine.config import RewardConfig
 from rlhf_engine.data import Tally, require_room, split_by_group
-from rlhf_engine.distributed.process_group import share
+from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
+from rlhf_engine.devices import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
 from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
+from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.policy.optimizer import require_optim
 from rlhf_engine.runs.checkpoint import (
     begin_kernels,
     check,
@@ -40,7 +41,6 @@ from rlhf_engine.runs.checkpoint import (
 )
 from rlhf_engine.runs.folder import FINAL_FOLDER, RECORD_FILE, check_output, require_unlocked, write_final
 from rlhf_engine.runs.metrics import require_trackers
-from rlhf_engine.tokenizing import load_tokenizer, read_eos_token_ids
 from rlhf_engine.training.reward_model import metrics as reward_metrics
 from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
 from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model

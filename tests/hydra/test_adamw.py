@@ -9,7 +9,7 @@ import torch
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.policy.optimizer import HALF, RoleOptimizer, has_masters, require_optim, round_stochastically_
+from rlhf_engine.hydra.optimizer import HALF, RoleOptimizer, has_masters, require_optim, round_stochastically_
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer, sft_loss, sft_roles
 from tests.conftest import build, tiny_llama

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config.run import FLOAT32_GRADIENTS, Optim, TrainingOptions
-from rlhf_engine.devices import is_gpu
-from rlhf_engine.distributed.process_group import ALONE, World
+from rlhf_engine.devices import ALONE, World, is_gpu
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.loading import require_bitsandbytes

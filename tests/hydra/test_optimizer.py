@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_engine.errors import NonFiniteError
-from rlhf_engine.policy.optimizer import RoleOptimizer, lr_factor
+from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor
 from tests.conftest import build
 
 

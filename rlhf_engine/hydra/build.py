@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.config.run import TrainingOptions, adapter_dtype
-from rlhf_engine.devices import DTYPES, resolve_device, return_freed_memory
-from rlhf_engine.distributed.process_group import SECONDS, World
+from rlhf_engine.devices import DTYPES, SECONDS, World, resolve_device, return_freed_memory
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io, reward_model

@@ -1,1 +1,0 @@
-"""Processes of a run: what a launcher started, and the exchanges between ranks."""

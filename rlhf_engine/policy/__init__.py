@@ -1,1 +1,0 @@
-"""Policies: from a configuration to roles, slots and heads on one backbone."""
