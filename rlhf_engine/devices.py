@@ -1,7 +1,7 @@
 """Devices and dtypes by name, memory of devices and how much of it a pass may take, and the ranks of a run.
 
 A run has one process, or the ranks that `torchrun` or `accelerate launch` has started. Ranks hold the same weights and
-go through a run in step. What can fail on one of them alone is work between two exchanges (`run_on_all_ranks`):
+go through a run in step. What can fail on one of them alone is work between two exchanges (`together`):
 afterwards every rank hears of it, so that none waits for one that has given up. Alone, all of this is the identity, and
 nothing of torch.distributed is touched.
 """
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rlhf_kernels.runtime.registry import is_gpu as is_gpu
@@ -28,7 +28,6 @@ from rlhf_engine.config.launch import launched
 from rlhf_engine.errors import ConfigError, RankError
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -218,12 +217,15 @@ class World:
             dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # all of them are there
 
-    def run_on_all_ranks(self, what: str, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """This rank's result of `what`, once every rank has its own; RankError with the message of one that failed."""
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block of each rank's own work, which all end together; RankError with the message of one that failed."""
         if self.size == 1:
-            return work(*args, **options)
+            yield
+            return
         try:
-            result = self.in_step(lambda: work(*args, **options))  # it may be drawing from a sharded base
+            with self.in_step():  # it may be drawing from a sharded base
+                yield
         except Exception as error:  # whatever it is: it is raised again, once the others know
             with contextlib.suppress(RankError):  # of others that are gone by then: this one is what is to be told
                 self.gather(f"{type(error).__name__}: {error}")
@@ -232,20 +234,16 @@ class World:
         if failed:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise RankError(f"{what}: another rank could not go on, {listed}")
-        return result
 
-    def in_step(self, work: Callable[[], T]) -> T:
-        """Work made of exchanges; where one rank fails, others get RankError once its connections close."""
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A block made of exchanges; where one rank fails, others get RankError once its connections close."""
         try:
-            return work()
+            yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)):
                 raise self._lost(error) from error
             raise
-
-    def on_main(self, what: str, work: Callable[[], T]) -> T | None:
-        """Work of the main rank, which the others wait for; None on these."""
-        return self.run_on_all_ranks(what, lambda: work() if self.is_main else None)
 
     def gather_tensors(self, tensors: Mapping[str, torch.Tensor | None]) -> list[dict[str, torch.Tensor | None]]:
         """Tensors of all ranks in their order, on every rank; None where one has none. Shapes alone may differ."""

@@ -77,6 +77,8 @@ class Experience(TokenValues):
     """fp32 [N], of the greedy answer to the same prompt, where there is one"""
     kl_M: torch.Tensor
     """fp32 [M], KL(π ‖ π_ref) by the configured estimator"""
+    mean_kl: float = 0.0
+    """KL of an answer in nats, the mean of those that were scored together; what `kl_target` steers β by"""
     weights_M: torch.Tensor | None = None
     """fp32 [M], importance weights of answers from another engine or an older policy"""
     metrics: dict[str, float] = field(default_factory=dict)

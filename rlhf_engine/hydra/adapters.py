@@ -142,5 +142,5 @@ def warn_if_zero(head: nn.Module) -> None:
     if not any(weight.any() for weight in head.parameters()):
         warnings.warn(
             "role 'reward': expected a head that was loaded or trained, got one of zeros, so that every reward is 0.0",
-            stacklevel=4,  # whoever has called `score`, past its decorator
+            stacklevel=3,
         )

@@ -13,8 +13,9 @@ own slot, up to `token_budget` tokens, and run one after another above it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -449,6 +450,7 @@ class HydraModel(nn.Module):
         *,
         dropout_seed: int | None = None,
         token_budget: int | None = None,
+        watch: Callable[[str, torch.Tensor], None] | None = None,
     ) -> tuple[Any, ...]:
         """Run the lanes that the outputs read, then the outputs.
 
@@ -462,6 +464,7 @@ class HydraModel(nn.Module):
             outputs: requests, of roles of this model.
             dropout_seed: keys the masks of LoRA dropout; None: no dropout.
             token_budget: most tokens of all lanes in one backbone forward of this call; None: the model's.
+            watch: called in the backward pass with a role and the gradient [T, H] at its hidden states.
 
         Returns:
             The results, in the order of the requests.
@@ -483,6 +486,11 @@ class HydraModel(nn.Module):
                 seed = dropout_seed if grad and self.training else None
                 for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
                     hidden |= dict.fromkeys(lanes[lane], states)
+        if watch is not None:
+            for role, states in hidden.items():
+                if states.requires_grad:
+                    hidden[role] = states.view_as(states)  # its own among the roles of a lane
+                    hidden[role].register_hook(functools.partial(watch, role))
         used = dict(zip(names, map(self.roles.__getitem__, names), strict=True))
         states_by_role = HiddenStates(
             batch=batch,
@@ -490,10 +498,12 @@ class HydraModel(nn.Module):
             lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
             scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
         )
+        results = []
         with self.backbone(next(iter(self.backbones))).kernels.used():
-            return tuple(output.compute(states_by_role) for output in outputs)
+            for output in outputs:  # no comprehension, which would be a frame on the way to a kernel
+                results.append(output.compute(states_by_role))
+        return tuple(results)
 
-    @torch.no_grad()
     def score(
         self,
         batch: PackedBatch,
@@ -526,31 +536,30 @@ class HydraModel(nn.Module):
         """
         if "reward" in roles and "reward" in self.roles and "reward" not in self.trained_heads:
             warn_if_zero(self.heads["reward"])
-        readers: dict[str, Output] = {
-            "actor": Logprobs(role="actor", temperature=temperature, outputs=("logprob", "entropy")),
-            "reference": Logprobs(role="reference", temperature=temperature),
-            **{n: Logprobs(role=n, temperature=temperature) for n in ("past", "behaviour") if n in self.roles},
-            "critic": Values(role="critic"),
-            "reward": Rewards(role="reward"),
-        }
+        known = ["actor", "critic", "reference", "reward", *(n for n in ("past", "behaviour") if n in self.roles)]
+        requests: dict[str, Output] = {}
         for role in roles:
-            if role not in readers:
-                raise ValueError(f"roles: expected names among {sorted(readers)}, got {role!r}")
+            if role not in known:
+                raise ValueError(f"roles: expected names among {sorted(known)}, got {role!r}")
             require_role(self.roles, role)
+            if role in ("critic", "reward"):
+                requests[role] = Values(role=role) if role == "critic" else Rewards(role=role)
+            else:
+                wanted = ("logprob", "entropy") if role == "actor" else ("logprob",)
+                requests[role] = Logprobs(role=role, temperature=temperature, outputs=wanted)
         if len(roles) == 0:
             raise ValueError("roles: expected at least one role, got none")
-        requests = {role: readers[role] for role in roles}
         if exact_kl:
             if not {"actor", "reference"} <= set(roles):
                 raise ValueError(f"exact_kl: expected roles to hold 'actor' and 'reference', got {tuple(roles)}")
             del requests["actor"], requests["reference"]
             requests["pair"] = LogprobPair(temperature=temperature)
-        outputs = tuple(requests.values())
-        parts = [
-            _scores(dict(zip(requests, self(part, outputs, token_budget=token_budget), strict=True)))
-            for part in self.parts(batch, token_budget)
-        ]
-        return join_scores(parts)
+        outputs, parts = tuple(requests.values()), []
+        with torch.no_grad():
+            for part in self.parts(batch, token_budget):
+                results = self(part, outputs, token_budget=token_budget)
+                parts.append(_scores(dict(zip(requests, results, strict=True))))
+            return join_scores(parts)
 
     def parts(self, batch: PackedBatch, token_budget: int | None = None) -> list[PackedBatch]:
         """Divide a batch into groups of consecutive sequences within the token budget.

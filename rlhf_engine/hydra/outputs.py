@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from rlhf_kernels.linear_logprob import LogprobOutputs
+from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
@@ -174,14 +174,12 @@ class Logprobs(_OfOneRole):
                 not > 0.
             TypeError: a string instead of a tuple as `outputs` or `detach`.
         """
-        return logprobs(
-            *states.reader(self.role),
-            states.batch.targets_M,
-            states.batch.supports,
-            temperature=self.temperature,
-            outputs=self.outputs,
-            detach=self.detach,
-        )
+        hidden, head = states.reader(self.role)
+        target_M, supports = states.batch.targets_M, states.batch.supports
+        asked: dict[str, Any] = {"temperature": self.temperature, "outputs": self.outputs, "detach": self.detach}
+        if supports is not None:
+            return logprobs(hidden, head, target_M, supports, **asked)
+        return linear_logprob(hidden, head.weight, target_M, **asked, **head_options(head))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

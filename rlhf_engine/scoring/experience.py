@@ -6,9 +6,9 @@ import contextlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -82,122 +82,114 @@ class Scoring:
 
     def experience(
         self,
-        rollout: Rollout,
-        prompts: PromptBatch,
+        share: Rollout,
+        own: PromptBatch,
         config: TrainConfig,
-        *,
-        policy_version: int,
-        is_reference: bool,
-        of_all: tuple[Rollout, PromptBatch] | None = None,
+        version: int,
+        whole: tuple[Rollout, PromptBatch] | None = None,
     ) -> Experience:
-        """The answers of a rollout that can be learned from, scored, of all ranks."""
-        world = self._world
-        own = _drawn(rollout, prompts)
-        own_scores = world.run_on_all_ranks("scoring answers", self._score, rollout, own, config, policy_version)
-        scores = gather_scores(world, own_scores)
-        all_rollout, all_prompts = of_all or (rollout, prompts)
-        drawn = own if world.size == 1 else _drawn(all_rollout, all_prompts)
+        """Score answers, leave out those without a reward, and correct those of another policy or engine.
+
+        share, own: answers and prompts of this rank. version: updates of the policy by now. whole: those of all ranks,
+        which the experience has; None: `share` and `own`.
+        """
+        model, world, temperature = self._model, self._world, config.temperature
+        drawn, exact_kl = _drawn(share, own), config.kl_estimator == "exact"
+        with world.together("scoring answers"):
+            frozen, known, has_reward = share.frozen, Scores(), self._scorer.uses_reward_model
+            critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
+            roles = ["actor", "reference", *critic, *reward]
+            if config.is_async:
+                roles = ["actor", *(["reference"] if exact_kl else []), *critic]
+                if frozen is None:
+                    past = None if config.async_policy == "in_flight" else PAST
+                    frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=self._budget)(drawn)
+            if registry.is_exact() and not exact_kl and bool((drawn.versions_M == version).all()):
+                roles.remove("actor")
+                known = score_some(model, drawn, "actor", self._budget, temperature=temperature, turn=version)
+            scores = Scores()
+            if roles:
+                scores = score(model, drawn.batch, roles, self._budget, temperature=temperature, exact_kl=exact_kl)
+            scores = replace(scores, **dict(known.items()), **dict(() if frozen is None else frozen.items()))
+            _require_finite(scores, share.logprobs_M)
+            twins = _twins(share.batch, own)
+            rewards_N = self._rewards_of_all(share.batch, own, scores.rewards_N, twins, temperature)
+        scores = gather_scores(world, scores)
+        rollout, prompts = whole or (share, own)
+        drawn = drawn if world.size == 1 else _drawn(rollout, prompts)
         assert scores.logprobs_M is not None
-        assert scores.ref_logprobs_M is not None
-        behind_M = policy_version - all_rollout.versions_M
+        behind_M = version - rollout.versions_M
         is_behind = bool((behind_M > 0).any())
         # where policies took turns within an answer, none of them can say again what it said
         past_logprobs_M = drawn.logprobs_M if scores.past_logprobs_M is None else scores.past_logprobs_M
         log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
-        to_reference_M = scores.ref_logprobs_M - scores.logprobs_M if is_reference else None
-        _check_agreement(self._model, config, log_ratio_M, to_reference_M)
-        answers = rollout, prompts, own_scores.rewards_N
-        own_scored = world.run_on_all_ranks("rewards", self._score_answers, *answers, config)
-        scored = gather_answers(world, own_scored)
-        kept = _kept(scored.totals, all_prompts, least=config.facts.least_drawn)
-        metrics = {
-            **{name: sum(values) / len(values) for name, values in scored.logged.items()},
-            **_draw_metrics(drawn, scores, log_ratio_M, skipped=drawn.batch.n_sequences - len(kept)),
-            **_shared_metrics(self._model, drawn.batch),
-            **_support_metrics(drawn.batch),
-            **(_age_metrics(behind_M) if config.is_async else {}),
-            **_source_metrics(scored, all_prompts.drawn),
-        }
-        is_scored = bool(kept)
-        if not is_scored:
-            warnings.warn(_nothing_left(config), stacklevel=2)
-            kept = list(range(drawn.batch.n_sequences))
-        kept_rows_M = drawn.batch.select_completion_rows(kept)
-        corrected: Corrected = (scores.logprobs_M[kept_rows_M], None, {})
-        batch = drawn.batch.select(kept) if len(kept) < drawn.batch.n_sequences else drawn.batch
+        _check_agreement(model, config, scores, log_ratio_M, version)
+        with world.together("rewards"):
+            scored = self._reward(share, own, rewards_N, twins)
+        scored = gather_answers(world, scored)
+        kept = _kept(scored.totals, prompts, least=config.facts.least_drawn)
+        made = _make(drawn.batch, kept, prompts, scores, scored, config)
+        rows_M = drawn.batch.select_completion_rows(kept) if kept else slice(None)
         if config.vllm_servers:
-            corrected = correct_engine(corrected[0], log_ratio_M[kept_rows_M], batch, all_rollout.filtered, config)
+            made = correct_engine(made, log_ratio_M[rows_M], rollout.filtered, config)
         if is_behind:
-            corrected = both(corrected, correct_age(corrected[0], past_logprobs_M[kept_rows_M], batch, config))
-        made = _make(batch, kept, kept_rows_M, all_prompts, scores, scored, corrected, config)
-        made = replace(made, is_scored=is_scored)
-        return replace(made, metrics={**metrics, **corrected[2], **_score_metrics(made, config)})
+            made = correct_age(made, past_logprobs_M[rows_M], config)
+        metrics = _metrics(model, drawn, scores, log_ratio_M, behind_M, config)
+        rewards = {name: sum(values) / len(values) for name, values in scored.logged.items()}
+        skipped = {"completions/skipped": float(drawn.batch.n_sequences - len(kept))}
+        sources = _source_metrics(scored, prompts.drawn)
+        return replace(made, metrics={**rewards, **metrics, **skipped, **sources, **made.metrics})
 
-    def _score(self, rollout: Rollout, drawn: Rollout, config: TrainConfig, policy_version: int) -> Scores:
-        """Scores of the drawn answers by all roles; NonFiniteError names the role."""
-        model, frozen, t = self._model, rollout.frozen, config.temperature
-        has_reward = self._scorer.uses_reward_model
-        critic, reward = (["critic"] if config.has_critic else []), (["reward"] if has_reward else [])
-        exact_kl = config.kl_estimator == "exact"
-        roles = ["actor", "reference", *critic, *reward]
-        if config.is_async:
-            roles = ["actor", *(["reference"] if exact_kl else []), *critic]
-            if frozen is None:
-                past = None if config.async_policy == "in_flight" else PAST
-                frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=self._budget)(drawn)
-        present = bool((drawn.versions_M == policy_version).all())
-        few = Scores()
-        if registry.is_exact() and present and not exact_kl:
-            roles.remove("actor")
-            few = score_some(model, drawn, "actor", self._budget, temperature=t, turn=policy_version)
-        scores = Scores()
-        if roles:
-            scores = score(model, drawn.batch, roles, self._budget, temperature=t, exact_kl=exact_kl)
-        scores = replace(scores, **dict(few.items()))
-        if frozen is not None:
-            scores = replace(scores, **dict(frozen.items()))
-        _require_finite(rollout.logprobs_M, scores)
-        return scores
-
-    def _score_answers(
+    def _rewards_of_all(
         self,
-        rollout: Rollout,
+        batch: PackedBatch,
         prompts: PromptBatch,
-        drawn_rewards_N: torch.Tensor | None,
-        config: TrainConfig,
+        drawn_N: torch.Tensor | None,
+        twins: Mapping[int, int | None],
+        temperature: float,
+    ) -> torch.Tensor | None:
+        """Rewards [N] of the reward role, those of greedy answers as well; None without the role."""
+        if drawn_N is None or not twins:
+            return drawn_N
+        rewards_N = drawn_N.new_empty(batch.n_sequences)
+        rewards_N[prompts.drawn] = drawn_N
+        others = [i for i, twin in twins.items() if twin is None]
+        if others:
+            scores = score(self._model, batch.select(others), ["reward"], self._budget, temperature=temperature)
+            assert scores.rewards_N is not None
+            _require_finite(scores)
+            rewards_N[others] = scores.rewards_N
+        for i, twin in twins.items():
+            if twin is not None:
+                rewards_N[i] = rewards_N[twin]
+        return rewards_N
+
+    def _reward(
+        self, rollout: Rollout, prompts: PromptBatch, rewards_N: torch.Tensor | None, twins: Mapping[int, int | None]
     ) -> ScoredAnswers:
         """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
         texts, ids = decode_answers(self._tokenizer, rollout.batch)
-        places = {(prompts.groups[i], tuple(ids[i])): i for i in prompts.drawn}
-        same = {i: places.get((prompts.groups[i], tuple(ids[i]))) for i, greedy in enumerate(prompts.greedy) if greedy}
-        twins = {i: twin for i, twin in same.items() if twin is not None}
-        reward_model_N = drawn_rewards_N
-        if drawn_rewards_N is not None and same:
-            reward_model_N = drawn_rewards_N.new_empty(rollout.batch.n_sequences)
-            reward_model_N[prompts.drawn] = drawn_rewards_N
-            others = [i for i, twin in same.items() if twin is None]
-            if others:
-                chosen = rollout.batch.select(others)
-                scores = score(self._model, chosen, ["reward"], self._budget, temperature=config.temperature)
-                assert scores.rewards_N is not None
-                if not scores.rewards_N.isfinite().all():
-                    raise NonFiniteError(
-                        "scores of the reward role are not finite; no update was made from this rollout"
-                    )
-                reward_model_N[others] = scores.rewards_N
-            for i, twin in twins.items():
-                reward_model_N[i] = reward_model_N[twin]
         rows = list(prompts.rows)
         written = self._data.written(rows)
         replies = as_replies(self._tokenizer, rollout.batch, written, texts)
-        scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, reward_model_N)
-        return replace(scored, totals=[scored.totals[twins.get(i, i)] for i in range(len(ids))])
+        scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, rewards_N)
+        same = {i: twin for i, twin in twins.items() if twin is not None}
+        return replace(scored, totals=[scored.totals[same.get(i, i)] for i in range(len(ids))])
 
 
 def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     """The answers that are not greedy."""
     drawn = prompts.drawn
     return rollout if len(drawn) == len(prompts) else rollout.select(drawn)
+
+
+def _twins(batch: PackedBatch, prompts: PromptBatch) -> dict[int, int | None]:
+    """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one."""
+    greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
+    if not greedy:
+        return {}
+    places = {(prompts.groups[i], tuple(batch.completion_tokens(i))): i for i in prompts.drawn}
+    return {i: places.get((prompts.groups[i], tuple(batch.completion_tokens(i)))) for i in greedy}
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
@@ -215,7 +207,7 @@ def _rounding_dtype(model: HydraModel) -> torch.dtype:
     return torch.bfloat16 if base.quantized else base.dtype
 
 
-def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
+def _require_finite(scores: Scores, rollout_logprobs_M: torch.Tensor | None = None) -> None:
     named = {
         "log-probs of the rollout": rollout_logprobs_M,
         "log-probs of the actor": scores.logprobs_M,
@@ -230,28 +222,48 @@ def _require_finite(rollout_logprobs_M: torch.Tensor, scores: Scores) -> None:
 
 
 def _check_agreement(
-    model: HydraModel, config: TrainConfig, log_ratio_M: torch.Tensor, to_reference_M: torch.Tensor | None
+    model: HydraModel, config: TrainConfig, scores: Scores, log_ratio_M: torch.Tensor, version: int
 ) -> None:
     """Rollout and training forward agree, and before the first update so do actor and reference where they must."""
+    dtype = _rounding_dtype(model)
     if not config.vllm_servers:
-        _check_mismatch(log_ratio_M.abs(), model, config)
-    if to_reference_M is not None:
-        _check_step0(to_reference_M, _rounding_dtype(model))
+        limit = mismatch_bound(model, config)
+        mean, worst = float(log_ratio_M.abs().mean()), float(log_ratio_M.abs().max())
+        if not (mean <= limit and worst <= MISMATCH_MAX_FACTOR * limit):  # also catches NaN
+            raise MismatchError(
+                f"rollout and training log-probs differ by {mean:.3g} on average, {worst:.3g} at most, at equal "
+                f"weights; expected at most {limit:g} and {MISMATCH_MAX_FACTOR * limit:g} in {dtype} "
+                "(rollout_mismatch_bound)"
+            )
+    if version > 0 or config.actor_adapter not in (None, config.reference_adapter):  # which brings weights of its own
+        return
+    assert scores.logprobs_M is not None
+    assert scores.ref_logprobs_M is not None
+    gap = float((scores.ref_logprobs_M - scores.logprobs_M).abs().max())
+    if not gap <= STEP0_KL_BOUND[dtype]:
+        raise MismatchError(
+            f"the actor started as the reference, but before any update their log-probs differ by up to {gap:.3g}; "
+            "is the reference the model that the actor was trained from (reference_adapter)?"
+        )
 
 
 def _make(
     batch: PackedBatch,
     kept: Sequence[int],
-    rows_M: torch.Tensor,
     prompts: PromptBatch,
     scores: Scores,
     scored: ScoredAnswers,
-    corrected: Corrected,
     config: TrainConfig,
 ) -> Experience:
     """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included."""
     assert scores.logprobs_M is not None
     assert scores.ref_logprobs_M is not None
+    is_scored = bool(kept)
+    if not is_scored:
+        warnings.warn(_nothing_left(config), stacklevel=3)
+        kept = range(batch.n_sequences)
+    rows_M = batch.select_completion_rows(kept)
+    batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
     drawn = prompts.drawn
     places = [drawn[i] for i in kept]
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
@@ -266,17 +278,31 @@ def _make(
         by_group = {prompts.groups[i]: totals[i] for i, greedy in enumerate(prompts.greedy) if greedy}
         greedy_scores = [by_group[prompts.groups[i]] for i in places]
         greedy_scores_N = torch.tensor(greedy_scores, dtype=torch.float32, device=device)
+    kl_N = sequence_sums(kl_M, batch)
+    metrics = {}
+    if is_scored:
+        metrics = {"reward": float(scores_N.mean()), "reward_std": float(scores_N.std(correction=0))}
+        if config.reward_weight is not None:
+            metrics["objective"] = float((config.reward_weight * scores_N - config.beta * kl_N).mean())
+        if greedy_scores_N is not None:
+            metrics["reward/greedy"] = float(greedy_scores_N.mean())
+    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(kl_M.mean())}
+    values_M = None if scores.values_M is None else scores.values_M[rows_M]
+    if values_M is not None:
+        metrics["value/mean"] = float(values_M.mean())
     return Experience(
         batch=batch,
         groups_N=torch.tensor([prompts.groups[i] for i in places], device=device),
         scores_N=scores_N,
+        is_scored=is_scored,
         greedy_scores_N=greedy_scores_N,
         logprobs_M=scores.logprobs_M[rows_M],
-        old_logprobs_M=corrected[0],
+        old_logprobs_M=scores.logprobs_M[rows_M],
         ref_logprobs_M=scores.ref_logprobs_M[rows_M],
         kl_M=kl_M,
-        values_M=None if scores.values_M is None else scores.values_M[rows_M],
-        weights_M=corrected[1],
+        mean_kl=metrics["kl"],
+        values_M=values_M,
+        metrics=metrics,
     )
 
 
@@ -303,78 +329,39 @@ def _nothing_left(config: TrainConfig) -> str:
     )
 
 
-def _draw_metrics(drawn: Rollout, scores: Scores, log_ratio_M: torch.Tensor, *, skipped: int) -> dict[str, float]:
+def _metrics(
+    model: HydraModel,
+    drawn: Rollout,
+    scores: Scores,
+    log_ratio_M: torch.Tensor,
+    behind_M: torch.Tensor,
+    config: TrainConfig,
+) -> dict[str, float]:
+    """What is known of the drawn answers apart from their rewards, by name."""
     assert scores.entropies_M is not None
-    mismatch_M = log_ratio_M.abs()
-    lengths = torch.tensor(drawn.batch.completion_lens, dtype=torch.float32)
-    return {
+    batch, mismatch_M, supports = drawn.batch, log_ratio_M.abs(), drawn.batch.supports
+    lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)
+    metrics = {
         "entropy_rollout": float(scores.entropies_M.mean()),
         "completions/unfinished_ratio": 1 - sum(drawn.finished) / len(drawn.finished),
-        "completions/skipped": float(skipped),
         "mismatch/rollout_max": float(mismatch_M.max()),
         "mismatch/rollout_mean": float(mismatch_M.mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
     }
-
-
-def _shared_metrics(model: HydraModel, batch: PackedBatch) -> dict[str, float]:
-    """Share of the tokens that are copies of a prompt, and go through a backbone once for all."""
-    shared = model.shared_rows(batch)
-    return {} if shared is None else {"shared_prompt_ratio": 1 - len(shared.rows) / batch.n_tokens}
-
-
-def _support_metrics(batch: PackedBatch) -> dict[str, float]:
-    """Mean number of words that a token was drawn among, and the bytes that they take, where they are not all."""
-    supports = batch.supports
-    if supports is None or not len(supports):
-        return {}
-    return {"support/mean": float(supports.sizes.double().mean()), "support/bytes": float(supports.n_bytes)}
-
-
-def _age_metrics(behind_M: torch.Tensor) -> dict[str, float]:
-    return {"staleness/mean": float(behind_M.float().mean()), "staleness/max": float(behind_M.max())}
+    if (shared := model.shared_rows(batch)) is not None:  # of tokens, those that are copies of a prompt
+        metrics["shared_prompt_ratio"] = 1 - len(shared.rows) / batch.n_tokens
+    if supports is not None and len(supports):  # words that a token was drawn among, where they are not all
+        metrics |= {"support/mean": float(supports.sizes.double().mean()), "support/bytes": float(supports.n_bytes)}
+    if config.is_async:
+        metrics |= {"staleness/mean": float(behind_M.float().mean()), "staleness/max": float(behind_M.max())}
+    return metrics
 
 
 def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, float]:
     """Mean reward of each source over the drawn answers, where there are several."""
     means = {name: mean_or_none([values[i] for i in drawn]) for name, values in scored.sources.items()}
     return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
-
-
-def _score_metrics(experience: Experience, config: TrainConfig) -> dict[str, float]:
-    kl_N = sequence_sums(experience.kl_M, experience.batch)
-    reward, reward_std = float(experience.scores_N.mean()), float(experience.scores_N.std(correction=0))
-    metrics = {"reward": reward, "reward_std": reward_std} if experience.is_scored else {}
-    metrics |= {"kl": float(kl_N.mean()), "kl_per_token": float(experience.kl_M.mean())}
-    if experience.is_scored and config.reward_weight is not None:
-        metrics["objective"] = float((config.reward_weight * experience.scores_N - config.beta * kl_N).mean())
-    if experience.is_scored and experience.greedy_scores_N is not None:
-        metrics["reward/greedy"] = float(experience.greedy_scores_N.mean())
-    if experience.values_M is not None:
-        metrics["value/mean"] = float(experience.values_M.mean())
-    return metrics
-
-
-def _check_mismatch(mismatch: torch.Tensor, model: HydraModel, config: TrainConfig) -> None:
-    """Bound the |log ratio| [M] of training forward and rollout at equal weights."""
-    limit = mismatch_bound(model, config)
-    mean, worst = float(mismatch.mean()), float(mismatch.max())
-    if not (mean <= limit and worst <= MISMATCH_MAX_FACTOR * limit):  # also catches NaN
-        raise MismatchError(
-            f"rollout and training log-probs differ by {mean:.3g} on average, {worst:.3g} at most, at equal weights; "
-            f"expected at most {limit:g} and {MISMATCH_MAX_FACTOR * limit:g} in {_rounding_dtype(model)} "
-            "(rollout_mismatch_bound)"
-        )
-
-
-def _check_step0(difference_M: torch.Tensor, dtype: torch.dtype) -> None:
-    gap = float(difference_M.abs().max())
-    if not gap <= STEP0_KL_BOUND[dtype]:
-        raise MismatchError(
-            f"the actor started as the reference, but before any update their log-probs differ by up to {gap:.3g}; "
-            "is the reference the model that the actor was trained from (reference_adapter)?"
-        )
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -403,21 +390,17 @@ def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
 # ---- off policy ------------------------------------------------------------------------------------------------------
 
 
-Corrected: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]
-"""Log-probs [M] that the loss takes for the policy before the update, weights [M] of its advantages, and metrics."""
-
-
 def correct_engine(
-    logprobs_M: torch.Tensor, log_ratio_M: torch.Tensor, batch: PackedBatch, filtered: bool, config: TrainConfig
-) -> Corrected:
-    """Correct another engine's answers by the training forward's ratio to it; MismatchError if not finite."""
+    experience: Experience, log_ratio_M: torch.Tensor, filtered: bool, config: TrainConfig
+) -> Experience:
+    """Weigh another engine's answers by the training forward's ratio to it; MismatchError if it is not finite."""
     if filtered:
         raise ConfigError(
             "top_k, top_p, min_p: expected none with answers from another engine, which does not report the words that "
             "they leave, so that no ratio to its distribution can be made"
         )
     _require_finite_ratios(log_ratio_M, "training to rollout probabilities")
-    correction, clip_max = config.server_correction, config.off_policy_clip_max
+    batch, correction, clip_max = experience.batch, config.server_correction, config.off_policy_clip_max
     mode: Mode = "token_truncate" if correction == "none" else correction
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     metrics = {f"mismatch/{'rollout_k3' if name == 'k3' else name}": value for name, value in figures.items()}
@@ -425,33 +408,29 @@ def correct_engine(
         weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     else:
         weights_M = torch.ones_like(log_ratio_M)
-    return logprobs_M, weights_M, metrics
+    return replace(experience, weights_M=weights_M, metrics={**experience.metrics, **metrics})
 
 
-def correct_age(
-    logprobs_M: torch.Tensor, past_logprobs_M: torch.Tensor, batch: PackedBatch, config: TrainConfig
-) -> Corrected:
-    """Correct answers of an older policy. Raises MismatchError for a token's ratio that is not finite."""
-    log_ratio_M = logprobs_M - past_logprobs_M
+def correct_age(experience: Experience, past_logprobs_M: torch.Tensor, config: TrainConfig) -> Experience:
+    """Correct answers of an older policy. Raises MismatchError for a token's ratio that is not finite.
+
+    Ratios of the loss are to that policy, or its weights are multiplied with those that answers have already.
+    """
+    log_ratio_M = experience.before_logprobs_M - past_logprobs_M
     _require_finite_ratios(log_ratio_M, "the present policy's to the drawing one's probabilities")
-    correction = config.correction
+    batch, correction = experience.batch, config.correction
     mode: Mode = "sequence_truncate" if correction == "sequence_truncate" else "token_truncate"
     clip_max = config.off_policy_clip_max if correction.endswith("truncate") else math.inf
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
-    metrics = {f"staleness/{name}": value for name, value in figures.items()}
+    made = replace(
+        experience, metrics={**experience.metrics, **{f"staleness/{name}": value for name, value in figures.items()}}
+    )
     if correction == "behaviour":
-        return past_logprobs_M, None, metrics
+        return replace(made, old_logprobs_M=past_logprobs_M)
     if correction == "none":
-        return logprobs_M, None, metrics
-    return logprobs_M, importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max), metrics
-
-
-def both(engine: Corrected, age: Corrected) -> Corrected:
-    """Corrections of another engine's answers by an older policy: π_old of the age, and both weights' product."""
-    (_, weights_M, metrics), (old_logprobs_M, more_M, more_metrics) = engine, age
-    if more_M is not None:
-        weights_M = more_M if weights_M is None else weights_M * more_M
-    return old_logprobs_M, weights_M, {**metrics, **more_metrics}
+        return made
+    weights_M = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
+    return replace(made, weights_M=weights_M if made.weights_M is None else made.weights_M * weights_M)
 
 
 def _require_finite_ratios(log_ratio_M: torch.Tensor, what: str) -> None:

@@ -95,7 +95,9 @@ class Evaluator:
         world, n = self._policy.world, len(self._inputs.eval_set.rows)
         own = list(share(n, world.rank, world.size))
         with self._whole_base():
-            shares = world.gather(world.run_on_all_ranks("evaluation", lambda: self._evaluate(own)))
+            with world.together("evaluation"):
+                values = self._evaluate(own)
+            shares = world.gather(values)
         if world.is_main and not any(ended for _, _, ended in shares):
             most = self._policy.config.max_completion_length
             warnings.warn(

@@ -60,12 +60,13 @@ class RlTrainer(Run[TrainerState]):
         self.output = Path(config.output_dir).absolute()  # a reward function may change the folder
         self.kernels = registry.effective().anew()
         with self.kernels.used():
-            model = world.run_on_all_ranks("the start of the run", lambda: self._load(base))
+            with world.together("the start of the run"):
+                model = self._load(base)
             self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
-            made_of = self.config, model, self._inputs, world
-            self.policy = world.run_on_all_ranks("the start of the run", RlPolicy, *made_of)
-            with self.whole_base():
-                world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
+            with world.together("the start of the run"):
+                self.policy = RlPolicy(self.config, model, self._inputs, world)
+            with self.whole_base(), world.together("the start of the run"):
+                self._prepare(model)
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
@@ -126,8 +127,9 @@ class RlTrainer(Run[TrainerState]):
             return metrics
         self._note_best(metrics.get("eval/reward"))
         if not self._is_last():
-            with self.whole_base():
-                self.world.on_main("samples", self.evaluation.note_samples)
+            with self.whole_base(), self.world.together("samples"):
+                if self.world.is_main:
+                    self.evaluation.note_samples()
         return metrics
 
     def saves_now(self) -> bool:
@@ -181,12 +183,10 @@ class RlTrainer(Run[TrainerState]):
         with self.kernels.used(), self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
-            share, drawn = world.run_on_all_ranks("drawing answers", self.source.draw, state.step, version, clock.lap)
+            with world.together("drawing answers"):
+                share, drawn = self.source.draw(state.step, version, clock.lap)
             rollout = gather_rollout(world, share)
-            of_all, is_reference = (rollout, prompts), self.policy.is_reference
-            experience = self._scoring.experience(
-                share, own, config, policy_version=version, is_reference=is_reference, of_all=of_all
-            )
+            experience = self._scoring.experience(share, own, config, version, (rollout, prompts))
         clock.lap("score")
         with self.kernels.used():
             learned = self.policy.learn(experience, n_answers=len(prompts))

@@ -228,15 +228,8 @@ class RlPolicy(Policy[TrainerState]):
             for name, rest in kinds.items()
         }
         """Tokens of a forward of the model, by the metric that tells them."""
-        # the actor starts as the reference unless it brings weights of its own
-        self._starts_as_reference = config.actor_adapter is None or config.actor_adapter == config.reference_adapter
         self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
         """Roles of which no update has been seen to change anything yet."""
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether the actor still is what the reference is."""
-        return self._starts_as_reference and self.state.policy_version == 0
 
     @property
     def options(self) -> TrainConfig:
@@ -270,7 +263,7 @@ class RlPolicy(Policy[TrainerState]):
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
             **self._settle_budgets(is_whole=train_actor),
-            beta=self._next_beta(experience.metrics["kl"], n_answers),
+            beta=self._next_beta(experience.mean_kl, n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}

@@ -230,7 +230,8 @@ class Run(ABC, Generic[State]):
     def whole_base(self) -> Iterator[None]:
         """A block in which each rank calls the model alone, with all of the base or blocks gathered as they run."""
         with contextlib.ExitStack() as stack:
-            self.world.in_step(lambda: stack.enter_context(self._whole_base()))
+            with self.world.in_step():
+                stack.enter_context(self._whole_base())
             yield
 
     # ---- the loop --------------------------------------------------------------------------------------------------
@@ -245,42 +246,44 @@ class Run(ABC, Generic[State]):
         """
         world = self.world
         with self.kernels.used(), contextlib.ExitStack() as stack:
-            world.on_main("the output folder", lambda: stack.enter_context(locked(self.output)))
-            self._page = world.on_main("the page", lambda: stack.enter_context(LivePage(self.output)))
+            with world.together("the output folder"):
+                if world.is_main:
+                    stack.enter_context(locked(self.output))
+                    self._page = stack.enter_context(LivePage(self.output))
             if on_step is None and world.is_main:
                 title = self.title if world.size == 1 else f"{self.title}, {world.size} processes"
                 progress = TrainingProgress(self.total_steps, title=title, step=self.state.step, shown=self.shown)
                 on_step = stack.enter_context(progress).update
             with self.resources():
-                with self.whole_base():
-                    world.on_main("the start of the run", self.begin)
+                with self.whole_base(), world.together("the start of the run"):
+                    if world.is_main:
+                        self.begin()
                 self._remaining_steps(on_step, stop)
-                with self.whole_base(), self._whole_state():
-                    return world.on_main("the result", self._end)
-
-    def _end(self) -> Any:
-        """`end`, with a checkpoint of the last step if it fails, unless there is one."""
-        with saved_on_error(self.output, self.optimizer, lambda: self.state.step, self.save):
-            return self.end()
+                with self.whole_base(), self._whole_state(), world.together("the result"):
+                    if not world.is_main:
+                        return None
+                    with saved_on_error(self.output, self.optimizer, lambda: self.state.step, self.save):
+                        return self.end()
 
     def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> None:
         world = self.world
         with self.steps(), contextlib.ExitStack() as stack:
-            trackers = world.on_main("trackers", lambda: stack.enter_context(self._trackers()))
-            writer = world.on_main("metrics", lambda: stack.enter_context(self._writer()))
+            trackers = writer = None
+            with world.together("metrics"):
+                if world.is_main:
+                    trackers, writer = stack.enter_context(self._trackers()), stack.enter_context(self._writer())
             if self.state.step == 0 and (before := self.look()):
-                world.on_main("metrics", lambda: self._write(writer, trackers, before))
+                with world.together("metrics"):
+                    self._write(writer, trackers, before)
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
-                    metrics = self.step()
-                    evaluation = self.look()
-                    # bound now: it runs before the loop goes on
-                    record = functools.partial(self._note, writer, trackers, {**metrics, **evaluation}, on_step)
-                    with self._whole_state() if self.saves_now() else contextlib.nullcontext():
-                        world.run_on_all_ranks("metrics and checkpoints", record)
+                    metrics = {**self.step(), **self.look()}
+                    whole = self._whole_state() if self.saves_now() else contextlib.nullcontext()
+                    with whole, world.together("metrics and checkpoints"):
+                        self._note(writer, trackers, metrics, on_step)
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
-                    with self._whole_state():
-                        world.run_on_all_ranks("the last checkpoint", functools.partial(self._save_once, writer))
+                    with self._whole_state(), world.together("the last checkpoint"):
+                        self._save_once(writer)
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
 
     def _note(
@@ -320,7 +323,8 @@ class Run(ABC, Generic[State]):
         with contextlib.ExitStack() as stack:
             if self.optimizer.is_sharded:
                 stack.enter_context(self.whole_base())
-                self.world.in_step(lambda: stack.enter_context(self.optimizer.whole()))
+                with self.world.in_step():
+                    stack.enter_context(self.optimizer.whole())
             yield
 
     # ---- files -----------------------------------------------------------------------------------------------------
@@ -423,10 +427,12 @@ class SupervisedRun(Run[State]):
         self.ranks = Ranks(world, in_step=bool(self.config.shard_base))
         self.kernels = registry.effective().anew()
         with self.kernels.used():
-            model = world.run_on_all_ranks("the start of the run", self.load)
+            with world.together("the start of the run"):
+                model = self.load()
             step = 0 if self.resume is None else read_counters(self.resume, type(self.start)).step
             self._share_out(model, rows=self.start, step=step)
-            world.run_on_all_ranks("the start of the run", lambda: self._prepare(model))
+            with world.together("the start of the run"):
+                self._prepare(model)
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
@@ -522,9 +528,8 @@ class SupervisedRun(Run[State]):
         # where every call is one of all ranks, those with fewer parts repeat a row, whose gradient they add 0 times
         spare = self.ranks.agree(len(parts), joint=True)[0] - len(parts) if self.ranks.in_step else 0
         shortest = min(range(len(rows)), key=lambda place: rows[place].tokens)
-
-        def work() -> dict[str, float]:
-            totals: dict[str, torch.Tensor] = {}
+        totals: dict[str, torch.Tensor] = {}
+        with self.ranks.together("the step"):
             for part in parts:
                 loss, stats = self.loss(rows, part, dropout_seed=dropout_seed)
                 loss.backward()
@@ -532,6 +537,4 @@ class SupervisedRun(Run[State]):
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
             for _ in range(spare):
                 (0.0 * self.loss(rows, [shortest], dropout_seed=dropout_seed)[0]).backward()
-            return {name: float(value) for name, value in totals.items()}
-
-        return self.ranks.add_up(self.ranks.run("the step", work))
+        return self.ranks.add_up({name: float(value) for name, value in totals.items()})

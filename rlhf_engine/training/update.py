@@ -6,14 +6,12 @@ exact gradient.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,10 +19,8 @@ from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, T
 from rlhf_engine.data import pack, side_by_side
 from rlhf_engine.devices import Budget, World, balanced, is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HiddenStates, HydraModel, Output, PackedBatch
+from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.roles import fold_lanes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +56,16 @@ class Ranks:
         everyone = self.world.gather((calls, joint))
         return max(calls for calls, _ in everyone), all(joint for _, joint in everyone)
 
-    def together(self, work: Callable[[], tuple[Measured, int]]) -> tuple[Measured, int]:
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block of this rank's work with the model, which all end together. what: for messages."""
+        return self.world.in_step() if self.in_step else self.world.together(what)
+
+    def of_all(self, measured: Measured, size: int) -> tuple[Measured, int]:
         """Sums and maxima over the ranks, and the fewest answers at a time of any."""
-        measured, size = self.run("the update", work)
         everyone, total = self.world.gather((_floats(measured.sums), _floats(measured.most), size)), Measured()
         for sums, most, _ in everyone:
             total.add(Measured(sums=_tensors(sums), most=_tensors(most)))
         return total, min((size for _, _, size in everyone if size), default=0)
-
-    def run(self, what: str, work: Callable[[], T]) -> T:
-        """This rank's result of work with the model, once every rank has its own. what: for messages."""
-        return self.world.in_step(work) if self.in_step else self.world.run_on_all_ranks(what, work)
 
     def add_up(self, shares: Mapping[str, float]) -> dict[str, float]:
         """Sums over the ranks, by name, of what each has measured on its share; a rank may lack names."""
@@ -177,11 +172,13 @@ class _Minibatch:
         """Add this process's share of the gradients; what all measure, and most answers at a time."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
-        if not ranks.in_step:
-            return ranks.together(lambda: self.add_up(own))
-        parts = self.divide(own)
-        calls, joint = ranks.agree(len(parts), all(self._terms(self._micro(part))[1] for part in parts))
-        return ranks.together(lambda: self._follow(parts, calls, joint))
+        parts, calls, joint = list[list[int]](), 0, False
+        if ranks.in_step:
+            parts = self.divide(own)
+            calls, joint = ranks.agree(len(parts), all(self._terms(self._micro(part))[1] for part in parts))
+        with ranks.together("the update"):
+            measured, size = self._follow(parts, calls, joint) if ranks.in_step else self.add_up(own)
+        return ranks.of_all(measured, size)
 
     def add_up(self, indices: Sequence[int] | None = None) -> tuple[Measured, int]:
         """Add the gradients of all or some answers, in micro-batches that fit; most answers at a time."""
@@ -272,11 +269,17 @@ class _Minibatch:
         """Add the gradients of a micro-batch times a factor, its terms one after another or `joint`; what it tells."""
         micro = self._micro(chosen)
         terms, together, rows = self._terms(micro, joint)
-        measured, results, seed, most = Measured(), [], self.dropout_seed, self.budget.tokens
+        measured, results = Measured(), []
+        options: dict[str, Any] = {"dropout_seed": self.dropout_seed, "token_budget": self.budget.tokens}
+
+        def watch(role: str, gradient_T: torch.Tensor) -> None:
+            norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
+            measured.add(Measured(sums={f"hidden_grad_sq/{role}": norm.square()}))
+
         with self.budget.measured(rows):
             for group in [terms] if together else [[term] for term in terms]:
-                outputs = [_watched(term.output, measured) if len(terms) > 1 else term.output for term in group]
-                outs = self.model(micro.batch, outputs, dropout_seed=seed, token_budget=most)
+                outputs = [term.output for term in group]
+                outs = self.model(micro.batch, outputs, watch=watch if len(terms) > 1 else None, **options)
                 loss = torch.stack([term.weight * out.loss for term, out in zip(group, outs, strict=True)]).sum()
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 (times * loss).backward()
@@ -286,23 +289,6 @@ class _Minibatch:
                 p.grad = None
         measured.add(self.algorithm.measure(micro, results))
         return measured
-
-
-def _watched(output: Output, measured: Measured) -> Any:
-    """The output, whose backward pass adds `hidden_grad_sq/ROLE`: |gradient at the role's hidden states|², 0-d fp32."""
-
-    def measure(role: str, gradient_T: torch.Tensor) -> None:
-        norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
-        measured.add(Measured(sums={f"hidden_grad_sq/{role}": norm.square()}))
-
-    def compute(states: HiddenStates) -> Any:
-        own = {role: hidden_T.view_as(hidden_T) for role, hidden_T in states.hidden_T.items() if role in output.roles}
-        for role, hidden_T in own.items():
-            if hidden_T.requires_grad:
-                hidden_T.register_hook(functools.partial(measure, role))
-        return output.compute(dataclasses.replace(states, hidden_T={**states.hidden_T, **own}))
-
-    return SimpleNamespace(roles=output.roles, compute=compute)
 
 
 def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:

@@ -130,7 +130,8 @@ def drawn_in_step(world: World) -> dict[str, Any]:
                 if prompts:
                     rollouts.append(generate(model, prompts, sampling, options=options))
             # one rank draws, the other waits for it in an exchange; then each scores what it has
-            drawn = world.on_main("samples", lambda: generate(model, [[4, 4]], sampling, options=options))
+            with world.together("samples"):
+                drawn = generate(model, [[4, 4]], sampling, options=options) if world.is_main else None
             samples.append([] if drawn is None else drawn.batch.tokens_T.tolist())
             scores = model.score(rollouts[0].batch, ("actor", "reference"))
             sums.append(world.gather(len(rollouts)))
@@ -238,7 +239,9 @@ def do(job: dict[str, Any], world: World, folder: Path) -> Any:
                 stopped = True
                 # as if it had been killed, and had left no checkpoint of that step
                 lost = trainer.output / f"checkpoint-{job['stop']}"  # where the base is trained in shares there is none
-                world.on_main("lost", lambda: shutil.rmtree(lost, ignore_errors=trainer.optimizer.is_sharded))
+                with world.together("lost"):
+                    if world.is_main:
+                        shutil.rmtree(lost, ignore_errors=trainer.optimizer.is_sharded)
         if stopped:
             config = dataclasses.replace(config, resume_from_checkpoint="auto")
             with trainer_of(make, config, world) as trainer:

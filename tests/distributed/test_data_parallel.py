@@ -447,8 +447,11 @@ class OneOfTwo:
         self.plan = (calls, joint)
         return calls + 2, False
 
-    def together(self, work):
-        return work()
+    def together(self, what):
+        return contextlib.nullcontext()
+
+    def of_all(self, measured, size):
+        return measured, size
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])

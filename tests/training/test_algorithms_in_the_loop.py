@@ -67,8 +67,7 @@ def first_step(trainer, **changes):
     )
     rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
-    options = {"policy_version": 0, "is_reference": True}
-    scored = scoring.experience(rollout, prompts, made, **options)
+    scored = scoring.experience(rollout, prompts, made, 0)
     answers, metrics = make_algorithm(made).learn_from(scored)
     return SimpleNamespace(answers=answers, metrics=metrics), scored, rollout
 
@@ -229,7 +228,6 @@ def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path,
 
 def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model, reward, tmp_path, monkeypatch):
     trainer = RlTrainer(config(model, tmp_path / "run", reward, algorithm="grpo", exact=False))
-    trainer.policy._starts_as_reference = False  # which has a check of its own
     before = trained(trainer)
     score = trainer.model.score
 
@@ -238,7 +236,7 @@ def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model,
         return dataclasses.replace(found, logprobs_M=found.logprobs_M + 0.005)  # within the rollout's bound of a token
 
     monkeypatch.setattr(trainer.model, "score", off)
-    monkeypatch.setattr("rlhf_engine.scoring.experience._check_mismatch", lambda *_: None)
+    monkeypatch.setattr("rlhf_engine.scoring.experience._check_agreement", lambda *_: None)  # which comes before
     monkeypatch.setattr("rlhf_engine.training.rl_policy.MISMATCH_MAX_FACTOR", 40)
     with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
         trainer.step()

@@ -4,18 +4,20 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError, RolloutServerError
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.experience import Scoring, both, correct_age, correct_engine, mismatch_bound
+from rlhf_engine.scoring.experience import Scoring, correct_age, correct_engine, mismatch_bound
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.rl_policy import make_algorithm
 from tests.distributed.test_data_parallel import assert_close, finish, start
@@ -125,8 +127,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
 
     def experience(chosen):
-        options = {"policy_version": 0, "is_reference": True}
-        scored = scoring.experience(rollout, prompts, chosen, **options)
+        scored = scoring.experience(rollout, prompts, chosen, 0)
         return make_algorithm(chosen).learn_from(scored)[0], scored.metrics
 
     weighted, metrics_of_weighted = experience(made)
@@ -174,14 +175,14 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path):
     prompts = PromptBatch.of([0, 1], trainer.train_set.ids, generations=1)
     rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
-    correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
+    correct_engine(experience_of(rollout), log_ratio_M, rollout.filtered, trainer.config)
     for bad in (float("nan"), float("inf"), -float("inf"), 90.0):
         log_ratio_M[1] = bad
         said = rf"expected finite ones, got log ratios of \[{bad}\] for 1 of"
         with pytest.raises(MismatchError, match=said):
-            correct_engine(rollout.logprobs_M, log_ratio_M, rollout.batch, rollout.filtered, trainer.config)
+            correct_engine(experience_of(rollout), log_ratio_M, rollout.filtered, trainer.config)
         with pytest.raises(MismatchError, match=said):
-            correct_age(log_ratio_M, torch.zeros_like(log_ratio_M), rollout.batch, trainer.config)
+            correct_age(experience_of(rollout), rollout.logprobs_M - log_ratio_M, trainer.config)
     server.alter = alter
     for correction in (None, "none"):
         made = config(model, tmp_path / "other", server, off_policy_correction=correction)
@@ -406,14 +407,29 @@ def test_stopping_does_not_wait_for_answers(model, server, tmp_path):
     assert time.monotonic() - began < 15
 
 
-def test_weights_of_both_corrections_multiply():
-    one, two = torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])
-    old = torch.tensor([-1.0, -2.0])
-    old_logprobs_M, weights_M, metrics = both((torch.zeros(2), one, {"a": 1.0}), (old, two, {"b": 2.0}))
-    assert torch.equal(weights_M, one * two)
-    assert torch.equal(old_logprobs_M, old)
-    assert metrics == {"a": 1.0, "b": 2.0}
-    assert torch.equal(both((old, one, {}), (old, None, {}))[1], one)
+def experience_of(rollout):
+    """An experience with the rollout's answers, of the policy that drew them."""
+    n, values_M = rollout.batch.n_sequences, rollout.logprobs_M
+    of_tokens = {"logprobs_M": values_M, "old_logprobs_M": values_M, "kl_M": torch.zeros_like(values_M)}
+    return Experience(batch=rollout.batch, groups_N=torch.arange(n), scores_N=torch.zeros(n), **of_tokens)
+
+
+def test_weights_of_both_corrections_multiply(model, server, tmp_path):
+    trainer = RlTrainer(config(model, tmp_path / "run", server))
+    trainer.rollouts.sync(0)
+    rollout = trainer.rollouts.generate(trainer.next_prompts(), trainer._sampling(0))
+    scored, past_M = experience_of(rollout), rollout.logprobs_M - 0.1  # of the drawing policy: ratios of e^0.1
+    one = torch.linspace(0.5, 2.0, len(past_M))
+    options = SimpleNamespace(correction="token_truncate", off_policy_clip_max=2.0)
+    alone = correct_age(scored, past_M, options)
+    both = correct_age(dataclasses.replace(scored, weights_M=one, metrics={"a": 1.0}), past_M, options)
+    assert torch.equal(both.weights_M, one * alone.weights_M)
+    assert both.metrics == {"a": 1.0, **alone.metrics}
+    assert torch.equal(both.old_logprobs_M, scored.old_logprobs_M)
+    behaviour = SimpleNamespace(correction="behaviour", off_policy_clip_max=2.0)
+    kept = correct_age(dataclasses.replace(scored, weights_M=one), past_M, behaviour)
+    assert torch.equal(kept.weights_M, one)
+    assert torch.equal(kept.old_logprobs_M, past_M)
 
 
 def test_what_does_not_go_together(model, server, tmp_path):

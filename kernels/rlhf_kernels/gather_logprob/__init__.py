@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.gather_logprob import native, reference
-from rlhf_kernels.runtime import eager, registry, signature, triton_support
+from rlhf_kernels.runtime import autocast, eager, registry, signature, triton_support
 from rlhf_kernels.vocab.logits import (
     LOGPROB_GRADS,
     OUTPUTS,
@@ -115,7 +115,8 @@ def _gather_logprob(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("gather_logprob", backend).forward
-    return run(logits, target, row_temperature, temperature, ignore_index, outputs)
+    with autocast.off(logits):
+        return run(logits, target, row_temperature, temperature, ignore_index, outputs)
 
 
 @_gather_logprob.register_fake
@@ -152,7 +153,8 @@ def _gather_logprob_backward(
 ) -> Tensor:
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     run = registry.implementation("gather_logprob", backend).backward
-    run(logits, target, row_temperature, temperature, ignore_index, saved, grads, d_logits)
+    with autocast.off(logits):
+        run(logits, target, row_temperature, temperature, ignore_index, saved, grads, d_logits)
     return d_logits
 
 
@@ -178,7 +180,8 @@ def _gather_logprob_backward_(
     backend: str,
 ) -> None:
     run = registry.implementation("gather_logprob", backend).backward
-    run(logits, target, row_temperature, temperature, ignore_index, saved, grads, logits)
+    with autocast.off(logits):
+        run(logits, target, row_temperature, temperature, ignore_index, saved, grads, logits)
 
 
 @_gather_logprob_backward_.register_fake

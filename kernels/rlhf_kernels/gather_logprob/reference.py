@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob.reference import tile_grad, tile_stats
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, row_chunks, split_target, temperature_column
 
 
@@ -28,7 +27,6 @@ def _tile(logits: Tensor, place: slice | tuple[Tensor, ...], keep: Tensor, divis
     return z.div_(divisor)
 
 
-@without_autocast
 def forward(
     logits: Tensor,
     target: Tensor,
@@ -52,7 +50,6 @@ def forward(
     return tuple(results[name] if name in results else logits.new_empty(0, dtype=dtype) for name in OUTPUTS)
 
 
-@without_autocast
 def backward(
     logits: Tensor,
     target: Tensor,

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_kernels.runtime import registry
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.vocab.logits import OUTPUTS, accumulation_dtype, split_target, temperature_column
 from rlhf_kernels.vocab.triton_kernels import FIELDS, SAME_ROUNDING, load_divisor, load_row, store_state
@@ -169,7 +168,6 @@ def _rows(
     return torch.where(keep, index, -1), None if column is None else column.view(-1)
 
 
-@without_autocast
 def forward(
     logits: Tensor,
     target: Tensor,
@@ -218,7 +216,6 @@ def forward(
     return tuple(values[name] if name in values else empty(0) for name in OUTPUTS)
 
 
-@without_autocast
 def backward(
     logits: Tensor,
     target: Tensor,

@@ -25,7 +25,7 @@ Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_k
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob import native, reference
-from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
     HEAD,
     LOGPROB_GRADS,
@@ -127,7 +127,8 @@ def _linear_logprob(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("linear_logprob", backend).forward
-    return run(hidden, weight, target, head, ignore_index, outputs, ahead)
+    with autocast.off(hidden):
+        return run(hidden, weight, target, head, ignore_index, outputs, ahead)
 
 
 @_linear_logprob.register_fake
@@ -156,7 +157,8 @@ def _linear_logprob_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("linear_logprob", backend).backward
-    return run(hidden, weight, target, head, ignore_index, saved, grads, needs)
+    with autocast.off(hidden):
+        return run(hidden, weight, target, head, ignore_index, saved, grads, needs)
 
 
 @_linear_logprob_backward.register_fake

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     HeadGrads,
@@ -24,7 +23,6 @@ from rlhf_kernels.vocab.native import HeadCall, active_rows, floats, results, sc
 __all__ = ["backward", "forward", "unsupported"]
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -45,7 +43,6 @@ def forward(
     )
 
 
-@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import (
     OUTPUTS,
     Head,
@@ -101,7 +100,6 @@ def tile_grad(
     return g
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -137,7 +135,6 @@ def forward(
     return tuple(hidden.new_empty(0, dtype=dtype) if x is None else x for x in everything)
 
 
-@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,

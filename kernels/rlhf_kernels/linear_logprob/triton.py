@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import AotCase
 from rlhf_kernels.vocab import triton_aot
 from rlhf_kernels.vocab.logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
 from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -41,7 +39,6 @@ def forward(
     return tuple(sweep.empty(0) if x is None else x for x in everything)
 
 
-@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,

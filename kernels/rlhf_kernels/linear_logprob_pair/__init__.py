@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob_pair import native, reference
-from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
     HEAD,
     HeadLora,
@@ -148,7 +148,8 @@ def _linear_logprob_pair(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("linear_logprob_pair", backend).forward
-    return run(hidden_a, hidden_r, weight, target, head, ignore_index, ahead)
+    with autocast.off(hidden_a):
+        return run(hidden_a, hidden_r, weight, target, head, ignore_index, ahead)
 
 
 @_linear_logprob_pair.register_fake
@@ -179,7 +180,8 @@ def _linear_logprob_pair_backward(
     backend: str,
 ) -> Tensor:
     run = registry.implementation("linear_logprob_pair", backend).backward
-    return run(hidden_a, hidden_r, weight, target, head, ignore_index, saved, (d_logprob, d_kl, d_entropy))
+    with autocast.off(hidden_a):
+        return run(hidden_a, hidden_r, weight, target, head, ignore_index, saved, (d_logprob, d_kl, d_entropy))
 
 
 @_linear_logprob_pair_backward.register_fake

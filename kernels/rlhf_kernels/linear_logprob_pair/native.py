@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import HeadOptions, PairSaved, pair_hidden_grad, split_target, temperature_column
 from rlhf_kernels.vocab.native import HeadCall, active_rows, floats, scatter, unsupported
 
@@ -23,7 +22,6 @@ def _as_wide_as(hidden_a: Tensor, hidden_r: Tensor) -> Tensor:
     return hidden_a if hidden_a.dtype == hidden_r.dtype else hidden_a.float()
 
 
-@without_autocast
 def forward(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -48,7 +46,6 @@ def forward(
     return tuple(scatter(rows, made[n], hidden_a.shape[0]) if n in made else floats(0) for n in everything)
 
 
-@without_autocast
 def backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob.reference import tile_grad, tile_stats
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import (
     Head,
     HeadGrads,
@@ -37,7 +36,6 @@ def _p_and_log_ratio(z_a: Tensor, z_r: Tensor, lse_a: Tensor, lse_r: Tensor) -> 
     return p, log_ratio.masked_fill_(p == 0, 0.0)
 
 
-@without_autocast
 def forward(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -78,7 +76,6 @@ def forward(
     return (*results, *(hidden_a.new_empty(0, dtype=dtype) if x is None else x for x in ahead_sums))
 
 
-@without_autocast
 def backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import AotCase
 from rlhf_kernels.vocab import triton_aot
 from rlhf_kernels.vocab.logits import HeadOptions, PairSaved
 from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
 
 
-@without_autocast
 def forward(
     hidden_a: Tensor,
     hidden_r: Tensor,
@@ -44,7 +42,6 @@ def forward(
     return (*rows, *(sweep.empty(0) if x is None else x for x in (stats.expected, stats.expected_kl)))
 
 
-@without_autocast
 def backward(
     hidden_a: Tensor,
     hidden_r: Tensor,

@@ -28,7 +28,7 @@ from rlhf_kernels.linear_ppo_loss import native, reference
 from rlhf_kernels.ppo_loss import PolicyStatistics
 from rlhf_kernels.ppo_loss.checks import as_denom, check_kl
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
-from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 from rlhf_kernels.vocab.logits import (
     HEAD,
     HeadGrads,
@@ -174,7 +174,8 @@ def _linear_ppo_loss(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("linear_ppo_loss", backend).forward
-    return run(hidden, weight, target, tokens, head, options, ignore_index, needs)
+    with autocast.off(hidden):
+        return run(hidden, weight, target, tokens, head, options, ignore_index, needs)
 
 
 @_linear_ppo_loss.register_fake

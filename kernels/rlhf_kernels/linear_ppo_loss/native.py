@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.runtime import registry
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import (
     HeadGrads,
     HeadOptions,
@@ -28,7 +27,6 @@ from rlhf_kernels.vocab.native import HeadCall, active_rows, floats, scatter, un
 __all__ = ["forward", "unsupported"]
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

@@ -14,11 +14,9 @@ from torch import Tensor
 from rlhf_kernels.linear_logprob.reference import tile_grad, tile_stats
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.ppo_loss.reference import forward as ppo_loss_forward
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.vocab.logits import Head, HeadGrads, HeadOptions, accumulation_dtype, row_chunks, split_target
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

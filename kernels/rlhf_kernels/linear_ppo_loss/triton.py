@@ -20,14 +20,12 @@ from torch import Tensor
 
 from rlhf_kernels.ppo_loss.options import PpoOptions, PpoTokens
 from rlhf_kernels.runtime import registry
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.triton_support import AotCase
 from rlhf_kernels.vocab import triton_aot
 from rlhf_kernels.vocab.logits import HeadGrads, HeadOptions
 from rlhf_kernels.vocab.triton_sweep import RowGrads, Sweep
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

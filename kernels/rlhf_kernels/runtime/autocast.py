@@ -6,15 +6,11 @@ Inside an op autocast would round products that are meant to be fp32.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone")
 _AVAILABLE = frozenset(device for device in _DEVICES if torch.amp.is_autocast_available(device))
 """Looked up once: torch.compile of torch 2.11 does not trace the call."""
@@ -29,17 +25,6 @@ def is_on(x: Tensor) -> bool:
 def off(x: Tensor) -> AbstractContextManager[object]:
     """Autocast off for x's device, within a `with` block."""
     return torch.autocast(x.device.type, enabled=False) if is_on(x) else contextlib.nullcontext()
-
-
-def without_autocast(function: _F) -> _F:
-    """Decorator: run a function, whose first argument is a tensor, with autocast off."""
-
-    @functools.wraps(function)
-    def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with off(first):
-            return function(first, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 def converted(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kernels.runtime import eager, registry, triton_support
+from rlhf_kernels.runtime import autocast, eager, registry, triton_support
 from rlhf_kernels.sample import native, reference
 from rlhf_kernels.vocab.logits import (
     HEAD,
@@ -241,7 +241,8 @@ def _sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = registry.implementation("sample", backend).forward
     bans = None if forbidden is None or forbids is None else (forbidden, forbids)
-    return run(hidden, weight, seed, position, greedy, bans, head, *filters, with_entropy)
+    with autocast.off(hidden):
+        return run(hidden, weight, seed, position, greedy, bans, head, *filters, with_entropy)
 
 
 @_sample.register_fake

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.runtime import native
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab.logits import HeadOptions, temperature_column
 from rlhf_kernels.vocab.native import HeadCall, floats, unsupported
@@ -21,7 +20,6 @@ from rlhf_kernels.vocab.native import HeadCall, floats, unsupported
 __all__ = ["forward", "unsupported"]
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob.reference import tile_stats
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox import gumbel, gumbel_at
 from rlhf_kernels.runtime.registry import is_gpu
 from rlhf_kernels.vocab.logits import Head, HeadOptions, accumulation_dtype, row_chunks
@@ -109,7 +108,6 @@ def _choose_among(z: Tensor, seed: Tensor, position: Tensor, kept: Tensor) -> Te
     return drawn
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

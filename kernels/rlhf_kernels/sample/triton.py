@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.runtime.autocast import without_autocast
 from rlhf_kernels.runtime.philox_triton import gumbel, random_words
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase
 from rlhf_kernels.sample.reference import STREAM
@@ -187,7 +186,6 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, log_s - tl.sum(w2, 0) / s, mask=inside)
 
 
-@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,

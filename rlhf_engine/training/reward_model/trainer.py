@@ -192,19 +192,14 @@ class RewardTrainer(SupervisedRun[RewardState]):
         self.model.eval()
         size, world = self.config.per_device_eval_batch_size, self.world
         starts = range(0, len(examples), size)
-
-        def work() -> torch.Tensor:
-            parts = [torch.empty(0, len(examples[0].answers))]
+        parts = [torch.empty(0, len(examples[0].answers))]
+        with self.whole_base(), world.together("rewards of held-out rows"):
             for i in share(len(starts), world.rank, world.size):
                 some = examples[starts[i] : starts[i] + size]
                 rewards_N = self.model.score(self.packed(some), ("reward",)).rewards_N
                 assert rewards_N is not None
                 parts.append(rewards_N.cpu().view(-1, len(some)).T)
-            return torch.cat(parts)
-
-        with self.whole_base():
-            own = world.run_on_all_ranks("rewards of held-out rows", work)
-        by_rank = [of_rank["rewards"] for of_rank in world.gather_tensors({"rewards": own})]
+        by_rank = [of_rank["rewards"] for of_rank in world.gather_tensors({"rewards": torch.cat(parts)})]
         rewards = torch.cat([of_rank for of_rank in by_rank if of_rank is not None])
         bad = ~rewards.isfinite().all(1)
         if bad.any():
