@@ -16,6 +16,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +40,25 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device: expected one that is present (cpu), got {name!r}")
     return torch.device(name)
+
+
+_stands_in: ContextVar[bool] = ContextVar("stands_in", default=False)
+
+
+def is_eager() -> bool:
+    """Whether code for the CPU may run: not under torch.compile, nor where tests let the CPU stand in for a GPU."""
+    # compilation first: a compiler stops here, and does not trace context variables
+    return not torch.compiler.is_compiling() and not _stands_in.get()
+
+
+@contextlib.contextmanager
+def stand_in(active: bool = True) -> Iterator[None]:
+    """A block in which the CPU runs what a graph or another device would run."""
+    token = _stands_in.set(active)
+    try:
+        yield
+    finally:
+        _stands_in.reset(token)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -164,6 +164,20 @@ def _flush_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
+    """The object in a folder's JSON file. Raises ValueError, naming the argument, where there is none."""
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{argument}: expected a folder with {name}, got {str(folder)!r} which has none")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
 class LineFile:
     """JSONL file that grows by a line at a time, each with a digest; a line that was cut short is written again."""
 

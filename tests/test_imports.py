@@ -1,6 +1,8 @@
 """The rooms of both packages import downwards only: what is low in a house does not depend on what is above it."""
 
 import ast
+import graphlib
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,3 +60,28 @@ def test_a_room_imports_nothing_above_it():
             and (found := {other for other in imported_rooms(path.read_text(), package) if level(other) > level(room)})
         }
         assert not above
+
+
+def test_no_file_imports_one_that_imports_it():
+    for package in HOUSES:
+        names = {
+            name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path
+            for name, path in modules(package).items()
+        }
+        files = {
+            f"{package}.{name}": path for name, path in names.items() if name != "__init__"
+        }  # which lends names alone
+        graphlib.TopologicalSorter(
+            {name: imported_files(path, files) - {name} for name, path in files.items()}
+        ).prepare()
+
+
+def imported_files(path: Path, files: Collection[str]) -> set[str]:
+    """Names of the files that one imports when it runs, at its top or in a function."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named = [(node.module, f"{node.module}.{alias.name}") for node in imports for alias in node.names]
+    return {name if name in files else str(module) for module, name in named} & set(files)

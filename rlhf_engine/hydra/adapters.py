@@ -1,4 +1,4 @@
-"""Adapters: LoRA slots, of which the gated linears of a backbone can run any per row.
+"""Adapters: LoRA slots, of which the gated linears of a backbone can run any per row; heads on its hidden states.
 
 y = x Wᵀ + b + s_i · dropout(x) A_iᵀ B_iᵀ on the rows of slot i;  y = x Wᵀ + b on rows that are off.
 
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from rlhf_kernels.linear import linear
+from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from torch.nn import functional as F
 
@@ -144,3 +146,25 @@ def warn_if_zero(head: nn.Module) -> None:
             "role 'reward': expected a head that was loaded or trained, got one of zeros, so that every reward is 0.0",
             stacklevel=3,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmHead:
+    """Output embedding of the model, as the vocabulary kernels need it."""
+
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V] or None
+    softcap: float | None
+    logit_scale: float | None
+    lora: HeadLora | None = None  # addition of the slot that the head is looked up for
+
+
+def head_logits(hidden: torch.Tensor, head: LmHead, *, backend: str = "auto") -> torch.Tensor:
+    """Logits [T, V] as the model defines them, for probes and truncated distributions; `backend` of `linear`."""
+    z = linear(hidden, head.weight, head.bias, backend=backend)
+    if head.lora is not None:
+        low = linear(hidden.to(head.lora.A.dtype), head.lora.A, backend=backend)
+        z = z + head.lora.scale * linear(low, head.lora.B, backend=backend).to(z.dtype)
+    if head.logit_scale is not None:
+        z = z * head.logit_scale
+    return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)

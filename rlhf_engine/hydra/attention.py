@@ -37,10 +37,9 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_engine.devices import is_gpu
+from rlhf_engine.devices import is_eager, is_gpu
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, varlen
-from rlhf_engine.hydra.eager import is_eager
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
 from rlhf_engine.hydra.varlen import ScoreRule, Sequences
 

@@ -12,21 +12,18 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf_kernels.linear import linear
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import eager
-from rlhf_kernels.vocab.logits import HeadLora
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
-from rlhf_engine.hydra.adapters import AdapterSlot, LoraPair, SlotConfig
+from rlhf_engine.hydra.adapters import AdapterSlot, LmHead, LoraPair, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
@@ -40,17 +37,6 @@ from rlhf_engine.hydra.gated_linear import (
     path_of,
 )
 from rlhf_engine.hydra.probe import base_model, give_own_configs, undone_on_error
-
-
-@dataclass(frozen=True, kw_only=True)
-class LmHead:
-    """Output embedding of the model, as the vocabulary kernels need it."""
-
-    weight: torch.Tensor  # [V, H]
-    bias: torch.Tensor | None  # [V] or None
-    softcap: float | None
-    logit_scale: float | None
-    lora: HeadLora | None = None  # addition of the slot that the head is looked up for
 
 
 class Backbone(nn.Module):
@@ -337,17 +323,6 @@ def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
         digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
         digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def head_logits(hidden: torch.Tensor, head: LmHead, *, backend: str = "auto") -> torch.Tensor:
-    """Logits [T, V] as the model defines them, for probes and truncated distributions; `backend` of `linear`."""
-    z = linear(hidden, head.weight, head.bias, backend=backend)
-    if head.lora is not None:
-        low = linear(hidden.to(head.lora.A.dtype), head.lora.A, backend=backend)
-        z = z + head.lora.scale * linear(low, head.lora.B, backend=backend).to(z.dtype)
-    if head.logit_scale is not None:
-        z = z * head.logit_scale
-    return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
 
 
 def _take_score(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:

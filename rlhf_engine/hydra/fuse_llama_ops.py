@@ -29,7 +29,7 @@ from rlhf_kernels.runtime import registry
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rlhf_engine.hydra.eager import is_eager
+from rlhf_engine.devices import is_eager
 
 _FAILURES = (AttributeError, TypeError, RuntimeError, ValueError, LookupError, AssertionError)
 """Errors of a trial with a class that wants attributes or arguments of its own."""

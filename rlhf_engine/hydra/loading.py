@@ -31,8 +31,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationMeth
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
-from rlhf_engine.hydra.peft_io import read_json
-from rlhf_engine.io import check_model
+from rlhf_engine.io import check_model, read_json
 
 Quantization = Literal["none", "8bit", "4bit"]
 

@@ -26,10 +26,10 @@ from rlhf_engine import __version__
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import Quantization, load_model
 from rlhf_engine.hydra.model import HydraModel
-from rlhf_engine.hydra.peft_export import require_exportable, save_slot
+from rlhf_engine.hydra.peft_io import require_exportable, save_slot
 from rlhf_engine.hydra.roles import OFF, RoleSpec, lasting, lasting_slots
 from rlhf_engine.hydra.shares import copy_whole, state_of
-from rlhf_engine.io import MANIFEST_FILE, check_model
+from rlhf_engine.io import MANIFEST_FILE, check_model, read_json
 
 _FORMAT = 2
 
@@ -214,7 +214,7 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / peft_io.ENGINE_FILE
     if not path.is_file():
         raise ValueError(f"folder: expected one with {peft_io.ENGINE_FILE}, got {str(folder)!r}")
-    record = peft_io.read_json(Path(folder), peft_io.ENGINE_FILE, "folder")
+    record = read_json(Path(folder), peft_io.ENGINE_FILE, "folder")
     if record.get("format") == 1:  # one frozen backbone, before there were others
         base = {"source": record["base"], "lm_head": True, "folder": None, "hash": record["base_hash"]}
         slots = {name: {"backbone": "base", "folder": where} for name, where in record["slots"].items()}

@@ -36,6 +36,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading
+from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.attention import plan_decode, plan_packed
 from rlhf_engine.hydra.gated_linear import GatedHead, GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
@@ -283,8 +284,6 @@ def _require(what: str, error: torch.Tensor, allowed: float) -> None:
 
 def _check_logits(backbone: Backbone, hidden: torch.Tensor, logits: torch.Tensor) -> None:
     """The model's logits against head(hidden), by tier."""
-    from rlhf_engine.hydra.backbone import head_logits
-
     head = backbone.lm_head
     wide = torch.float64 if hidden.dtype in (torch.float32, torch.float64) else torch.float32
     tier: Callable[..., testing.NumericReport] = testing.tier1 if wide == torch.float64 else testing.tier3

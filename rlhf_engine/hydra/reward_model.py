@@ -26,7 +26,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, is_sequence_classifier, load_model, read_config
-from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.peft_io import save_slot
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.io import check_model

@@ -26,7 +26,7 @@ from rlhf_kernels.runtime.autocast import off
 from rlhf_kernels.vocab.logits import accumulation_dtype, check_detach, check_outputs, check_temperature, row_chunks
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_engine.hydra.backbone import LmHead, head_logits
+from rlhf_engine.hydra.adapters import LmHead, head_logits
 from rlhf_engine.hydra.supports import Supports
 
 OUTSIDE = -1e30  # logit of a word outside of a support: its probability is 0, and 0 times its log is a number

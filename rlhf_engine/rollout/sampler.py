@@ -15,7 +15,8 @@ from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
 
-from rlhf_engine.hydra.backbone import Backbone, LmHead
+from rlhf_engine.hydra.adapters import LmHead
+from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.supports import pack_bits
 from rlhf_engine.hydra.truncation import OUTSIDE, wide_logits
 from rlhf_engine.rollout.rows import RowState, SampleGroup

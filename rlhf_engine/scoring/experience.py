@@ -337,7 +337,7 @@ def _metrics(
     behind_M: torch.Tensor,
     config: TrainConfig,
 ) -> dict[str, float]:
-    """What is known of the drawn answers apart from their rewards, by name."""
+    """Metrics of the drawn answers, apart from those of their rewards."""
     assert scores.entropies_M is not None
     batch, mismatch_M, supports = drawn.batch, log_ratio_M.abs(), drawn.batch.supports
     lengths = torch.tensor(batch.completion_lens, dtype=torch.float32)

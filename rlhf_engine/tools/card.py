@@ -18,6 +18,7 @@ from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.run import SUFFIXES
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import peft_io
+from rlhf_engine.io import read_json
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
 from rlhf_engine.runs.headline import headlines
@@ -90,7 +91,7 @@ def write_card(config: ExportConfig, source: Source, folder: Path, notes: list[s
 
 def read_optional(folder: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no such file."""
-    return peft_io.read_json(folder, name, "source") if (folder / name).is_file() else {}
+    return read_json(folder, name, "source") if (folder / name).is_file() else {}
 
 
 def public_name(name: str) -> tuple[str, str | None]:

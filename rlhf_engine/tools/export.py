@@ -24,9 +24,9 @@ from rlhf_engine.hub import local_folder, push_folder, require_push
 from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.loading import load_model, read_config, stored_dtype
-from rlhf_engine.hydra.peft_export import merge_adapter, require_base
+from rlhf_engine.hydra.peft_io import merge_adapter, require_base
 from rlhf_engine.hydra.persist import read_record
-from rlhf_engine.io import check_model, replacing, write_manifest
+from rlhf_engine.io import check_model, read_json, replacing, write_manifest
 from rlhf_engine.runs.folder import MODEL_CONFIG, RECORD_FILE, find_model
 from rlhf_engine.tools.card import public_name, read_optional, write_card
 
@@ -196,7 +196,7 @@ def _write_adapter(source: Source, folder: Path, config: ExportConfig) -> None:
         require_base(model, source.base_hash, source.base, source.adapter)
     peft_io.read_slot_config(source.adapter)  # refuses what is not plain LoRA
     base, revision = public_name(config.base_model or source.base)
-    theirs = peft_io.read_json(source.adapter, peft_io.CONFIG_FILE, "source")
+    theirs = read_json(source.adapter, peft_io.CONFIG_FILE, "source")
     theirs |= {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
     (folder / peft_io.CONFIG_FILE).write_text(json.dumps(theirs, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(source.adapter / peft_io.WEIGHTS_FILE, folder / peft_io.WEIGHTS_FILE)

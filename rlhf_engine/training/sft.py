@@ -31,7 +31,7 @@ from rlhf_engine.hydra import OFF, HydraModel, LmLoss, PackedBatch, RoleSpec, pe
 from rlhf_engine.hydra.build import loading_device, slot_config
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.optimizer import require_optim
-from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.peft_io import save_slot
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.hydra.shares import state_of
 from rlhf_engine.io import delete, put_model_in_place, remove_model, write_manifest

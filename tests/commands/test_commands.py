@@ -263,8 +263,8 @@ def test_a_temporary_folder_that_is_full(capsys, model, tmp_path, monkeypatch):
     def write(*arguments, **options):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("rlhf_engine.hydra.peft_export.save_file", write)
-    monkeypatch.setattr("rlhf_engine.hydra.peft_export._loaded_back", {})  # other tests have tried such slots
+    monkeypatch.setattr("rlhf_engine.hydra.peft_io.save_file", write)
+    monkeypatch.setattr("rlhf_engine.hydra.peft_io._loaded_back", {})  # other tests have tried such slots
     line = refused(capsys, *train_flags(model, tmp_path))
     assert "TMPDIR: expected a folder that can be written, got " in line
 

@@ -33,7 +33,8 @@ from rlhf_engine.hydra import (
     peft_io,
     save_pretrained,
 )
-from rlhf_engine.hydra.backbone import give_positions, head_logits
+from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.backbone import give_positions
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.rollout import SamplingConfig, generate

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles
+from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
-from rlhf_engine.hydra.backbone import head_logits
 from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
 from tests.conftest import VOCAB, build, random_batch, tiny_llama
 

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.activations import ACT2FN, GELUActivation
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from rlhf_engine.devices import stand_in
 from rlhf_engine.hydra import attention, varlen
 from rlhf_engine.hydra import fuse_llama_ops as swaps
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.eager import stand_in
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
 from tests.hydra.architectures import plain_model
 

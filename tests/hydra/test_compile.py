@@ -7,8 +7,8 @@ shape comes back, as in a benchmark or with answers of one length.
 import pytest
 import torch
 
+from rlhf_engine.devices import stand_in
 from rlhf_engine.hydra import HydraModel, Logprobs, RoleSpec, SlotConfig
-from rlhf_engine.hydra.eager import stand_in
 from tests.conftest import random_batch, randomise
 from tests.hydra.architectures import CONFIGS, plain_model
 

@@ -20,7 +20,7 @@ from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
-from rlhf_engine.hydra.peft_export import save_slot
+from rlhf_engine.hydra.peft_io import save_slot
 from rlhf_engine.tools.candidates import find_candidates
 from rlhf_engine.tools.evaluate import Evaluation
 from tests.conftest import randomise

@@ -20,11 +20,10 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
-from rlhf_engine.devices import is_gpu
-from rlhf_engine.hydra.adapters import AdapterSlot
+from rlhf_engine.devices import is_eager, is_gpu
+from rlhf_engine.hydra.adapters import AdapterSlot, head_logits
 from rlhf_engine.hydra.attention import plan_packed
-from rlhf_engine.hydra.backbone import Backbone, head_logits
-from rlhf_engine.hydra.eager import is_eager
+from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.gated_linear import GatedLinear
 from rlhf_engine.hydra.kv_cache import KVCache

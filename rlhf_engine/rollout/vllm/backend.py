@@ -43,7 +43,7 @@ from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.model import HydraModel
-from rlhf_engine.hydra.peft_export import write_adapter
+from rlhf_engine.hydra.peft_io import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.io import put_in_place
 from rlhf_engine.rollout.request import (

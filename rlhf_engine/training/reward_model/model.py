@@ -26,7 +26,7 @@ from rlhf_engine.hydra import (
 from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.build import loading_device, slot_config
 from rlhf_engine.hydra.loading import load_model
-from rlhf_engine.hydra.peft_export import merge_adapter, save_slot
+from rlhf_engine.hydra.peft_io import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.training.reward_model.data import RewardExample
 
