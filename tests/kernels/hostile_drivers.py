@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rlhf_kernels import DecodeLinear, Segments, linear, lora_delta_
+from rlhf_kernels import DecodeLinear, Segments, linear, lora_delta_, lora_linears
 from rlhf_kernels.linear import packed
+from rlhf_kernels.lora.group import Reader
 from rlhf_kernels.runtime import native, registry
 
 from . import native_once
@@ -53,6 +54,13 @@ def _delta() -> None:
         lora_delta_(y, x, A, B, [0.5], Segments(starts=(2,), ends=(7,), slots=(0,)))
 
 
+def _linears() -> None:
+    """Two linears that read the same rows, of which one has an adapter on some."""
+    x, lora = torch.randn(9, 32), {"A": [torch.randn(3, 32)], "B": [torch.randn(16, 3)], "scales": [0.5]}
+    adapted = Reader(torch.randn(16, 32), None, **lora, segments=Segments(starts=(2,), ends=(7,), slots=(0,)))
+    lora_linears(x, [adapted, Reader(torch.randn(8, 32), torch.randn(8))])
+
+
 def _again() -> None:
     """A bound linear whose tensors are looked at before its second call."""
     everywhere = Segments(starts=(0,), ends=(9,), slots=(0,))
@@ -79,5 +87,5 @@ def _of_once(part: Callable[[], None]) -> Callable[[], None]:
 _ONCE = (native_once.vocabulary, native_once.linears, native_once.adapters, native_once.decoding, native_once.elements)
 DRIVERS: dict[str, Callable[[], None]] = {
     **{f"{name} {dtype}": _op(name, dtype) for name in CALLS for dtype in ("float32", "float64", "bfloat16")},
-    **{part.__name__: _of_once(part) for part in (*_ONCE, _packed, _delta, _again, _sets)},
+    **{part.__name__: _of_once(part) for part in (*_ONCE, _packed, _delta, _linears, _again, _sets)},
 }

@@ -172,6 +172,8 @@ def make_call(
     if segments.slots and max(segments.slots) >= len(A):
         raise ValueError(f"segments: expected slots below {len(A)} (the number of A), got {max(segments.slots)}")
     if dropout is not None:
+        if not isinstance(dropout, Dropout):
+            raise TypeError(f"dropout: expected Dropout or None, got {type(dropout).__name__}")
         if len(dropout.p) != len(A):
             raise ValueError(f"Dropout.p: expected one p per slot ({len(A)}), got {len(dropout.p)}")
         if dropout.row_ids.shape[0] != n_rows:
