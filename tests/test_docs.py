@@ -110,6 +110,7 @@ SNIPPETS = [
 @pytest.mark.parametrize("code", [code for *_, code in SNIPPETS], ids=[f"{stem}-{i}" for stem, i, _ in SNIPPETS])
 def test_python_blocks_run(code, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["block", str(model), "2"])
     code = code.replace("path/to/model", str(model)).replace('"rlhf_engine/', f'"{ROOT}/rlhf_engine/')
     exec(compile(code, "block", "exec"), {"__name__": "block"})
 

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -85,3 +86,12 @@ def imported_files(path: Path, files: Collection[str]) -> set[str]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     named = [(node.module, f"{node.module}.{alias.name}") for node in imports for alias in node.names]
     return {name if name in files else str(module) for module, name in named} & set(files)
+
+
+def test_the_map_names_the_rooms_from_the_ground_up():
+    table = (ROOT / "docs" / "concepts" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == [
+        room for room in ENGINE if room != "__main__"
+    ]
+    assert "docs/concepts/architecture.md#rooms" in (ROOT / "CONTRIBUTING.md").read_text()

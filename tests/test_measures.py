@@ -20,6 +20,7 @@ import pytest
 
 import rlhf_engine
 from tests.conftest import PER_PUSH, STORIES
+from tests.step_map import COLUMNS, PHASES, PICTURE, picture
 from tests.test_imports import imported_rooms, modules, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +143,8 @@ class Watch:
         self.records: set[type] = set()
         self.depths: dict[str, int] = {}
         self.start: types.FrameType | None = None
+        self._phases: list[str] = ["between"]  # of a step, the present one last
+        self._entered: dict[str, set[str]] = {}  # file → phases, in the order of the way
 
     def __enter__(self) -> Watch:
         self.start = sys._getframe(1)
@@ -152,11 +155,16 @@ class Watch:
         sys.setprofile(None)
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "return" and code.co_qualname in PHASES:
+            self._phases.pop()
         if event != "call":
             return
-        code = frame.f_code
         if code.co_filename.startswith(ENGINE):
+            if code.co_qualname in PHASES:
+                self._phases.append(PHASES[code.co_qualname])
             self.functions.add(code)
+            self._entered.setdefault(code.co_filename, set()).add(self._phases[-1])
         elif code.co_name == "__init__" and code.co_filename == "<string>":  # what `dataclasses` writes
             self._made(type(frame.f_locals["self"]))
         elif code.co_filename.startswith("<string>") or code.co_filename.startswith("namedtuple"):
@@ -164,6 +172,11 @@ class Watch:
         elif code.co_name == "forward" and (op := Path(code.co_filename).parent.name) in KERNELS.values():
             depth = sum(1 for _ in self._above(frame))
             self.depths[op] = min(depth, self.depths.get(op, depth))
+
+    def files(self) -> dict[str, list[str]]:
+        """The files of the engine that were entered, by their paths in it, and the phases of each."""
+        paths = {str(Path(name).relative_to(ENGINE)): phases for name, phases in self._entered.items()}
+        return {path: [name for name in COLUMNS if name in phases] for path, phases in paths.items()}
 
     def _made(self, record: object) -> None:
         if isinstance(record, type) and record.__module__.startswith("rlhf_engine."):
@@ -177,8 +190,8 @@ class Watch:
             above = above.f_back
 
 
-def step_counts(folder: Path) -> dict[str, int]:
-    """Counts of the third PPO step of a run on the pretrained model with a function's reward."""
+def watch_step(folder: Path) -> Watch:
+    """Watch the third PPO step of a run on the pretrained model with a function's reward."""
     from rlhf_engine.training.rl import RlTrainer
     from tests.training.test_data import train_config, write_reward
 
@@ -190,6 +203,11 @@ def step_counts(folder: Path) -> dict[str, int]:
             trainer.step()
         with Watch() as watch:
             trainer.step()
+    return watch
+
+
+def step_counts(watch: Watch) -> dict[str, int]:
+    """Counts of a step that was watched."""
     return {
         "step: engine files entered": len({code.co_filename for code in watch.functions}),
         "step: functions": len(watch.functions),
@@ -212,7 +230,10 @@ def test_options_are_below_their_ceilings():
 
 
 def test_a_step_is_below_its_ceilings(stories, tmp_path):
-    compare(step_counts(tmp_path))
+    watch = watch_step(tmp_path)
+    compare(step_counts(watch))
+    same = PICTURE.read_text(encoding="utf-8") == picture(watch.files())
+    assert same, "python -m tests.step_map draws the step's files anew"
 
 
 def test_items_are_below_their_ceiling(request):
@@ -232,6 +253,6 @@ if __name__ == "__main__":
 
     counted: collections.ChainMap[str, int] = collections.ChainMap(sizes(), option_counts())
     with tempfile.TemporaryDirectory() as made:
-        counted.maps.append(step_counts(Path(made)))
+        counted.maps.append(step_counts(watch_step(Path(made))))
     for name, value in sorted(counted.items()):
         print(f'    "{name}": {value},')

@@ -7,13 +7,15 @@ from pathlib import Path
 from rlhf_engine.hydra import load_pretrained
 from tests.training.test_data import write_model
 
-LOOP = Path(__file__).parents[1] / "examples" / "plain_loop.py"
+README = Path(__file__).parents[1] / "README.md"
+LOOP = README.with_name("examples") / "plain_loop.py"
 
 
 def test_it_is_short_and_needs_no_deep_import():
     text = LOOP.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 40
     assert "rlhf_engine." not in text
+    assert text.partition('"""\n\n')[2] in README.read_text(encoding="utf-8")
 
 
 def test_it_trains_and_saves(tmp_path, monkeypatch, capsys):
