@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlhf_engine.data import PromptSet
 from rlhf_engine.devices import share
 from rlhf_engine.io import writing
-from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
-from rlhf_engine.rollout.backend import Rollouts
+from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.runs.folder import SAMPLES_FILE, SAMPLES_LOG
 from rlhf_engine.runs.metrics import SampleLog, Samples, write_atomic
 from rlhf_engine.runs.text import samples_markdown
 from rlhf_engine.scoring.experience import as_replies, decode_answers
 from rlhf_engine.scoring.rewards import mean_or_none
-from rlhf_engine.training.rl_policy import RlInputs, RlPolicy
+
+if TYPE_CHECKING:
+    from rlhf_engine.training.rl import RlTrainer
 
 _SAMPLES = 4  # prompts whose answers go into the report
 
@@ -40,18 +40,9 @@ class Answers:
 class Evaluator:
     """Answers of the present policy outside of its training; each rank answers a share of the held-out prompts."""
 
-    def __init__(
-        self,
-        policy: RlPolicy,
-        inputs: RlInputs,
-        rollouts: Rollouts,
-        sampling: Callable[[int], SamplingConfig],
-        whole_base: Callable[[], contextlib.AbstractContextManager[None]],
-        output: Path,
-    ) -> None:
-        self._policy, self._inputs, self._rollouts = policy, inputs, rollouts
-        self._sampling, self._whole_base, self._output = sampling, whole_base, output
-        self._samples = SampleLog(output / SAMPLES_LOG)
+    def __init__(self, run: RlTrainer) -> None:
+        """Take a run whose policy, rollouts and data are there."""
+        self._run, self._samples = run, SampleLog(run.output / SAMPLES_LOG)
 
     def answer(
         self,
@@ -63,17 +54,17 @@ class Evaluator:
         sample_ids: list[int] | None = None,
     ) -> Answers:
         """Draw one answer per prompt, keyed by seed and `sample_ids`; scores are without a penalty for no end."""
-        self._rollouts.sync(self._policy.state.policy_version)
+        self._run.rollouts.sync(self._run.policy.state.policy_version)
         asked = PromptBatch.of(indices, prompts.ids, generations=1)
         asked = dataclasses.replace(asked, sample_ids=tuple(sample_ids or asked.sample_ids))
-        with self._whole_base():
-            rollout = self._rollouts.generate(asked, self._sampling(seed), role=role)
-            learned = self._inputs.scorer.uses_reward_model
-            rewards_N = self._policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
-        texts, ids = decode_answers(self._inputs.tokenizer, rollout.batch)
+        with self._run.whole_base():
+            rollout = self._run.rollouts.generate(asked, self._run.sampling(seed), role=role)
+            learned = self._run.scorer.uses_reward_model
+            rewards_N = self._run.policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
+        texts, ids = decode_answers(self._run.tokenizer, rollout.batch)
         written, finished = prompts.written(indices), (True,) * len(indices)
-        replies = as_replies(self._inputs.tokenizer, rollout.batch, written, texts)
-        scored = self._inputs.scorer(written, replies, ids, prompts.columns(indices), finished, rewards_N)
+        replies = as_replies(self._run.tokenizer, rollout.batch, written, texts)
+        scored = self._run.scorer(written, replies, ids, prompts.columns(indices), finished, rewards_N)
         shown = [prompts.prompts[i] for i in indices]
         return Answers(prompts=shown, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 
@@ -82,24 +73,24 @@ class Evaluator:
         return float(self._kl_sum(rollout) / rollout.batch.n_sequences)
 
     def _kl_sum(self, rollout: Rollout) -> torch.Tensor:
-        with self._whole_base():
-            scores = self._policy.model.score(
-                rollout.batch, ("actor", "reference"), temperature=self._policy.config.temperature, exact_kl=True
+        with self._run.whole_base():
+            scores = self._run.policy.model.score(
+                rollout.batch, ("actor", "reference"), temperature=self._run.policy.config.temperature, exact_kl=True
             )
         assert scores.kl_M is not None
         return scores.kl_M.sum()
 
     def evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts: exact KL in nats per answer, mean score, means of what functions logged."""
-        assert self._inputs.eval_set is not None
-        world, n = self._policy.world, len(self._inputs.eval_set.rows)
+        assert self._run.eval_set is not None
+        world, n = self._run.policy.world, len(self._run.eval_set.rows)
         own = list(share(n, world.rank, world.size))
-        with self._whole_base():
+        with self._run.whole_base():
             with world.together("evaluation"):
                 values = self._evaluate(own)
             shares = world.gather(values)
         if world.is_main and not any(ended for _, _, ended in shares):
-            most = self._policy.config.max_completion_length
+            most = self._run.policy.config.max_completion_length
             warnings.warn(
                 f"max_completion_length: no answer to a held-out prompt ended within {most} tokens", stacklevel=2
             )
@@ -111,11 +102,11 @@ class Evaluator:
 
     def _evaluate(self, indices: list[int]) -> tuple[dict[str, Sequence[float | None]], float, bool]:
         """Scores and logged values of answers to held-out prompts, the sum of their KL, and whether any ended."""
-        assert self._inputs.eval_set is not None
+        assert self._run.eval_set is not None
         if not indices:  # fewer prompts than ranks
             return {}, 0.0, False
-        seed = self._policy.config.seed
-        answers = self.answer(self._inputs.eval_set, indices, seed=seed, sample_ids=indices)
+        seed = self._run.policy.config.seed
+        answers = self.answer(self._run.eval_set, indices, seed=seed, sample_ids=indices)
         scores: dict[str, Sequence[float | None]] = {**answers.logged, "reward": answers.scores}
         return scores, float(self._kl_sum(answers.rollout)), any(answers.rollout.finished)
 
@@ -125,12 +116,12 @@ class Evaluator:
 
     def note_samples(self) -> None:
         """Answer the first few prompts, held-out ones if there are any, and note the answers in the log."""
-        config, step = self._policy.config, self._policy.state.step
-        prompts = self._inputs.eval_set or self._inputs.train_set
+        config, step = self._run.policy.config, self._run.policy.state.step
+        prompts = self._run.eval_set or self._run.train_set
         indices = list(range(min(_SAMPLES, len(prompts.rows))))
         answers = self.answer(prompts, indices, seed=config.seed)
         samples = Samples(step=step, prompts=answers.prompts, completions=answers.completions, scores=answers.scores)
-        with writing(self._output / SAMPLES_LOG):
+        with writing(self._run.output / SAMPLES_LOG):
             self._samples.write(samples)
 
     def write_samples(self) -> None:
@@ -141,5 +132,5 @@ class Evaluator:
         after = looks[-1]
         before = next(look for look in looks if look.prompts == after.prompts)  # the run may have gone on with others
         text = samples_markdown(after.prompts, before.completions, after.completions, before.scores, after.scores)
-        with writing(self._output / SAMPLES_FILE):
-            write_atomic(self._output / SAMPLES_FILE, text.encode())
+        with writing(self._run.output / SAMPLES_FILE):
+            write_atomic(self._run.output / SAMPLES_FILE, text.encode())

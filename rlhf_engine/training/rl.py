@@ -8,7 +8,7 @@ functions of (seed, step), so a resumed run makes the same floats as one that ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,36 @@ from typing import Any
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data.tokenizer import eos_token_ids
-from rlhf_engine.devices import ALONE, World, earlier_peaks
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
+from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.devices import ALONE, World, earlier_peaks, resolve_device
+from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
-from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model
+from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model, check_sources
+from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
+from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
-from rlhf_engine.rollout.backend import Rollouts, make_rollouts
-from rlhf_engine.runs.checkpoint import TrainerState, load_policies
-from rlhf_engine.runs.folder import FINAL_FOLDER, clear_later_steps, write_final
-from rlhf_engine.runs.metrics import Clock, peak_memory_bytes
+from rlhf_engine.rollout.backend import Rollouts, find_server, make_rollouts
+from rlhf_engine.runs.checkpoint import (
+    TrainerState,
+    begin_kernels,
+    load_policies,
+    read_counters,
+    require_same,
+    resolve_resume,
+)
+from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, clear_later_steps, require_unlocked, write_final
+from rlhf_engine.runs.metrics import Clock, peak_memory_bytes, require_trackers
 from rlhf_engine.scoring.experience import Scoring
+from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
-from rlhf_engine.training.rl_policy import RlPolicy, load_inputs
+from rlhf_engine.training.rl_policy import RlPolicy, new_state
 from rlhf_engine.training.run import Run
+
+REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
 class RlTrainer(Run[TrainerState]):
@@ -41,6 +55,10 @@ class RlTrainer(Run[TrainerState]):
     """Options of the run."""
     policy: RlPolicy
     """Policy that is trained."""
+    train_set: PromptSet
+    """Prompts that are learned from."""
+    eval_set: PromptSet | None = None
+    """Held-out prompts."""
 
     def __init__(
         self,
@@ -61,30 +79,93 @@ class RlTrainer(Run[TrainerState]):
         self.kernels = registry.effective().anew()
         with self.kernels.used():
             with world.together("the start of the run"):
-                model = self._load(base)
-            self._share_out(model, rows=self.train_set.ids, step=self._inputs.resumed_step)
+                resume, resumed_step = self._read()
+                model = build_policy_model(self.config, base)
+            self._share_out(model, rows=self.train_set.ids, step=resumed_step)
+            begun = new_state(self.config, self.train_set, self.eval_set)
             with world.together("the start of the run"):
-                self.policy = RlPolicy(self.config, model, self._inputs, world)
+                self.policy = RlPolicy(self.config, model, begun, longest=self._longest(), resume=resume, world=world)
             with self.whole_base(), world.together("the start of the run"):
-                self._prepare(model)
+                self._prepare(model, resume)
         if world.size > 1:
             self.policy.require_same(self.state.step)
 
-    def _load(self, base: HydraModel | None) -> HydraModel:
-        """Load the data, and the model as it is before any step."""
-        self._inputs = inputs = load_inputs(self.config, rank=self.world.rank)
-        self.total_steps, self.reports = inputs.total_steps, inputs.reports
-        self.config = replace(self.config, max_steps=self.total_steps)
-        self.tokenizer, self.scorer = inputs.tokenizer, inputs.scorer
-        self.train_set, self.eval_set = inputs.train_set, inputs.eval_set
-        return build_policy_model(self.config, base)
+    def _read(self) -> tuple[Path | None, int]:
+        """Check the request and read its data; the checkpoint that the run goes on from, and its steps."""
+        config, resume, resumed_step = self.config, None, 0
+        if not config.dry_run:  # which begins anew and writes nothing
+            require_unlocked(self.output)  # before the look for checkpoints, which finishes what a dead process began
+            resume = resolve_resume(config.resume_from_checkpoint, self.output)
+            check_output(self.output, resume=config.resume_from_checkpoint, checkpoint=resume)
+        require_trackers(config.report_to)
+        require_optim(config.optim)
+        if resume is not None:
+            held: TrainerState = read_counters(resume)
+            resumed_step, fixed = held.step, ("seed", "algorithm", "generation_batch_size", "num_generations")
+            require_same(resume, held, **{name: getattr(config, name) for name in fixed})
+        exact = config.exact
+        if exact is None and resume is None:
+            exact = not config.vllm_servers and exactness.by_default(resolve_device(config.device).type)
+        begin_kernels(resume, exact=exact)
+        check_sources(config)
+        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        if config.whole_reward_model is not None:
+            vocabulary = read_vocabulary(config.model_name_or_path)
+            require_same_tokens(self.tokenizer, config.whole_reward_model, vocabulary)
+        scoring = (config.reward_funcs, config.reward_weights, *config.unfinished)
+        self.scorer = AnswerScorer(*scoring, timeout=REWARD_SECONDS)
+        self.reports = {}
+        self.train_set = self._read_prompts("dataset_name", config.dataset_name)
+        if config.eval_share is not None:
+            rows, seed = self.train_set.rows, config.seed
+            split = split_by_group(rows, share=config.eval_share, seed=seed, argument="eval_dataset_name")
+            self.eval_set, self.train_set = _part(self.train_set, split.held_out), _part(self.train_set, split.train)
+        self.total_steps = config.count_steps(len(self.train_set.rows))
+        if config.dry_run:
+            rows, ids = self.train_set.rows, self.train_set.ids
+            longest = sorted(range(len(ids)), key=lambda i: -len(ids[i]))[: config.prompts_per_step]
+            self.train_set = _part(self.train_set, [rows[i] for i in longest])
+        if resumed_step > self.total_steps and not (self.output / FINAL_FOLDER).is_dir():
+            done, got = f"those of {resume}", self.total_steps
+            option = "max_steps" if config.num_train_epochs is None else "num_train_epochs"
+            raise ConfigError(f"{option}: expected at least {resumed_step} steps, {done}, got {got}")
+        if isinstance(config.eval_dataset_name, str):
+            self.eval_set = self._read_prompts("eval_dataset_name", config.eval_dataset_name)
+        some = list(range(min(2, len(self.train_set.rows))))
+        self.scorer.dry_run(self.train_set.written(some), self.train_set.columns(some))
+        require_room(self._longest(), config.max_tokens_per_micro_batch)
+        self._all_prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
+        self._server = find_server(config, self._all_prompts, rank=self.world.rank)
+        self.config = replace(config, max_steps=self.total_steps)
+        return resume, resumed_step
 
-    def _prepare(self, model: HydraModel) -> None:
-        config, inputs, state = self.config, self._inputs, self.state
-        if inputs.resume is None:
+    def _read_prompts(self, argument: str, path: str) -> PromptSet:
+        config = self.config
+        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
+        prompts = tokenize_prompts(
+            load_rows(path, tally, config, kinds=("prompt_only",)),
+            self.tokenizer,
+            tally,
+            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
+            max_completion_length=config.max_completion_length,
+            max_prompt_length=config.max_prompt_length,
+            truncation=config.truncation,
+            vocabulary=read_vocabulary(config.model_name_or_path),
+        )
+        self.reports[argument] = tally
+        return prompts
+
+    def _longest(self) -> int:
+        """Most tokens that stay together in a micro-batch: of an answer, or of several to a prompt."""
+        longest = max(map(len, self.train_set.ids)) + self.config.max_completion_length
+        return self.config.facts.answers_together * longest
+
+    def _prepare(self, model: HydraModel, resume: Path | None) -> None:
+        config, state = self.config, self.state
+        if resume is None:
             exactness.settle(config.exact, model.role_backbone("actor"))
         self.rollouts = self._make_rollouts()
-        sampling, world = self._sampling(config.seed), self.world
+        sampling, world = self.sampling(config.seed), self.world
         self._prompts = StepPrompts(
             config, self.train_set, sampling, step=state.step, samples=state.samples, world=world
         )
@@ -92,11 +173,11 @@ class RlTrainer(Run[TrainerState]):
         self._scoring = Scoring(model, self.scorer, self.tokenizer, self.train_set, self.world, budget)
         self.scorer.trainer_state.max_steps = self.total_steps
         self._note_progress()
-        self.source = self._make_source(inputs.resume)
+        self.source = self._make_source(resume)
         """Answers to learn from."""
         # a checkpoint's alone: the source knows them from here on
         self.state = replace(self.state, policies_after={}, drawn_by={})
-        self.evaluation = Evaluator(self.policy, inputs, self.rollouts, self._sampling, self.whole_base, self.output)
+        self.evaluation = Evaluator(self)
         """Answers of the policy as it is now, their scores and KL."""
 
     def resources(self) -> contextlib.AbstractContextManager[object]:
@@ -226,12 +307,12 @@ class RlTrainer(Run[TrainerState]):
         if reward is not None and (best is None or reward > best):
             self.state = replace(self.state, best_step=self.state.step, best_reward=reward)
 
-    def _sampling(self, seed: int) -> SamplingConfig:
+    def sampling(self, seed: int) -> SamplingConfig:
         ends = () if self.config.dry_run else eos_token_ids(self.tokenizer, self.model.backbone().model)
         return SamplingConfig.of(self.config, ends, seed=seed)
 
     def _make_rollouts(self, role: str = "actor", compared: str | None = None) -> Rollouts:
-        given = (self.config, self.model, self._inputs.server, self._inputs.all_prompts)
+        given = (self.config, self.model, self._server, self._all_prompts)
         return make_rollouts(*given, role=role, compared=compared, rank=self.world.rank)
 
     def _make_source(self, resume: Path | None) -> AnswerSource:
@@ -249,3 +330,11 @@ class RlTrainer(Run[TrainerState]):
             reward=self.scorer.uses_reward_model,
             connect=self._connect,
         )
+
+
+def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
+    """The prompts of some of the rows."""
+    places = {id(row): place for place, row in enumerate(prompts.rows)}
+    kept = [places[id(row)] for row in rows]
+    texts, ids = [prompts.prompts[i] for i in kept], [prompts.ids[i] for i in kept]
+    return PromptSet(rows=list(rows), prompts=texts, ids=ids)

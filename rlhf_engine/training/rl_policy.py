@@ -7,156 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.data.tokenizer import load_tokenizer, require_same_tokens
-from rlhf_engine.devices import ALONE, Budget, World, fingerprint, read_memory, resolve_device
+from rlhf_engine.data import PromptSet
+from rlhf_engine.devices import ALONE, Budget, World, fingerprint, read_memory
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel
-from rlhf_engine.hydra.build import check_sources
-from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.hydra.optimizer import require_optim
-from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.backend import RolloutServer, find_server
-from rlhf_engine.runs.checkpoint import TrainerState, begin_kernels, digest, read_counters, require_same, resolve_resume
-from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, require_unlocked
-from rlhf_engine.runs.metrics import require_trackers
+from rlhf_engine.runs.checkpoint import TrainerState, digest
 from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, mismatch_bound
-from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.training.run import Policy
 from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
 
 _ANY = 2**62  # more tokens than there are
-REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
 
-@dataclass(frozen=True, kw_only=True)
-class RlInputs:
-    """Everything that an RL run reads, apart from its model."""
-
-    resume: Path | None  # checkpoint that the run goes on from
-    resumed_step: int  # steps done by then
-    total_steps: int  # steps of the whole run
-    tokenizer: PreTrainedTokenizerBase
-    scorer: AnswerScorer
-    train_set: PromptSet
-    eval_set: PromptSet | None  # held-out prompts
-    reports: dict[str, Tally]  # report on the rows of each source, by the option that names it
-    longest: int  # most tokens that stay together in a micro-batch: of an answer, or of several to a prompt
-    all_prompts: list[list[int]]  # token ids of every prompt that answers will be drawn to
-    server: RolloutServer | None  # server that draws answers; None where this process does
-
-
-def load_inputs(config: TrainConfig, *, rank: int = 0) -> RlInputs:
-    """Check the request and read its data, as this rank of the run."""
-    output = Path(config.output_dir)
-    resume = None
-    if not config.dry_run:  # which begins anew and writes nothing
-        require_unlocked(output)  # before the look for checkpoints, which finishes what a dead process has begun
-        resume = resolve_resume(config.resume_from_checkpoint, output)
-        check_output(output, resume=config.resume_from_checkpoint, checkpoint=resume)
-    require_trackers(config.report_to)
-    require_optim(config.optim)
-    resumed_step = 0 if resume is None else _check_resumed(config, resume)
-    exact = config.exact
-    if exact is None and resume is None:
-        exact = not config.vllm_servers and exactness.by_default(resolve_device(config.device).type)
-    begin_kernels(resume, exact=exact)
-    check_sources(config)
-    tokenizer = load_tokenizer(config.model_name_or_path)
-    if config.whole_reward_model is not None:
-        require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
-    scorer = AnswerScorer(config.reward_funcs, config.reward_weights, *config.unfinished, timeout=REWARD_SECONDS)
-    context = read_context_length(config.model_name_or_path, config.whole_reward_model)
-    reports: dict[str, Tally] = {}
-
-    def load_prompts(argument: str, path: str) -> PromptSet:
-        tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        prompts = tokenize_prompts(
-            load_rows(path, tally, config, kinds=("prompt_only",)),
-            tokenizer,
-            tally,
-            context_length=context,
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
-        reports[argument] = tally
-        return prompts
-
-    train_set, eval_set = load_prompts("dataset_name", config.dataset_name), None
-    if config.eval_share is not None:
-        split = split_by_group(train_set.rows, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
-        train_set, eval_set = _part(train_set, split.train), _part(train_set, split.held_out)
-    total_steps = config.count_steps(len(train_set.rows))
-    if config.dry_run:
-        by_length = sorted(zip(train_set.ids, train_set.rows, strict=True), key=lambda pair: -len(pair[0]))
-        train_set = _part(train_set, [row for _, row in by_length[: config.prompts_per_step]])
-    if resumed_step > total_steps and not (output / FINAL_FOLDER).is_dir():
-        if config.num_train_epochs is None:
-            raise ConfigError(f"max_steps: expected at least {resumed_step}, the steps of {resume}, got {total_steps}")
-        raise ConfigError(
-            f"num_train_epochs: expected at least {resumed_step} steps, those of {resume}, got {total_steps}"
-        )
-    if isinstance(config.eval_dataset_name, str):
-        eval_set = load_prompts("eval_dataset_name", config.eval_dataset_name)
-    some = list(range(min(2, len(train_set.rows))))
-    scorer.dry_run(train_set.written(some), train_set.columns(some))
-    longest = config.facts.answers_together * (max(map(len, train_set.ids)) + config.max_completion_length)
-    require_room(longest, config.max_tokens_per_micro_batch)
-    all_prompts = [*train_set.ids, *(eval_set.ids if eval_set is not None else [])]
-    return RlInputs(
-        resume=resume,
-        resumed_step=resumed_step,
-        total_steps=total_steps,
-        tokenizer=tokenizer,
-        scorer=scorer,
-        train_set=train_set,
-        eval_set=eval_set,
-        reports=reports,
-        longest=longest,
-        all_prompts=all_prompts,
-        server=find_server(config, all_prompts, rank=rank),
-    )
-
-
-def _part(prompts: PromptSet, rows: Sequence[Row]) -> PromptSet:
-    """The prompts of some of the rows."""
-    places = {id(row): place for place, row in enumerate(prompts.rows)}
-    kept = [places[id(row)] for row in rows]
-    texts, ids = [prompts.prompts[i] for i in kept], [prompts.ids[i] for i in kept]
-    return PromptSet(rows=list(rows), prompts=texts, ids=ids)
-
-
-def _check_resumed(config: TrainConfig, resume: Path) -> int:
-    """Steps of the checkpoint. Raises ConfigError for one that this run cannot go on from."""
-    counters: TrainerState = read_counters(resume)
-    require_same(
-        resume,
-        counters,
-        seed=config.seed,
-        algorithm=config.algorithm,
-        generation_batch_size=config.generation_batch_size,
-        num_generations=config.num_generations,
-    )
-    return counters.step
-
-
-def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
-    """Counters of a run that begins."""
+def new_state(config: TrainConfig, train_set: PromptSet, eval_set: PromptSet | None) -> TrainerState:
+    """Counters of a run that begins. eval_set: held-out prompts."""
     beta = None if config.kl_target is None else config.beta
     judged_by = None
-    if inputs.eval_set is not None:  # what an evaluation's reward is measured by
+    if eval_set is not None:  # what an evaluation's reward is measured by
         rewards = [config.to_dict()["reward_funcs"], config.reward_weights, *config.unfinished]
-        judged_by = digest([*rewards, inputs.eval_set.ids])
+        judged_by = digest([*rewards, eval_set.ids])
     return TrainerState(
         step=0,
         seed=config.seed,
@@ -165,7 +39,7 @@ def new_state(config: TrainConfig, inputs: RlInputs) -> TrainerState:
         policy_version=0,
         beta=beta,
         begun_with_beta=beta,
-        prompts=digest(inputs.train_set.ids),
+        prompts=digest(train_set.ids),
         judged_by=judged_by,
         generation_batch_size=config.generation_batch_size,
         num_generations=config.num_generations,
@@ -210,18 +84,31 @@ class RlPolicy(Policy[TrainerState]):
 
     config: TrainConfig
 
-    def __init__(self, config: TrainConfig, model: HydraModel, inputs: RlInputs, world: World = ALONE) -> None:
-        """Take a model as it is before any step, or go on from a checkpoint; ConfigError where that does not fit."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: HydraModel,
+        state: TrainerState,
+        *,
+        longest: int,
+        resume: Path | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """Take a model as it is before any step, or go on from a checkpoint; ConfigError where that does not fit.
+
+        state: counters of a run that begins. longest: most tokens that stay together in a micro-batch. resume:
+        checkpoint to go on from.
+        """
         rates = {"actor": config.learning_rate}
         if config.has_critic:
             critic_rate = config.critic_learning_rate
             rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
-        super().__init__(config, model, rates, new_state(config, inputs), world=world)
-        if (resume := inputs.resume) is not None:
+        super().__init__(config, model, rates, state, world=world)
+        if resume is not None:
             self.state = resumed_state(self.load(resume, config.max_steps), self.state, resume)
-        _require_memory(model, inputs.longest // config.facts.answers_together)
+        _require_memory(model, longest // config.facts.answers_together)
         named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
-        kinds = {"micro_batch_tokens": (inputs.longest, named is None), "scoring_tokens": (1, True)}
+        kinds = {"micro_batch_tokens": (longest, named is None), "scoring_tokens": (1, True)}
         tokens, failures, old = self.state.budgets, self.state.budget_failures, self.state.token_budget
         self.budgets = {
             name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), *rest)

@@ -65,7 +65,7 @@ def first_step(trainer, **changes):
         generations=made.generations,
         with_greedy=made.facts.with_greedy,
     )
-    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
+    rollout = trainer.rollouts.generate(prompts, trainer.sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
     scored = scoring.experience(rollout, prompts, made, 0)
     answers, metrics = make_algorithm(made).learn_from(scored)
@@ -265,7 +265,7 @@ def test_online_dpo_prefers_answers_that_end(model, tmp_path):
     made, scored, _ = first_step(trainer)
     assert set(scored.scores_N.tolist()) == {0.0, 1.0}
     pairs = made.answers.batch
-    ends = [pairs.completion_tokens(i)[-1] in trainer._sampling(0).eos_token_ids for i in range(pairs.n_sequences)]
+    ends = [pairs.completion_tokens(i)[-1] in trainer.sampling(0).eos_token_ids for i in range(pairs.n_sequences)]
     assert ends == [True, False] * (pairs.n_sequences // 2)
 
 

@@ -20,7 +20,6 @@ from rlhf_engine.rollout.answer import AnswerSession
 from rlhf_engine.tools.evaluate import Evaluation
 from rlhf_engine.training.reward_model.trainer import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.rl_policy import load_inputs
 from rlhf_engine.training.sft import SftTrainer
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "star", "sea", "runs", "sings", "and", "the", "a", "one", "two"]
@@ -140,7 +139,7 @@ def test_every_command_gives_conversations_a_system_prompt_and_the_template_its_
     prompts = [
         SftTrainer(sft_config(folder, tmp_path / "s", **said)).rows[0].prompt,
         list(RewardTrainer(reward).rows[0].prompt),
-        load_inputs(train_config(folder, tmp_path / "t", **said)).train_set.ids[0],
+        RlTrainer(train_config(folder, tmp_path / "t", **said)).train_set.ids[0],
         evaluated.prompts.ids[0],
         list(AnswerSession(GenerateConfig(**common, **said))._requests[0].prompt),
     ]

@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_what_it_began_with(model, tmp_path):
             RlTrainer(train_config(model, tmp_path / "other", **options, **resume))
     trainer.step()
     later = trainer.save()
-    with pytest.raises(ConfigError, match="max_steps: expected at least 2, the steps of"):
+    with pytest.raises(ConfigError, match="max_steps: expected at least 2 steps, those of"):
         RlTrainer(train_config(model, tmp_path / "other", max_steps=1, resume_from_checkpoint=str(later)))
 
 
@@ -437,7 +437,7 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
 
 
 def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_engine.training.rl_policy.REWARD_SECONDS", 0.5)
+    monkeypatch.setattr("rlhf_engine.training.rl.REWARD_SECONDS", 0.5)
     reward = write_reward(tmp_path, "import time\nif len(calls) == 4:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
     options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward]}
     with pytest.raises(RewardError, match=r"took longer than 0\.5 seconds") as raised:

@@ -86,7 +86,7 @@ def test_values_that_mean_nothing_and_an_engine_that_does_not_say_among_which_wo
 
 def test_a_run_without_filters_keeps_no_words(model, tmp_path):
     trainer = RlTrainer(train_config(model, tmp_path / "run", top_p=1.0))
-    assert not trainer._sampling(0).filters
+    assert not trainer.sampling(0).filters
     row = trainer.step()
     assert not [name for name in row if name.startswith("support/")]
     assert isinstance(row["mismatch/rollout_max"], float)

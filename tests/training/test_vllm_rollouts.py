@@ -123,7 +123,7 @@ def test_weights_are_on_the_advantages_and_on_nothing_else(model, server, tmp_pa
     trainer.rollouts.sync(0)
     indices = list(range(8))
     prompts = PromptBatch.of(indices, trainer.train_set.ids, generations=1)
-    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
+    rollout = trainer.rollouts.generate(prompts, trainer.sampling(0))
     scoring = Scoring(trainer.model, trainer.scorer, trainer.tokenizer, trainer.train_set)
 
     def experience(chosen):
@@ -173,7 +173,7 @@ def test_ratios_that_are_not_finite_stop_the_run(model, server, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.rollouts.sync(0)
     prompts = PromptBatch.of([0, 1], trainer.train_set.ids, generations=1)
-    rollout = trainer.rollouts.generate(prompts, trainer._sampling(0))
+    rollout = trainer.rollouts.generate(prompts, trainer.sampling(0))
     log_ratio_M = torch.zeros_like(rollout.logprobs_M)
     correct_engine(experience_of(rollout), log_ratio_M, rollout.filtered, trainer.config)
     for bad in (float("nan"), float("inf"), -float("inf"), 90.0):
@@ -417,7 +417,7 @@ def experience_of(rollout):
 def test_weights_of_both_corrections_multiply(model, server, tmp_path):
     trainer = RlTrainer(config(model, tmp_path / "run", server))
     trainer.rollouts.sync(0)
-    rollout = trainer.rollouts.generate(trainer.next_prompts(), trainer._sampling(0))
+    rollout = trainer.rollouts.generate(trainer.next_prompts(), trainer.sampling(0))
     scored, past_M = experience_of(rollout), rollout.logprobs_M - 0.1  # of the drawing policy: ratios of e^0.1
     one = torch.linspace(0.5, 2.0, len(past_M))
     options = SimpleNamespace(correction="token_truncate", off_policy_clip_max=2.0)
