@@ -8,6 +8,7 @@ generator or the learner, with the same bits.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhf_engine.devices import Budget, is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import Rollout
 
 CHECKED_EVERY = 8
@@ -38,10 +40,11 @@ def score(
     """Score as `HydraModel.score` does, in groups of at most `most` tokens; one that does not fit, in smaller ones."""
     most = most or budget.tokens or model.token_budget
     options: dict[str, Any] = {"temperature": temperature, "exact_kl": exact_kl}
+    lanes = Counter(backbone for backbone, _ in fold_lanes(model.roles, roles))
     parts: list[Scores] = []
     for part in model.parts(batch, most):
         rows = model.count_rows(part)
-        rows = len(roles) * rows if len(roles) * rows <= most else rows
+        rows *= max((n for n in lanes.values() if n * rows <= most), default=1)
         try:
             with budget.measured(rows):
                 parts.append(model.score(part, roles, token_budget=most, **options))

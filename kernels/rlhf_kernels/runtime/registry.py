@@ -27,7 +27,6 @@ What was asked for and what was chosen is in `Settings`: the process's, or those
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import inspect
@@ -315,6 +314,10 @@ class Settings:
     def __post_init__(self) -> None:
         _check_name(self.backend)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles of what has the process's settings have those of the process they are in."""
+        return "PROCESS" if self is PROCESS else super().__reduce_ex__(protocol)
+
     def anew(self) -> Settings:
         """The same settings without choices, for a run."""
         return Settings(self.backend, self.exact, self.of_op)
@@ -322,12 +325,12 @@ class Settings:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Let this thread use the settings within a `with` block, less what the `use_*` blocks around it change."""
-        before = _thread.own, _thread.settings
+        before = _thread.own
         _thread.enter(self, _thread.changes)
         try:
             yield
         finally:
-            _thread.own, _thread.settings = before
+            _thread.enter(before, _thread.changes)
 
 
 def _check_name(backend: str) -> None:
@@ -346,8 +349,9 @@ class _Thread(threading.local):
         self.own = self.settings = own
         self.changes = changes
         if changes:
-            self.settings = copy.copy(own)  # whose choices go into the same dicts
-            vars(self.settings).update(changes)
+            self.settings = object.__new__(Settings)  # whose choices go into the same dicts
+            of_op = {**own.of_op, **changes.get("of_op", {})}
+            vars(self.settings).update({**vars(own), **changes, "of_op": of_op})
 
 
 PROCESS = Settings()
@@ -367,12 +371,13 @@ def effective() -> Settings:
 
 @contextlib.contextmanager
 def _use(**changes: Any) -> Iterator[None]:
-    before = _thread.own, _thread.settings, _thread.changes
-    _thread.enter(_thread.own, {**_thread.changes, **changes})
+    before = _thread.own, _thread.changes
+    of_op = {**_thread.changes.get("of_op", {}), **changes.get("of_op", {})}
+    _thread.enter(_thread.own, {**_thread.changes, **changes, "of_op": of_op})
     try:
         yield
     finally:
-        _thread.own, _thread.settings, _thread.changes = before
+        _thread.enter(*before)  # anew: the settings themselves may have changed within the block
 
 
 # ---- what `auto` decides ---------------------------------------------------------------------------------------------
@@ -643,7 +648,7 @@ def use_op_backend(op: str, backend: str) -> contextlib.AbstractContextManager[N
         ValueError: the op has no such backend.
     """
     implementation(op, backend)
-    return _use(of_op={**_thread.settings.of_op, op: backend})
+    return _use(of_op={op: backend})
 
 
 def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
@@ -656,7 +661,7 @@ def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
     Returns:
         A context manager, for a `with` block; what was on before it comes back at its end.
     """
-    return _use(of_op={**_thread.settings.of_op, f"{op}, ways": " ".join(ways)})
+    return _use(of_op={f"{op}, ways": " ".join(ways)})
 
 
 def ways(op: str) -> list[str]:
