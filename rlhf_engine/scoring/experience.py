@@ -153,12 +153,10 @@ class Scoring:
         if registry.is_exact() and present and not exact_kl:
             roles.remove("actor")
             few = score_some(model, drawn, "actor", self._budget, temperature=t, turn=policy_version)
-        scores = Scores()
-        if roles:
-            scores = score(model, drawn.batch, roles, self._budget, temperature=t, exact_kl=exact_kl)
-        scores = replace(scores, **dict(few.items()))
-        if frozen is not None:
-            scores = replace(scores, **dict(frozen.items()))
+        given: dict[str, Any] = {"temperature": t, "exact_kl": exact_kl}
+        scores = score(model, drawn.batch, roles, self._budget, **given) if roles else Scores()
+        for more in (few, frozen or Scores()):
+            scores = replace(scores, **dict(more.items()))
         _require_finite(rollout.logprobs_M, scores)
         return scores
 

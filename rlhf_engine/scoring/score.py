@@ -23,8 +23,7 @@ from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import Rollout
 
 CHECKED_EVERY = 8
-"""One in so many answers is scored in exact mode by the policy that drew it; others keep the rollout's log-probs.
-"""
+"""One in so many answers is scored in exact mode by the policy that drew it; others keep those of the draw."""
 
 
 def score(

@@ -350,8 +350,7 @@ class _Thread(threading.local):
         self.changes = changes
         if changes:
             self.settings = object.__new__(Settings)  # whose choices go into the same dicts
-            of_op = {**own.of_op, **changes.get("of_op", {})}
-            vars(self.settings).update({**vars(own), **changes, "of_op": of_op})
+            vars(self.settings).update({**vars(own), **changes, "of_op": {**own.of_op, **changes["of_op"]}})
 
 
 PROCESS = Settings()
