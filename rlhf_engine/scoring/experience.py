@@ -145,8 +145,7 @@ class Scoring:
             roles = ["actor", *(["reference"] if exact_kl else []), *critic]
             if frozen is None:
                 past = None if config.async_policy == "in_flight" else PAST
-                # who makes the pass must not show in its bits: by the model's budget where a generator may make it
-                budget = self._budget if config.vllm_servers else None
+                budget = self._budget if config.vllm_servers else None  # else who makes it would show in its bits
                 frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)(drawn)
         present = bool((drawn.versions_M == policy_version).all())
         few = Scores()

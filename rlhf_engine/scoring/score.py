@@ -39,11 +39,11 @@ def score(
     """Score as `HydraModel.score` does, in groups of at most `most` tokens; one that does not fit, in smaller ones."""
     most = most or budget.tokens or model.token_budget
     options: dict[str, Any] = {"temperature": temperature, "exact_kl": exact_kl}
-    lanes = Counter(backbone for backbone, _ in fold_lanes(model.roles, roles))
+    lanes = max(Counter(next(zip(*fold_lanes(model.roles, roles), strict=True))).values())  # of a backbone
     parts: list[Scores] = []
     for part in model.parts(batch, most):
         rows = model.count_rows(part)
-        rows *= max((n for n in lanes.values() if n * rows <= most), default=1)
+        rows = lanes * rows if lanes * rows <= most else rows
         try:
             with budget.measured(rows):
                 parts.append(model.score(part, roles, token_budget=most, **options))

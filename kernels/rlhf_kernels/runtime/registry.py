@@ -315,8 +315,7 @@ class Settings:
         _check_name(self.backend)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles of what has the process's settings have those of the process they are in."""
-        return "PROCESS" if self is PROCESS else super().__reduce_ex__(protocol)
+        return "PROCESS" if self is PROCESS else super().__reduce_ex__(protocol)  # by name: a copy's are no others
 
     def anew(self) -> Settings:
         """The same settings without choices, for a run."""
@@ -346,8 +345,7 @@ class _Thread(threading.local):
 
     def enter(self, own: Settings, changes: Mapping[str, Any]) -> None:
         """own: those of the innermost `used` block. changes: attributes with the values of the `use_*` blocks."""
-        self.own = self.settings = own
-        self.changes = changes
+        self.own, self.settings, self.changes = own, own, changes
         if changes:
             self.settings = object.__new__(Settings)  # whose choices go into the same dicts
             vars(self.settings).update({**vars(own), **changes, "of_op": {**own.of_op, **changes["of_op"]}})
@@ -369,14 +367,13 @@ def effective() -> Settings:
 
 
 @contextlib.contextmanager
-def _use(**changes: Any) -> Iterator[None]:
-    before = _thread.own, _thread.changes
-    of_op = {**_thread.changes.get("of_op", {}), **changes.get("of_op", {})}
-    _thread.enter(_thread.own, {**_thread.changes, **changes, "of_op": of_op})
+def _use(of_op: Mapping[str, str] | None = None, **changes: Any) -> Iterator[None]:
+    own, before = _thread.own, _thread.changes
+    _thread.enter(own, {**before, **changes, "of_op": {**before.get("of_op", {}), **(of_op or {})}})
     try:
         yield
     finally:
-        _thread.enter(*before)  # anew: the settings themselves may have changed within the block
+        _thread.enter(own, before)  # anew: the settings themselves may have changed within the block
 
 
 # ---- what `auto` decides ---------------------------------------------------------------------------------------------
@@ -493,8 +490,7 @@ def take_over(choices: Iterable[Choice]) -> None:
 
 def choices() -> list[Choice]:
     """Choices of `auto` on the CPU since `begin_run`, for a checkpoint; sorted by op, dtype and shape."""
-    decided = list(_thread.settings.decided.items())
-    made = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in decided]
+    made = [Choice(*key, backend) for key, backend in list(_thread.settings.decided.items())]
     return sorted(made, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
 
