@@ -231,25 +231,21 @@ def test_micro_batches_are_as_large_as_free_memory_allows(model, reward, tmp_pat
 
 
 def test_who_scores_frozen_roles_does_not_show_in_the_size_of_their_passes(model, reward, tmp_path, monkeypatch):
-    sizes: dict[str, set[int]] = {}
-    score = HydraModel.score
+    sizes, score = set[tuple[str, int]](), HydraModel.score
 
     def noted(self: HydraModel, batch: Any, roles: Any, **options: Any) -> Any:
-        if "reference" in roles:
-            sizes.setdefault(roles[0], set()).add(options["token_budget"])
+        sizes.update([(roles[0], options["token_budget"])] if "reference" in roles else [])
         return score(self, batch, roles, **options)
 
     monkeypatch.setattr(HydraModel, "score", noted)
-    for waits in (False, True):
-        own = {"per_device_train_batch_size": None, "async_mode": "overlap", "max_steps": 3, "exact": False}
-        trainer = make_trainer(model, tmp_path / str(waits), reward, str(DEVICE), **own)
-        monkeypatch.setattr(
-            trainer.source._worker, "hurry", SimpleNamespace(is_set=lambda waits=waits: waits, set=int, clear=int)
-        )
+    own = {"per_device_train_batch_size": None, "async_mode": "overlap", "max_steps": 3, "exact": False}
+    for hurry in (SimpleNamespace(is_set=lambda: asked, set=int, clear=int) for asked in (False, True)):
+        trainer = make_trainer(model, tmp_path / str(hurry.is_set()), reward, str(DEVICE), **own)
+        trainer.source._worker.hurry = hurry
         with contextlib.closing(trainer.source):
             rows = [trainer.step() for _ in range(3)]
         assert rows[0]["scoring_tokens"] != trainer.model.token_budget
-    assert sizes == {by: {trainer.model.token_budget} for by in ("behaviour", "past")}
+    assert sizes == {(by, trainer.model.token_budget) for by in ("behaviour", "past")}
 
 
 def runs_with(fault: Fault) -> list[dict[str, Any]]:
