@@ -239,7 +239,7 @@ def test_who_scores_frozen_roles_does_not_show_in_the_size_of_their_passes(model
 
     monkeypatch.setattr(HydraModel, "score", noted)
     own = {"per_device_train_batch_size": None, "async_mode": "overlap", "max_steps": 3, "exact": False}
-    for hurry in (SimpleNamespace(is_set=lambda: asked, set=int, clear=int) for asked in (False, True)):
+    for hurry in (SimpleNamespace(is_set=lambda asked=asked: asked, set=int, clear=int) for asked in (False, True)):
         trainer = make_trainer(model, tmp_path / str(hurry.is_set()), reward, str(DEVICE), **own)
         trainer.source._worker.hurry = hurry
         with contextlib.closing(trainer.source):
