@@ -157,8 +157,8 @@ class Budget:
         by_memory: bool = False,
     ) -> None:
         """Take what a checkpoint has, `tokens` None: not chosen. least: of what cannot be divided."""
-        self._device, self.tokens, self.failures, self.least = device, tokens, failures, least
-        self.by_memory = by_memory and read_memory(device) is not None
+        self._device, self.failures, self.tokens = device, failures, tokens and max(tokens, least)  # answers may grow
+        self.least, self.by_memory = least, by_memory and read_memory(device) is not None
         self._measured, self._bytes, self._tried = 0, 0, math.inf
 
     @contextlib.contextmanager

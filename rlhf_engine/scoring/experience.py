@@ -103,7 +103,8 @@ class Scoring:
                 roles = ["actor", *(["reference"] if exact_kl else []), *critic]
                 if frozen is None:
                     past = None if config.async_policy == "in_flight" else PAST
-                    frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=self._budget)(drawn)
+                    budget = self._budget if config.vllm_servers else None  # else who makes it would show in its bits
+                    frozen = FrozenRoles(model, config, past=past, reward=has_reward, budget=budget)(drawn)
             if registry.is_exact() and not exact_kl and bool((drawn.versions_M == version).all()):
                 roles.remove("actor")
                 known = score_some(model, drawn, "actor", self._budget, temperature=temperature, turn=version)

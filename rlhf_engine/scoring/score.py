@@ -8,6 +8,7 @@ generator or the learner, with the same bits.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,11 @@ from rlhf_engine.devices import Budget, is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import Rollout
 
 CHECKED_EVERY = 8
-"""One in so many answers is scored in exact mode by the policy that drew it; others keep the rollout's log-probs.
-"""
+"""One in so many answers is scored in exact mode by the policy that drew it; others keep those of the draw."""
 
 
 def score(
@@ -38,10 +39,11 @@ def score(
     """Score as `HydraModel.score` does, in groups of at most `most` tokens; one that does not fit, in smaller ones."""
     most = most or budget.tokens or model.token_budget
     options: dict[str, Any] = {"temperature": temperature, "exact_kl": exact_kl}
+    lanes = max(Counter(next(zip(*fold_lanes(model.roles, roles), strict=True))).values())  # of a backbone
     parts: list[Scores] = []
     for part in model.parts(batch, most):
         rows = model.count_rows(part)
-        rows = len(roles) * rows if len(roles) * rows <= most else rows
+        rows = lanes * rows if lanes * rows <= most else rows
         try:
             with budget.measured(rows):
                 parts.append(model.score(part, roles, token_budget=most, **options))

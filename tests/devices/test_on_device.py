@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,24 @@ def test_micro_batches_are_as_large_as_free_memory_allows(model, reward, tmp_pat
     for name in rows:
         for row, expected in zip(plain[name], plain["named"], strict=True):
             close(row, expected, "float32")
+
+
+def test_who_scores_frozen_roles_does_not_show_in_the_size_of_their_passes(model, reward, tmp_path, monkeypatch):
+    sizes, score = set[tuple[str, int]](), HydraModel.score
+
+    def noted(self: HydraModel, batch: Any, roles: Any, **options: Any) -> Any:
+        sizes.update([(roles[0], options["token_budget"])] if "reference" in roles else [])
+        return score(self, batch, roles, **options)
+
+    monkeypatch.setattr(HydraModel, "score", noted)
+    own = {"per_device_train_batch_size": None, "async_mode": "overlap", "max_steps": 3, "exact": False}
+    for hurry in (SimpleNamespace(is_set=lambda asked=asked: asked, set=int, clear=int) for asked in (False, True)):
+        trainer = make_trainer(model, tmp_path / str(hurry.is_set()), reward, str(DEVICE), **own)
+        trainer.source._worker.hurry = hurry
+        with contextlib.closing(trainer.source):
+            rows = [trainer.step() for _ in range(3)]
+        assert rows[0]["scoring_tokens"] != trainer.model.token_budget
+    assert sizes == {(by, trainer.model.token_budget) for by in ("behaviour", "past")}
 
 
 def runs_with(fault: Fault) -> list[dict[str, Any]]:

@@ -233,6 +233,14 @@ def test_settings_are_a_thread_s_and_come_back(op):
     assert found == [seen()] == [("auto", False, "cpu")]
     with kernels.used():
         assert seen() == ("reference", False, "reference")
+    with registry.use_exact():  # what is set within stays set when blocks end
+        with registry.use_op_backend(op, "cpu"), mine.used():
+            registry.set_default_backend("reference")
+        found = [registry.default_backend()]
+        registry.set_default_backend("auto")
+    assert found == ["reference"]
+    with registry.use_op_backend("linear", "cpu"), registry.Settings(of_op={op: "reference"}).used():
+        assert (registry.asked(op), registry.asked("linear")) == ("reference", "cpu")
     assert mine.exact
     assert mine.decided == {}
     assert registry.PROCESS.decided == {(op, "float32", None): "cpu"}

@@ -1,6 +1,8 @@
 """Kernels and exact mode are a base's: two runs or two bases in one process know nothing of each other's."""
 
 import collections
+import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -172,10 +174,13 @@ def test_two_bases_are_served_by_two_threads_at_once():
     assert serve("auto")
 
 
-def test_models_beside_a_base_have_its_kernels():
+def test_models_beside_a_base_and_copies_have_its_kernels():
     model = bases()["reference"]
     other = model.beside(roles={"reference": model.roles["reference"]})
     assert other.backbone().kernels is model.backbone().kernels
+    assert copy.deepcopy(model).backbone().kernels.backend == "reference"
+    for copied in (copy.deepcopy(build()), pickle.loads(pickle.dumps(build()))):
+        assert copied.backbone().kernels is registry.PROCESS
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

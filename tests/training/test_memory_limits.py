@@ -12,10 +12,11 @@ from rlhf_engine import devices
 from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
-from rlhf_engine.devices import is_out_of_memory
+from rlhf_engine.devices import Budget, is_out_of_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.scoring.score import score
 from rlhf_engine.training import rl_policy
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule
@@ -154,6 +155,20 @@ def test_a_sequence_that_does_not_fit_ends_the_update(monkeypatch):
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_an_answer_is_scored_lane_by_lane_where_its_lanes_do_not_fit_together(monkeypatch, lanes):
+    model, experience = make()
+    batch, budget = experience.batch.select([3]), Budget(model.device)
+    roles = ("reference", "reward", "actor", "critic")[: lanes + 1]  # the first two have one lane
+    model.eval().trained_heads.add("reward")
+    expected = model.score(batch, roles, token_budget=1)
+    budget.tokens = (lanes + 1) * batch.n_tokens - 1  # for all lanes, but not for all roles
+    memory = LimitedMemory(monkeypatch, limit=batch.n_tokens)
+    found = score(model, batch, roles, budget, temperature=1.0)
+    assert memory.refused == 1
+    assert all(torch.equal(x, dict(expected.items())[name]) for name, x in found.items())
+
+
 def test_one_step_that_runs_out_of_memory_leaves_the_run_as_it_was(tmp_path, monkeypatch):
     made = write_model(tmp_path / "m")
     free, limited = (RlTrainer(train_config(made, tmp_path / name)) for name in ("free", "limited"))
@@ -195,6 +210,8 @@ def test_a_run_whose_steps_run_out_of_memory_has_smaller_ones_from_then_on(tmp_p
         assert [without_timings(again.step()) for _ in rows[done:]] == rows[done:]
     monkeypatch.undo()
     assert_alike(rows, [roomy.step() for _ in rows])
+    longer = RlTrainer(dataclasses.replace(config, resume_from_checkpoint=saved[1], max_completion_length=40))
+    longer.step()  # whose answers are longer than the budget that the checkpoint holds
 
 
 def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path, monkeypatch):

@@ -27,7 +27,6 @@ What was asked for and what was chosen is in `Settings`: the process's, or those
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import inspect
@@ -315,6 +314,9 @@ class Settings:
     def __post_init__(self) -> None:
         _check_name(self.backend)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return "PROCESS" if self is PROCESS else super().__reduce_ex__(protocol)  # by name: a copy's are no others
+
     def anew(self) -> Settings:
         """The same settings without choices, for a run."""
         return Settings(self.backend, self.exact, self.of_op)
@@ -322,12 +324,12 @@ class Settings:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Let this thread use the settings within a `with` block, less what the `use_*` blocks around it change."""
-        before = _thread.own, _thread.settings
+        before = _thread.own
         _thread.enter(self, _thread.changes)
         try:
             yield
         finally:
-            _thread.own, _thread.settings = before
+            _thread.enter(before, _thread.changes)
 
 
 def _check_name(backend: str) -> None:
@@ -343,11 +345,10 @@ class _Thread(threading.local):
 
     def enter(self, own: Settings, changes: Mapping[str, Any]) -> None:
         """own: those of the innermost `used` block. changes: attributes with the values of the `use_*` blocks."""
-        self.own = self.settings = own
-        self.changes = changes
+        self.own, self.settings, self.changes = own, own, changes
         if changes:
-            self.settings = copy.copy(own)  # whose choices go into the same dicts
-            vars(self.settings).update(changes)
+            self.settings = object.__new__(Settings)  # whose choices go into the same dicts
+            vars(self.settings).update({**vars(own), **changes, "of_op": {**own.of_op, **changes["of_op"]}})
 
 
 PROCESS = Settings()
@@ -366,13 +367,13 @@ def effective() -> Settings:
 
 
 @contextlib.contextmanager
-def _use(**changes: Any) -> Iterator[None]:
-    before = _thread.own, _thread.settings, _thread.changes
-    _thread.enter(_thread.own, {**_thread.changes, **changes})
+def _use(of_op: Mapping[str, str] | None = None, **changes: Any) -> Iterator[None]:
+    own, before = _thread.own, _thread.changes
+    _thread.enter(own, {**before, **changes, "of_op": {**before.get("of_op", {}), **(of_op or {})}})
     try:
         yield
     finally:
-        _thread.own, _thread.settings, _thread.changes = before
+        _thread.enter(own, before)  # anew: the settings themselves may have changed within the block
 
 
 # ---- what `auto` decides ---------------------------------------------------------------------------------------------
@@ -489,8 +490,7 @@ def take_over(choices: Iterable[Choice]) -> None:
 
 def choices() -> list[Choice]:
     """Choices of `auto` on the CPU since `begin_run`, for a checkpoint; sorted by op, dtype and shape."""
-    decided = list(_thread.settings.decided.items())
-    made = [Choice(op, dtype, shape, backend) for (op, dtype, shape), backend in decided]
+    made = [Choice(*key, backend) for key, backend in list(_thread.settings.decided.items())]
     return sorted(made, key=lambda c: (c.op, c.dtype, c.shape or ()))
 
 
@@ -643,7 +643,7 @@ def use_op_backend(op: str, backend: str) -> contextlib.AbstractContextManager[N
         ValueError: the op has no such backend.
     """
     implementation(op, backend)
-    return _use(of_op={**_thread.settings.of_op, op: backend})
+    return _use(of_op={op: backend})
 
 
 def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
@@ -656,7 +656,7 @@ def use_ways(op: str, *ways: str) -> contextlib.AbstractContextManager[None]:
     Returns:
         A context manager, for a `with` block; what was on before it comes back at its end.
     """
-    return _use(of_op={**_thread.settings.of_op, f"{op}, ways": " ".join(ways)})
+    return _use(of_op={f"{op}, ways": " ".join(ways)})
 
 
 def ways(op: str) -> list[str]:
