@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from rlhf_kernels.lora import Segments, group
@@ -83,9 +83,21 @@ def enter(call: BackboneCall | None, kernels: registry.Settings | None = None) -
         group.held.clear()  # a recompute may end between two linears of a group
 
 
-def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+class _Recompute(contextlib.ExitStack):
+    """The block of `enter` for each recompute of a layer, of which a graph that is kept has several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._call, self._kernels = current(), registry.effective()
+
+    def __enter__(self) -> Self:
+        self.enter_context(enter(self._call, self._kernels))
+        return self
+
+
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.ExitStack]:
     """`context_fn` for `torch.utils.checkpoint`: the recompute runs under the call of the original forward."""
-    return contextlib.nullcontext(), enter(current(), registry.effective())
+    return contextlib.nullcontext(), _Recompute()
 
 
 def lora_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:

@@ -97,6 +97,12 @@ def test_checkpointed_gradients_equal_plain_ones(other_thread, dropout):
     assert len(recomputed) == 3
     assert all(call is not None for call in recomputed)
     assert all(torch.equal(plain[n], again[n]) for n in plain)
+    (out,) = model(batch, (Logprobs(),), dropout_seed=1)
+    for _ in range(2):  # a graph that is kept is gone through, and recomputed, again
+        model.zero_grad()
+        out.logprob.sum().backward(retain_graph=True)
+        recomputed.append([p.grad.clone() for p in model.trainable_parameters("actor").values()])
+    assert all(map(torch.equal, *recomputed[-2:]))
 
 
 def test_dropout_masks_do_not_depend_on_the_batch():
