@@ -162,7 +162,7 @@ def can_share(tokens_T: torch.Tensor, dtype: torch.dtype, head_size: int) -> boo
 
 def _kernel(device_type: str, dtype: torch.dtype) -> str | None:
     """Backend that may attend in the order of decoding; None: attention of packed rows is others' affair."""
-    if not is_eager() or registry.leaves_to_torch():
+    if not is_eager() or registry.leaves_to_torch("attention"):
         return None
     backend = registry.asked("attention")
     if backend == "auto":

@@ -90,7 +90,7 @@ def _backend(op: str, *tensors: Tensor) -> str | None:
     x, default = tensors[0], registry.default_backend()
     if (
         not is_eager()
-        or registry.leaves_to_torch()
+        or registry.leaves_to_torch(op)
         or torch.is_autocast_enabled(x.device.type)
         or any(other.dtype != x.dtype for other in tensors)
         or (default != "auto" and registry.unsupported(op, default, x.device.type, x.dtype) is not None)

@@ -120,9 +120,10 @@ def test_which_defaults_leave_linears_and_norms_to_torch():
     found = {}
     for backend in ("auto", *registry.BACKENDS):
         with registry.use_backend(backend):
-            outside = registry.leaves_to_torch()
-            with registry.use_exact():
-                found[backend] = (outside, registry.leaves_to_torch())
+            outside = registry.leaves_to_torch("linear")
+            with registry.use_exact(), registry.use_op_backend("rms_norm", "cpu"):
+                found[backend] = (outside, registry.leaves_to_torch("linear"))
+                assert not registry.leaves_to_torch("rms_norm")
     assert found == {
         "auto": (False, False),
         "cuda": (True, True),
@@ -176,6 +177,8 @@ def test_report_gives_every_backend_a_reason(op):
         "cpu": "available",
         "reference": "available",
     }
+    with registry.use_op_backend(op, "reference"):
+        assert registry.report("cpu")[op] == row | {"auto": "reference", "why": "asked for by name"}
 
 
 @each(

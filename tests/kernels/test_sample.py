@@ -249,8 +249,9 @@ def test_filters_are_the_references():
         message = "'cpu' cannot serve sample: top_k, top_p and min_p need all"
         with pytest.raises(registry.BackendUnavailableError, match=message):
             sample(hidden, weight, seed=seed, position=position, backend="cpu", **options)
-        with registry.use_backend("cpu"), pytest.raises(registry.BackendUnavailableError, match="cannot serve sample"):
-            sample(hidden, weight, seed=seed, position=position, **options)
+        for asked in (registry.use_backend("cpu"), registry.use_op_backend("sample", "cpu")):
+            with asked, pytest.raises(registry.BackendUnavailableError, match="cannot serve sample"):
+                sample(hidden, weight, seed=seed, position=position, **options)
     plain = sample(hidden, weight, seed=seed, position=position, backend="cpu")
     for options in ({"top_k": 301}, {"top_k": 999, "top_p": 1.0}):  # they keep everything
         kept = sample(hidden, weight, seed=seed, position=position, backend="cpu", **options)

@@ -120,7 +120,7 @@ def product_for(x: Tensor, weight: Tensor) -> Any:
 
 def _resolve(x: Tensor, weight: Tensor, backend: str) -> str:
     """The backend of a call; some process-wide defaults leave linears to torch."""
-    if backend == "auto" and (registry.leaves_to_torch() or eager.is_transformed()):
+    if backend == "auto" and (registry.leaves_to_torch("linear") or eager.is_transformed()):
         return "reference"  # torch.func has no rules for custom ops
     return registry.resolve("linear", backend, x, weight.shape)
 

@@ -350,7 +350,7 @@ class DecodeLinear:
         self._decoder: native.Decoder | None = None
         self._without: tuple[object, ...] | None = None
         """Shape, dtype, device and default backend of the last call that no decoder serves."""
-        self._default = ""
+        self._asked = ("", "")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Result of `lora_linear` for x.
@@ -369,16 +369,16 @@ class DecodeLinear:
         plain = eager.eager(x) and not autocast.is_on(x)
         if not plain or _wants_gradient(x, *self._tensors):
             return lora_linear(x, *self._given, backend=self._backend)
-        default = registry.default_backend()
-        if self._decoder is not None and self._default == default and self._decoder.takes(x):
+        asked = registry.asked("lora_decode"), registry.asked("linear")
+        if self._decoder is not None and self._asked == asked and self._decoder.takes(x):
             return self._decoder(x)
-        like = (x.shape, x.dtype, x.device, default)
+        like = (x.shape, x.dtype, x.device, asked)
         decoder = None if like == self._without else self._make_decoder(x)
         if decoder is None:
             self._without = like
             return lora_linear(x, *self._given, backend=self._backend)
         if decoder.lasting:
-            self._decoder, self._default = decoder, default
+            self._decoder, self._asked = decoder, asked
         return decoder(x)
 
     def _make_decoder(self, x: Tensor) -> native.Decoder | None:

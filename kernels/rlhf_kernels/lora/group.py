@@ -52,7 +52,8 @@ def lora_linears(x: Tensor, readers: Sequence[Reader], *, backend: str = "auto")
     """Results of linears that read one x, with their LoRA; each is that of `lora_linear`.
 
     `triton` takes up to four linears with frozen weights outside of autocast and of what traces or transforms calls; a
-    row is in the same run in every linear that has it. Other calls are one of `lora_linear` for each linear.
+    row is in the same run in every linear that has it. Dropout has one seed and one tensor of row ids. Other calls are
+    one of `lora_linear` for each linear.
 
     Args:
         x: [.., K], floating, N rows in two or more dimensions.
@@ -80,7 +81,8 @@ def lora_linears(x: Tensor, readers: Sequence[Reader], *, backend: str = "auto")
     )
     calls = [] if alone else [_call(x, reader) for reader in readers]
     on = [call for call in calls if call is not None]
-    if not on:
+    draws = {(call.seed, id(call.row_ids)) for call in on if call.row_ids is not None}
+    if not on or len(draws) > 1:  # the group draws by one seed and one row's id
         return tuple(lora_linear(x, *reader[:-1], dropout=reader.dropout, backend=backend) for reader in readers)
     registry.resolve(OP, "triton", next((w for c in on for w in (*c.A, *c.B) if w.dtype == torch.float64), x))
     weights, biases = [reader.weight for reader in readers], [reader.bias for reader in readers]

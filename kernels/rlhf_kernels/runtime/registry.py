@@ -595,7 +595,7 @@ def report(device_type: str, dtype: torch.dtype = torch.float32) -> dict[str, di
 
 
 def _report_choice(op: str, device_type: str, dtype: torch.dtype, reasons: dict[str, str | None]) -> _Decision:
-    named = default_backend()
+    named = asked(op)
     if named != "auto":
         reason = reasons[named]
         return _Decision(named, f"asked for by name{f', but {reason}' if reason else ''}")
@@ -671,12 +671,15 @@ def ways(op: str) -> list[str]:
     return _thread.settings.of_op.get(f"{op}, ways", "").split()
 
 
-def leaves_to_torch() -> bool:
-    """Whether the default backend leaves linears, norms and the like, which torch has itself, to torch.
+def leaves_to_torch(op: str) -> bool:
+    """Whether the backend asked for leaves an op, such as linears and norms, which torch has itself, to torch.
 
     Those named `reference` and `cuda` do. `cpu` and `triton` stand for every kernel that they have.
+
+    Args:
+        op: name of the op.
     """
-    return _thread.settings.backend in ("reference", "cuda")
+    return asked(op) in ("reference", "cuda")
 
 
 def set_default_backend(backend: str) -> None:

@@ -192,7 +192,7 @@ def _resolve(backend: str, hidden: Tensor, weight: Tensor, filtered: bool) -> st
     chosen = registry.resolve("sample", backend, widest(hidden, weight), weight.shape)
     if not filtered or chosen == "reference":
         return chosen
-    asked = registry.default_backend() if backend == "auto" else backend
+    asked = registry.asked("sample") if backend == "auto" else backend
     if asked != "auto":
         raise registry.BackendUnavailableError(
             f"backend={asked!r} cannot serve sample: {FILTERS}; available here: ['reference']"

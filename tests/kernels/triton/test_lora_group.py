@@ -33,6 +33,8 @@ class Case:
     bare: int | None = None
     """A linear without adapters."""
     bias: bool = True
+    seeds: int = 0
+    """How far apart the linears' seeds are."""
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Case:
         readers = []
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             scales, p = [0.5, 2.0][2 - len(A[i]) :], (0.5, 0.25)[2 - len(A[i]) :]
-            dropout = Dropout(p=p, seed=11, row_ids=ids, stream=4 + i) if self.drop else None
+            dropout = Dropout(p=p, seed=11 + i * self.seeds, row_ids=ids, stream=4 + i) if self.drop else None
             frozen = (weight.to(to or weight.dtype), None if bias is None else bias.to(to or bias.dtype))
             readers.append(Reader(*frozen, A[i], B[i], scales, self.segments[i], dropout))
         if alone:
@@ -93,6 +95,7 @@ CASES = {
     "four linears": Case(n_linears=4, ranks=(3, 4)),
     "one without adapters": Case(bare=0, drop=True, dtype=torch.bfloat16),
     "one linear": Case(n_linears=1, drop=True),
+    "seeds of their own": Case(n_linears=2, drop=True, seeds=1),
     "gate and up": Case(n_linears=2, dtype=torch.bfloat16, adapter=torch.bfloat16),
 }
 
