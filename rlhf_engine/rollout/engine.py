@@ -236,6 +236,8 @@ class _Burst:
     def __init__(self, rows: Sequence[AnswerRow], versions: Mapping[str | None, int], drawn: Sequence[NextTokens]):
         """Queue one copy of what was drawn, of the versions that draw now."""
         self.rows, self.versions, self.drawn = list(rows), [versions.get(row.slot, 0) for row in rows], drawn
+        for row in rows:
+            row.ahead += len(drawn)
         if is_gpu(drawn[0].tokens.device):
             packed = torch.stack([x for s in drawn for x in (s.tokens.int(), s.logprobs.float().view(torch.int32))])
             self._host = packed.to("cpu", non_blocking=packed.is_cuda)  # pinned by torch, if so
@@ -245,6 +247,8 @@ class _Burst:
 
     def read(self) -> Iterator[tuple[AnswerRow, int, tuple[int, ...], tuple[float, ...]]]:
         """Each row, the version that drew, tokens and log-probs, as soon as they are here."""
+        for row in self.rows:
+            row.ahead -= len(self.drawn)
         if self._host is None:
             tokens, logprobs = [x.tokens.tolist() for x in self.drawn], [x.logprobs.tolist() for x in self.drawn]
         else:
@@ -419,7 +423,7 @@ class RolloutEngine:
         Raises:
             ValueError: a number that no request has had.
         """
-        with self._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if not 0 <= number < self._next:
                 raise ValueError(f"number: expected one of the {self._next} that `submit` returned, got {number}")
             for row in [row for row in self._admission.waiting if row.index == number]:
@@ -570,7 +574,6 @@ class RolloutEngine:
         if not self.finished:
             return
         self._queued = None
-        self._live.unread = 0
         self._renew()
         if self._step is not None and self._step.name != "graph":
             self._step = None  # it may hold weights of a sharded base
@@ -584,7 +587,8 @@ class RolloutEngine:
             if write is not None and any(row.holds and slot in (None, row.slot) for row in rows):
                 continue
             del self._renewals[slot]
-            self._written[slot] += 1  # before: a write that breaks off may have changed something
+            if write is not None or slot is not None or not self.backbone.frozen:  # else nothing can have changed
+                self._written[slot] += 1  # before: a write that breaks off may have changed something
             if write is not None:
                 write()
             self.versions[slot] = version
@@ -596,7 +600,7 @@ class RolloutEngine:
             read = [] if slot is None else list(self.backbone.slot(slot).parameters())
             read += [] if self.backbone.frozen else [p for _, p in self.backbone.base_parameters()]
             self._tensors[slot] = read
-        written = self._written[slot] + self._written[None] if read else 0
+        written = self._written[slot], self._written[None]
         return (self._reads, written, [p.is_inference() or p._version for p in read])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -654,11 +658,10 @@ class RolloutEngine:
     def _draw(self, least: int) -> _Burst | None:
         """Queue the next tokens of all live rows; None where one may have fewer than `least`."""
         live, step = self._live, self._make_step()
-        left = min(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) - live.unread
+        left = min(row.left for row in live.rows)
         if left < least:
             return None
         drawn = step.decode_many(live, min(self._burst, left), self._sampler)
-        live.unread += len(drawn)
         self.stats.steps += len(drawn)
         self.stats.step = step.name
         return _Burst(live.rows, self.versions, drawn)
@@ -666,7 +669,6 @@ class RolloutEngine:
     def _accept(self, burst: _Burst) -> list[AnswerRow]:
         """Note what rows have drawn, up to the end of each; those that are done leave."""
         answers = list[AnswerRow]()
-        self._live.unread = 0 if self._queued is None else len(self._queued.drawn)
         supports = list[Sequence[torch.Tensor]]()  # of each step and row; none where rows were drawn among all words
         for step in burst.drawn:
             some = None if step.bits is None else Supports.from_bits(step.bits, self.backbone.n_words)

@@ -60,6 +60,8 @@ class AnswerRow(Prompt):
     """int32 numbers of each token's support, see `Supports`; tokens beyond were drawn among all words."""
     versions: list[int] = field(default_factory=list)
     """Version of the policy that drew each token."""
+    ahead: int = field(default=0, init=False)
+    """Tokens that it has drawn and not noted yet."""
     finish_reason: FinishReason = "length"
     """Of a finished one: eos: an end-of-sequence token; stop: a stop text; length: it reached its most tokens."""
     read_by: object = None
@@ -69,6 +71,11 @@ class AnswerRow(Prompt):
     def holds(self) -> bool:
         """Whether it has begun and keeps its slot's weights as they are."""
         return self.fixed and self.read_by is not None
+
+    @property
+    def left(self) -> int:
+        """Most tokens that it may yet draw."""
+        return self.sampling.max_completion_length - len(self.tokens) - self.ahead
 
     @property
     def prefix(self) -> tuple[str | None, tuple[int, ...]]:
@@ -147,7 +154,6 @@ class LiveRows:
 
     def __init__(self, device: torch.device) -> None:
         self.rows: list[AnswerRow] = []
-        self.unread = 0  # tokens that each of them has drawn beyond those that it has noted
         self.state = RowState.idle(0, 0, device)
         self._device = device
         self.slots: dict[str, int] = {}  # numbers of the slots that rows may carry
@@ -197,7 +203,7 @@ class LiveRows:
 
     def _settle(self) -> None:
         """Compute the longest row, the slot table and the draw groups of the rows that are here."""
-        self.longest = max((len(row.prompt) + len(row.tokens) for row in self.rows), default=0) + self.unread
+        self.longest = max((len(row.prompt) + len(row.tokens) + row.ahead for row in self.rows), default=0)
         """Bound of the tokens that a row has in the cache; no row has more."""
         self.slot_table = slot_table([row.slot for row in self.rows], [1] * len(self.rows))
         self._groups = self.draw_groups(self.rows)
@@ -213,7 +219,7 @@ class LiveRows:
         members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
         for i, row in enumerate(rows):
             slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
-            ends = how.eos_token_ids if len(row.tokens) + ahead < how.min_completion_length - 1 else ()
+            ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
             members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), []).append(i)
         return [
             SampleGroup(

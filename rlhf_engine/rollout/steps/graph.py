@@ -81,7 +81,7 @@ class GraphStep(RolloutStep):
             return None
         slot = None if any_slot else live.rows[0].slot
         kind = (slot, group.slot, group.temperature)
-        left = max(row.sampling.max_completion_length - len(row.tokens) for row in live.rows) - live.unread
+        left = max(row.left for row in live.rows)
         size = bucket(rows)
         known = min((n for n, other in self.used if n >= rows and other == kind), default=None)
         if known is not None and (known < max(size + 1, rows * _IDLE_SHARE) or left < WORTH):
