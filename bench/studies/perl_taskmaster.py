@@ -46,7 +46,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from rlhf_engine.data import Tally, load_rows, load_taskmaster, split_by_group, tokenize_rows
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
-from rlhf_engine.training.reward_model.metrics import pointwise_metrics
+from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 WORK = Path("runs/perl_taskmaster")
 PENALTY = 1.0

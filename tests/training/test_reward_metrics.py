@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_engine.training.reward_model import metrics
+from rlhf_engine.training import reward_metrics as metrics
 
 SEEDS = range(6)
 
