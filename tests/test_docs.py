@@ -35,7 +35,7 @@ from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.parser import Options
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.reward_functions import check_reward, load_reward
+from rlhf_engine.scoring.rewards import check_reward, load_reward
 from rlhf_engine.scoring.verifiable import is_built_in
 
 CONFIGS: dict[str, type[Options]] = {

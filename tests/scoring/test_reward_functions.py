@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.scoring.reward_functions import (
+from rlhf_engine.scoring.rewards import (
     _SETTINGS,
+    AnswerScorer,
     check_reward,
     load_reward,
     score_with_functions,
     weighted_total,
 )
-from rlhf_engine.scoring.rewards import AnswerScorer
 
 PROMPTS = ["one", "two", "three"]
 COMPLETIONS = ["a", "bb", "ccc"]
