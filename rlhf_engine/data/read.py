@@ -49,7 +49,6 @@ from rlhf_engine.data.types import (
     PromptOnly,
     Row,
     RowError,
-    UnpairedPreference,
     parse_row,
     parse_taskmaster,
     recast,
@@ -59,7 +58,6 @@ from rlhf_engine.data.types import (
 )
 from rlhf_engine.errors import ConfigError
 
-T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
@@ -196,37 +194,19 @@ def load_rows(
     is_taskmaster = _is_taskmaster(columns, kinds, group_column)
     kind: Kind = "unpaired_preference" if is_taskmaster else recognise(columns, kinds, argument=tally.argument)
     parse = parse_taskmaster if is_taskmaster else partial(parse_row, kind=kind, group_column=group_column)
-    rows = _usable_rows(records, tally, lambda value, place: with_options(parse(value, place=place), options))
-    if kind not in kinds:
-        return [recast(row, PromptOnly) for row in rows]
-    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
-
-
-def load_taskmaster(
-    source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
-) -> list[UnpairedPreference]:
-    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), with `last_turns` of the context."""
-    if last_turns is not None and last_turns < 1:
-        raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
-    parse = partial(parse_taskmaster, last_turns=last_turns)
-    return _usable_rows(
-        read_records(source, argument=tally.argument), tally, lambda value, place: parse(value, place=place)
-    )
-
-
-def _usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], T]) -> list[T]:
-    """Rows that `parse(value, place)` makes of records; rows read and bad rows are counted in `tally`."""
-    rows = []
+    rows: list[Row] = []
     for record in records:
         tally.read += 1
         try:
             if record.error is not None:
                 raise record.error
-            rows.append(parse(record.value, record.place))
+            rows.append(with_options(parse(record.value, place=record.place), options))
         except RowError as error:
             tally.refuse(record.place, error)
     tally.check()
-    return rows
+    if kind not in kinds:
+        return [recast(row, PromptOnly) for row in rows]
+    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
 
 
 def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
