@@ -104,12 +104,7 @@ class GeneratorThread(GeneratorTransport):
     """The transport to the thread: prompts and policies go over as objects."""
 
     def __init__(
-        self,
-        worker: Worker,
-        store: VersionStore,
-        *,
-        device: torch.device | str = "cpu",
-        threads: int | None = None,
+        self, worker: Worker, store: VersionStore, *, device: torch.device | str = "cpu", threads: int | None = None
     ) -> None:
         """Start the thread. threads: of this process's CPU threads, those that it takes from the learner."""
         self._learner_threads = torch.get_num_threads() if threads is not None else None
