@@ -1,4 +1,4 @@
-"""What SFT and reward models have in common: tokenized rows, their packing, and a run that checks its request.
+"""Common parts of SFT and reward models: tokenized rows, their packing, and a run that checks its request.
 
 A row may have a number in its column `margin`, by which the better answer of a pair is to be ahead in reward.
 """

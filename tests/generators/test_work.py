@@ -115,18 +115,9 @@ def test_answers_bring_the_words_that_their_tokens_were_drawn_among():
     mask[0, [4, 99]] = mask[1, 2:60] = True
     sent = answers(FROZEN, Supports.from_bits(pack_bits(mask), 100))
     assert sent.batch.supports.lengths.tolist() == [2, 4, 0]
-    values = work.pack_rollout(sent)
-    found = work.unpack_rollout(values).batch.supports
+    found = work.unpack_rollout(work.pack_rollout(sent)).batch.supports
     assert found.vocabulary == 100
     assert torch.equal(found.mask(), sent.batch.supports.mask())
-    tensors = bytearray(values["tensors"])
-    tensors[-1] ^= 1
-    for change in (
-        {"vocabulary": 101}, {"tensors": bytes(tensors)}, {"finish_reasons": ("eos", "eos")}, {"has_frozen": False},
-        {"digest": None},
-    ):  # fmt: skip
-        with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
-            work.unpack_rollout({**values, **change})
 
 
 def test_other_frozen_weights_and_packages_are_refused():
