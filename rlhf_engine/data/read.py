@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from rlhf_engine.config.run import SUFFIXES, RowOptions
 from rlhf_engine.data.types import (
@@ -198,8 +198,8 @@ def load_rows(
     for record in records:
         tally.read += 1
         try:
-            if record.error is not None:
-                raise record.error
+            if isinstance(record.value, RowError):
+                raise record.value
             rows.append(with_options(parse(record.value, place=record.place), options))
         except RowError as error:
             tally.refuse(record.place, error)
@@ -212,9 +212,9 @@ def load_rows(
 def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
     """The record with TRL's columns, in several where it is a conversation of several answers."""
     try:
-        return [replace(record, value=value) for value in with_known_columns(record.value, kinds)]
+        return [Record(record.place, value) for value in with_known_columns(record.value, kinds)]
     except RowError as error:
-        return [replace(record, value=None, error=error)]
+        return [Record(record.place, error)]
 
 
 def with_options(row: R, options: RowOptions | None) -> R:
@@ -257,13 +257,11 @@ def join_groups(rows: Sequence[Row]) -> list[Row]:
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One row as read."""
 
     place: str  # `file:line`, or `file: row i` where rows have no lines
-    value: Any  # row as read, whose columns are not checked
-    error: RowError | None = None  # reason why there is no value; None where there is one
+    value: Any  # row as read, whose columns are not checked; the RowError of one that cannot be read
 
 
 def read_records(
@@ -312,29 +310,19 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
 # ---- JSON and CSV ----------------------------------------------------------------------------------------------------
 
 
-class _Doubled(dict[str, Any]):
-    """An object that names a column twice, or holds one that does."""
-
-    column = ""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
+    """A JSON object; the RowError of one that names a column twice, or holds such a one."""
     record = dict(pairs)
-    twice = next((key for key, n in Counter(key for key, _ in pairs).items() if n > 1), None)
-    if twice is None:
-        parts = (part for value in record.values() for part in (value if isinstance(value, list) else [value]))
-        twice = next((part.column for part in parts if isinstance(part, _Doubled)), None)
-    if twice is None:
-        return record
-    doubled = _Doubled(record)
-    doubled.column = twice
-    return doubled
+    if len(record) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        return RowError("every column once", f"{twice!r} twice")
+    return next(filter(None, map(_error_in, record.values())), record)
 
 
-def _record(place: str, value: Any) -> Record:
-    if isinstance(value, _Doubled):
-        return Record(place=place, value=None, error=RowError("every column once", f"{value.column!r} twice"))
-    return Record(place=place, value=value)
+def _error_in(value: Any) -> RowError | None:
+    if isinstance(value, list):
+        return next(filter(None, map(_error_in, value)), None)
+    return value if isinstance(value, RowError) else None
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -357,10 +345,10 @@ def _json_list(path: Path) -> Iterator[Record]:
         hint = "; a file with an object per line is called .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}{hint}") from error
     if not isinstance(whole, list):
-        came = "dict" if isinstance(whole, dict) else type(whole).__name__
+        came = "dict" if isinstance(whole, RowError) else type(whole).__name__
         raise ConfigError(f"{path}: expected a list of objects, got {came}")
     for i, row in enumerate(whole):
-        yield _record(f"{path}: row {i}", row)
+        yield Record(f"{path}: row {i}", row)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -369,18 +357,18 @@ def _json_lines(path: Path) -> Iterator[Record]:
             for number, line in enumerate(stream, start=1):
                 line = line.removeprefix(_BOM) if number == 1 else line
                 if line.strip():
-                    yield _line(f"{path}:{number}", line)
+                    yield Record(f"{path}:{number}", _line(line))
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 
 
-def _line(place: str, line: bytes) -> Record:
+def _line(line: bytes) -> Any:
     try:
-        return _record(place, json.loads(line.decode("utf-8"), object_pairs_hook=_object))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
-        return Record(place=place, value=None, error=RowError("JSON in UTF-8", str(error)))
+        return RowError("JSON in UTF-8", str(error))
     except (ValueError, RecursionError) as error:
-        return Record(place=place, value=None, error=RowError("a JSON object", str(error)))
+        return RowError("a JSON object", str(error))
 
 
 def _csv(path: Path) -> Iterator[Record]:
@@ -400,10 +388,9 @@ def _csv(path: Path) -> Iterator[Record]:
                     label = str(row.get("label")).lower()
                     if "completion" in row and label in _LABELS:  # a thumb; elsewhere it is a column like others
                         row["label"] = _LABELS[label]
-                    yield Record(place=place, value=row)
+                    yield Record(place, row)
                 elif cells:
-                    error = RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells")
-                    yield Record(place=place, value=None, error=error)
+                    yield Record(place, RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells"))
     except (csv.Error, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path}:{rows.line_num}: expected CSV in UTF-8, got {failure}") from failure
     except (OSError, EOFError, zlib.error) as failure:
@@ -417,7 +404,7 @@ def _table(place: str, expected: str, load: Callable[[], Iterable[Any]]) -> Iter
     """Rows of a table by their number. What cannot be loaded or read raises ConfigError."""
     try:
         for i, row in enumerate(load()):
-            yield Record(place=f"{place}: row {i}", value=row)
+            yield Record(f"{place}: row {i}", row)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # of pyarrow and datasets; offline, no such split
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{expected}, got {first_line}") from error
