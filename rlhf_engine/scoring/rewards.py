@@ -372,12 +372,10 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
             raise TypeError(f"{place}: expected numbers or None, got {value!r} {where}")
         try:
             number = float(value)
-        except OverflowError as error:  # a huge integer, whose digits nobody would read
-            raise ValueError(f"{place}: expected numbers of float32, got an integer beyond float64 {where}") from error
-        if not math.isfinite(number):
-            raise ValueError(f"{place}: expected finite numbers, got {number} {where}")
-        if abs(number) > _LARGEST:
-            raise ValueError(f"{place}: expected numbers of float32, got {number} {where}")
+        except OverflowError:  # a huge integer, whose digits nobody would read
+            number = math.inf
+        if not abs(number) <= _LARGEST:  # also catches NaN
+            raise ValueError(f"{place}: expected finite numbers of float32, got {number} {where}")
         rewards.append(number)
     return rewards
 
