@@ -70,8 +70,9 @@ def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     """Rows of batch number `step`: consecutive places of the endless sequence of shuffled epochs."""
     first, offset = divmod(step * batch_size, n)
-    epochs = range(first, first + -(-(offset + batch_size) // n))
-    rows = [row for epoch in epochs for row in epoch_order(n, seed, epoch)]
+    rows: list[int] = []
+    while len(rows) < offset + batch_size:
+        rows += epoch_order(n, seed, first + len(rows) // n)
     return rows[offset : offset + batch_size]
 
 
