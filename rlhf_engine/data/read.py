@@ -1,20 +1,12 @@
 """Data sources read into rows of a type; rows that are left out or cut are counted, with their places.
 
-A source is
-    a .json file: a list of objects; or the same as .json.gz
-    a .jsonl file: an object per line; or the same as .jsonl.gz; a file of any other name is one, too
-    a .csv file with a line of column names; or the same as .csv.gz. Cells are texts, an empty one is no value, and a
-    `label` of true, false, 1 or 0 is a truth value
-    a .parquet file
-    a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
-    owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
-    (`train` where no split is named)
-    any of these with [:N] at its end, of which the first N rows are read
+Sources are JSON and CSV files (also as .gz), Parquet, folders of such or of `datasets.save_to_disk`, and data sets of
+the Hugging Face Hub; docs/guides/train.md has the table. A local path comes first. A file of another name has an object
+per line. Cells of a CSV are texts, an empty one is no value, and a `label` of true, false, 1 or 0 is a truth value.
 
-A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and runs no code of it. Text is
-UTF-8, with or without a byte order mark; only line feeds end a line, as JSON strings may hold U+2028. A line that is no
-JSON, or an object that names a column twice, is a bad row; a file that cannot be read to its end is an error, whatever
-rows came before.
+`datasets` loads from the Hub, keeps it and runs no code of it. Text is UTF-8, with or without a byte order mark; only
+line feeds end a line, as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice,
+is a bad row; a file that cannot be read to its end is an error, whatever rows came before.
 
 JSON and CSV are not read by `datasets`. It gives a column one type: 1 beside 2.5 becomes 1.0, a text like a date a
 date, a key that a row lacks null. It does not say which line is damaged.

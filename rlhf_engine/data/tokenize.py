@@ -13,14 +13,9 @@ begin with the text of the prompt's messages, or the row is bad: a policy would 
 it is never given. Some templates open thoughts in the generation prompt and write none in answers. As in TRL, such a
 prompt ends where the two texts part, with a warning.
 
-`truncation` says what becomes of a row of more than `max_length` tokens:
-
-    error        the row is bad, which stops the run unless max_bad_rows allows for it
-    drop         the row is left out and counted as dropped
-    keep_end     the prompt's oldest tokens go until the row fits, but not its beginning-of-sequence token; answers
-                 stay whole. Of a conversation the oldest turns go, whole, up to one of the user's; a system turn stays
-    keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
-    both         as keep_end, down to half of max_length, and then the answer's last tokens go
+`truncation` says what becomes of a row of more than `max_length` tokens; docs/guides/train.md has the table. `keep_end`
+cuts the prompt's oldest tokens, or turns up to one of the user's; `keep_start` cuts the answer's last tokens. `both`
+cuts the prompt down to half of max_length, and then the answer.
 
 Prompts that a policy is to answer have to leave room for an answer (`tokenize_prompts`).
 

@@ -13,17 +13,9 @@ assistant's alone; where the prompt ends with the assistant's words, it continue
 0. Other columns are kept. A prompt that is a string may be empty where there is an answer. Such a row is a group of its
 own: two answers to nothing do not answer the same.
 
-Rows of other forms get these columns (`with_known_columns`):
-
-| columns                      | prompt and completion                                                               |
-|------------------------------|-------------------------------------------------------------------------------------|
-| messages, conversations      | each turn of the assistant and what is before it; of a prompt alone, the last turn  |
-| instruction, (input), output | a user's turn and the assistant's                                                   |
-| text                         | an empty prompt and the text                                                        |
-
-Messages may have ShareGPT's keys {from, value}, with `human` and `gpt`. Content may be a list of text parts, which are
-joined, and null where there are tool calls. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations
-go to the chat template.
+Rows of other forms (messages, conversations, instruction and output, text) get these columns, and messages with
+ShareGPT's keys {from, value} TRL's (`with_known_columns`; docs/guides/train.md has the table). Text parts of content
+are joined. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations go to the chat template.
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
 longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
