@@ -178,8 +178,12 @@ def load_rows(
     named = None if Path(source).exists() else _FIRST.fullmatch(os.fspath(source))
     if named is not None:
         source, limit = named[1], min(int(named[2]), limit or int(named[2]))
-    read = islice(read_records(source, argument=tally.argument, streaming=named is not None), limit)
-    records = [part for record in read for part in _known_parts(record, kinds)]
+    records: list[Record] = []
+    for place, value in islice(read_records(source, argument=tally.argument, streaming=named is not None), limit):
+        try:  # a conversation of several answers is several records
+            records += [Record(place, part) for part in with_known_columns(value, kinds)]
+        except RowError as error:
+            records.append(Record(place, error))
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
     columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
@@ -199,14 +203,6 @@ def load_rows(
     if kind not in kinds:
         return [recast(row, PromptOnly) for row in rows]
     return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
-
-
-def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
-    """The record with TRL's columns, in several where it is a conversation of several answers."""
-    try:
-        return [Record(record.place, value) for value in with_known_columns(record.value, kinds)]
-    except RowError as error:
-        return [Record(record.place, error)]
 
 
 def with_options(row: R, options: RowOptions | None) -> R:

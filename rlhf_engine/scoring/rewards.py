@@ -56,7 +56,7 @@ def load_reward(spec: str | RewardFunction) -> RewardFunction:
     """The function of a spec: `package.module:function`, `path/to/file.py:function`, one of `verifiable`, or itself."""
     if not isinstance(spec, str):
         return spec
-    if verifiable.is_built_in(spec):
+    if spec.partition(",")[0] in verifiable.BUILT_IN:
         return verifiable.make(spec)
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:

@@ -335,23 +335,20 @@ class HydraTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
-        self._load_actor(resume_from_checkpoint)
-        if (Path(resume_from_checkpoint) / "trainer_state.json").is_file():  # else it is weights alone
-            self._load_progress(Path(resume_from_checkpoint))
+        folder, peft_model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+        if self.has_critic and (folder / "adapter_config.json").is_file():
+            # transformers 5.17 loads adapters in subfolders, the critic's, and no other
+            active = peft_model.active_adapter
+            peft_model.load_adapter(str(folder), ACTOR, is_trainable=True)
+            peft_model.set_adapter(active)
+        if (folder / "trainer_state.json").is_file():  # else it is weights alone
+            self._load_progress(folder)
         if self.has_critic and "value" not in peft_io.load_heads_if_present(self.hydra.heads, resume_from_checkpoint):
             raise ConfigError(
                 f"resume_from_checkpoint: expected {peft_io.HEADS_FILE} with the value head in "
                 f"{resume_from_checkpoint!r}, which has none"
             )
-        _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
-
-    def _load_actor(self, folder: str | Path) -> None:
-        """Load the actor's adapter. transformers 5.17 loads adapters in subfolders, the critic's, and no other."""
-        peft_model = self.accelerator.unwrap_model(self.model)
-        if self.has_critic and (Path(folder) / "adapter_config.json").is_file():
-            active = peft_model.active_adapter
-            peft_model.load_adapter(str(folder), "default", is_trainable=True)
-            peft_model.set_adapter(active)
+        _thaw(peft_model, self.hydra)
 
     def _load_best_model(self) -> None:
         """Load the best critic and value head, too: transformers loads the active adapter."""

@@ -54,8 +54,7 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
-from rlhf_engine.rollout.vllm.http import RequestGroup
+from rlhf_engine.rollout.vllm.client import Completion, RequestGroup, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
