@@ -37,8 +37,7 @@ from rlhf_engine.devices import ALONE, World, is_gpu, keep_freed_memory, resolve
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
 from rlhf_engine.generators.scheduler import SILENCE, Drawn, Event, GeneratorTransport, Joined, Lost
-from rlhf_engine.generators.sources import Connect
-from rlhf_engine.generators.thread import Worker
+from rlhf_engine.generators.sources import Connect, Worker
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.build import BEHAVIOUR, build_generator_model
 from rlhf_engine.rollout import EngineOptions, PromptBatch, SamplingConfig

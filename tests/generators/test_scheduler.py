@@ -11,7 +11,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.errors import GeneratorError
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule, newest_after
-from rlhf_engine.generators.thread import WORKER, GeneratorThread, StoppedError
+from rlhf_engine.generators.sources import WORKER, GeneratorThread, StoppedError
 from rlhf_engine.generators.work import Snapshot, VersionStore
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.rollout import PromptBatch, Rollout
