@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -33,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -83,7 +83,7 @@ def _function_of(spec: str) -> str:
 
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics and messages."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
@@ -152,7 +152,7 @@ def _said(completion: str | list[Any], *, to: Text) -> str | list[Any]:
     return [dict(message) for message in completion]
 
 
-@functools.cache
+@cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The loop of async functions, in a thread of its own: clients that they open last from one call to the next."""
     loop = asyncio.new_event_loop()
@@ -236,14 +236,8 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.get_default_device,
         lambda device: torch.set_default_device(device if is_gpu(device) else None),
     ),
-    "autocast on the CPU": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
-    ),
-    "autocast on the GPU": (
-        lambda: torch.is_autocast_enabled("cuda"),
-        lambda enabled: torch.set_autocast_enabled("cuda", enabled),
-    ),
+    "autocast on the CPU": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "autocast on the GPU": (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),

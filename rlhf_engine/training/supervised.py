@@ -199,9 +199,9 @@ def _with_margins(rows: Sequence[Tokenized], tally: Tally) -> list[Example]:
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
             tally.refuse(row.place, RowError("a finite number in column 'margin'", shown(margin)))
             continue
-        label = row.label if isinstance(row, UnpairedPreference) else None
+        answers, label = tokens.answers, row.label if isinstance(row, UnpairedPreference) else None
         usable.append(
-            Example(prompt=tokens.prompt, answers=tokens.answers, label=label, group=row.group, margin=float(margin))
+            Example(prompt=tokens.prompt, answers=answers, label=label, group=row.group, margin=float(margin))
         )
     tally.check()
     return usable
