@@ -102,7 +102,7 @@ class Generator:
             raise EngineError("generator: expected `build` before `draw`")
         torch.set_num_threads(self._threads)  # of this thread, which need not be the one that has built the model
         self._store.keep(keep)
-        rollout = work.pack_rollout(self._worker(PromptBatch(**prompts), version))
+        rollout = work.moved(self._worker(PromptBatch(**prompts), version), "cpu")
         return {"rollout": rollout, "kernels": [tuple(choice) for choice in registry.choices()]}
 
     def beat(self) -> float:
@@ -174,7 +174,7 @@ class RayTransport(GeneratorTransport):
             generator.seen = time.monotonic()
 
             def drawn(values: dict[str, Any]) -> Event:
-                rollout = work.unpack_rollout(values["rollout"], self._device)
+                rollout = work.moved(values["rollout"], self._device)
                 with self._kernels.used():  # of the run, whose thread this is not
                     registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
                 return Drawn(worker, rollout)

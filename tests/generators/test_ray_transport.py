@@ -109,7 +109,7 @@ class Stub:
         assert self.held[version].version == version
         kernels = [("gae", "float32", (self.number + 1,), "reference")]
         return {
-            "rollout": serialize.pack_rollout(answers_of(PromptBatch(**prompts), version, seconds=0.1)),
+            "rollout": answers_of(PromptBatch(**prompts), version, seconds=0.1),
             "kernels": kernels,
         }
 
@@ -324,7 +324,7 @@ def test_a_generator_draws_by_what_it_was_sent(config, generator):
     generator.hold(0, digest, data)
     (prompts,) = make_shares(0, 1)
     found = generator.draw(asdict(prompts), 0, [0])
-    rollout = serialize.unpack_rollout(found["rollout"])
+    rollout = found["rollout"]
     assert rollout.batch.sample_ids == (0,)
     assert rollout.frozen.past_logprobs_M.shape == rollout.logprobs_M.shape
     assert rollout.frozen.rewards_N.shape == (1,)
