@@ -251,8 +251,7 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
 
         with self.whole_base():
             own = world.run_on_all_ranks("rewards of held-out rows", work)
-        by_rank = [of_rank["rewards"] for of_rank in world.gather_tensors({"rewards": own})]
-        rewards = torch.cat([of_rank for of_rank in by_rank if of_rank is not None])
+        rewards = torch.cat(world.gather(own))
         bad = ~rewards.isfinite().all(1)
         if bad.any():
             raise NonFiniteError(
