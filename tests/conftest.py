@@ -165,7 +165,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a vLLM server are sent again at once."""
-    from rlhf_engine.rollout.vllm import http
+    from rlhf_engine.rollout.vllm import client as http
 
     monkeypatch.setattr(http, "PAUSES", (0.01, 0.01))
 

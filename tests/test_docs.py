@@ -35,8 +35,8 @@ from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.parser import Options
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.scoring.reward_functions import check_reward, load_reward
-from rlhf_engine.scoring.verifiable import is_built_in
+from rlhf_engine.scoring.rewards import check_reward, load_reward
+from rlhf_engine.scoring.verifiable import BUILT_IN
 
 CONFIGS: dict[str, type[Options]] = {
     "bench": BenchConfig, "demo": DemoConfig, "evaluate": EvaluateConfig, "export": ExportConfig,
@@ -215,7 +215,7 @@ def test_commands_parse(started, monkeypatch):
         given = {word.removeprefix("--") for word in words[2:] if word.startswith("--")}
         assert given - {"full", "lora", "config"} <= option_names(type(config))
         for source in getattr(config, "reward_funcs", []):
-            assert source in ("reward_model", "reward.py:reward") or is_built_in(source)
+            assert source in ("reward_model", "reward.py:reward") or source.partition(",")[0] in BUILT_IN
 
 
 def option_names(config: type) -> set[str]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlhf_engine.scoring.reward_functions import check_reward, load_reward, score_with_functions
+from rlhf_engine.scoring.rewards import check_reward, load_reward, score_with_functions
 
 REWARD = load_reward(f"{Path(__file__).parents[1]}/rlhf_engine/templates/happy_endings.py:reward")
 

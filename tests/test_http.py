@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_engine.errors import RolloutServerError
-from rlhf_engine.rollout.vllm import http
-from rlhf_engine.rollout.vllm.client import VLLM, VllmClient
-from rlhf_engine.rollout.vllm.http import RequestGroup, Transport
+from rlhf_engine.rollout.vllm import client as http
+from rlhf_engine.rollout.vllm.client import VLLM, RequestGroup, Transport, VllmClient
 from tests.rollout import test_vllm
 from tests.rollout.test_vllm import PROMPTS, ask, connect, sampling
 

@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ from peft import AutoPeftModelForSequenceClassification
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_engine.data import Tally, load_rows, load_taskmaster, split_by_group, tokenize_rows
+from rlhf_engine.data import Tally, load_rows, split_by_group, tokenize_rows
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
-from rlhf_engine.training.reward_model.metrics import pointwise_metrics
+from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 WORK = Path("runs/perl_taskmaster")
 PENALTY = 1.0
@@ -129,7 +129,9 @@ class RewardRun:
 def prepare(study: Study, data: Path, folder: Path) -> None:
     """Rows of both sides, the tokenizer, and the decoder before and after its training on dialogues."""
     tally = Tally(source=str(data), argument="--data")
-    rows = load_taskmaster(str(data), tally, last_turns=study.last_turns)
+    turns = -(study.last_turns + 1)  # a prompt ends with a bare `agent:`
+    rows = load_rows(str(data), tally, kinds=("unpaired_preference",))
+    rows = [replace(row, prompt="\n".join(row.prompt.split("\n")[turns:])) for row in rows]
     sides = split_by_group(rows, share=study.reported, seed=0)
     inner = split_by_group(sides.train, share=study.chosen_by, seed=1)
     folder.mkdir(parents=True, exist_ok=True)

@@ -145,9 +145,9 @@ def thumbs(folder: Path) -> Rows:
 
 def taskmaster(folder: Path) -> Rows:
     """Thumbs of Taskmaster: one dialogue in ten is held out, with all its turns; turns without text are left out."""
-    from rlhf_engine.data import Tally, load_taskmaster
+    from rlhf_engine.data import Tally, load_rows
 
-    read = load_taskmaster(folder, Tally(source=str(folder), argument="--data"))
+    read = load_rows(folder, Tally(source=str(folder), argument="--data"), kinds=("unpaired_preference",))
     found = [row for row in read if isinstance(row.completion, str) and row.completion.strip()]
     order = {group: i for i, group in enumerate(dict.fromkeys(row.group for row in found))}
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}

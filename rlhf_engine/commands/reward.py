@@ -14,7 +14,7 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.devices import DTYPES, resolve_device
     from rlhf_engine.runs.folder import FINAL_FOLDER
     from rlhf_engine.runs.text import format_value
-    from rlhf_engine.training.reward_model.trainer import RewardTrainer
+    from rlhf_engine.training.reward_model import RewardTrainer
 
     with launched_world(config) as (config, world):
         with as_request_errors():

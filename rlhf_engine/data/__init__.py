@@ -10,10 +10,17 @@ A tally goes with a source from its file to its tokens:
     print(tally.text())
 """
 
-from rlhf_engine.data.prompts import PromptSet, plain_prompts, tokenize_prompts
-from rlhf_engine.data.read import Tally, load_rows, load_taskmaster
+from rlhf_engine.data.read import Tally, load_rows
 from rlhf_engine.data.split import batch_indices, pack, require_room, side_by_side, split_by_group
-from rlhf_engine.data.tokenize import Tokenized, Truncation, tokenize_row, tokenize_rows
+from rlhf_engine.data.tokenize import (
+    PromptSet,
+    Tokenized,
+    Truncation,
+    plain_prompts,
+    tokenize_prompts,
+    tokenize_row,
+    tokenize_rows,
+)
 from rlhf_engine.data.types import (
     KINDS,
     Kind,
@@ -27,7 +34,7 @@ from rlhf_engine.data.types import (
 
 __all__ = [
     "KINDS", "Kind", "Preference", "PromptCompletion", "PromptOnly", "PromptSet", "Row", "RowError", "Tally",
-    "Tokenized", "Truncation", "UnpairedPreference", "batch_indices", "load_rows", "load_taskmaster", "pack",
+    "Tokenized", "Truncation", "UnpairedPreference", "batch_indices", "load_rows", "pack",
     "plain_prompts", "require_room", "side_by_side", "split_by_group", "tokenize_prompts", "tokenize_row",
     "tokenize_rows",
 ]  # fmt: skip

@@ -1,20 +1,12 @@
 """Data sources read into rows of a type; rows that are left out or cut are counted, with their places.
 
-A source is
-    a .json file: a list of objects; or the same as .json.gz
-    a .jsonl file: an object per line; or the same as .jsonl.gz; a file of any other name is one, too
-    a .csv file with a line of column names; or the same as .csv.gz. Cells are texts, an empty one is no value, and a
-    `label` of true, false, 1 or 0 is a truth value
-    a .parquet file
-    a folder written by `datasets.save_to_disk`, or one with such files, which are read in the order of their names
-    owner/name, a dataset of the Hugging Face Hub; in full owner/name/subset@revision:split, or the same after hub:
-    (`train` where no split is named)
-    any of these with [:N] at its end, of which the first N rows are read
+Sources are JSON and CSV files (also as .gz), Parquet, folders of such or of `datasets.save_to_disk`, and data sets of
+the Hugging Face Hub; docs/guides/train.md has the table. A local path comes first. A file of another name has an object
+per line. Cells of a CSV are texts, an empty one is no value, and a `label` of true, false, 1 or 0 is a truth value.
 
-A local path comes first. A dataset of the Hub is loaded by `datasets`, which keeps it and runs no code of it. Text is
-UTF-8, with or without a byte order mark; only line feeds end a line, as JSON strings may hold U+2028. A line that is no
-JSON, or an object that names a column twice, is a bad row; a file that cannot be read to its end is an error, whatever
-rows came before.
+`datasets` loads from the Hub, keeps it and runs no code of it. Text is UTF-8, with or without a byte order mark; only
+line feeds end a line, as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice,
+is a bad row; a file that cannot be read to its end is an error, whatever rows came before.
 
 JSON and CSV are not read by `datasets`. It gives a column one type: 1 beside 2.5 becomes 1.0, a text like a date a
 date, a key that a row lacks null. It does not say which line is damaged.
@@ -39,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from rlhf_engine.config.run import SUFFIXES, RowOptions
 from rlhf_engine.data.types import (
@@ -49,7 +41,6 @@ from rlhf_engine.data.types import (
     PromptOnly,
     Row,
     RowError,
-    UnpairedPreference,
     parse_row,
     parse_taskmaster,
     recast,
@@ -59,7 +50,6 @@ from rlhf_engine.data.types import (
 )
 from rlhf_engine.errors import ConfigError
 
-T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 _HUB = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?:@([\w./-]+))?(?::([\w.-]+))?")
 """owner/name, subset, revision, split."""
@@ -188,53 +178,31 @@ def load_rows(
     named = None if Path(source).exists() else _FIRST.fullmatch(os.fspath(source))
     if named is not None:
         source, limit = named[1], min(int(named[2]), limit or int(named[2]))
-    read = islice(read_records(source, argument=tally.argument, streaming=named is not None), limit)
-    records = [part for record in read for part in _known_parts(record, kinds)]
+    records: list[Record] = []
+    for place, value in islice(read_records(source, argument=tally.argument, streaming=named is not None), limit):
+        try:  # a conversation of several answers is several records
+            records += [Record(place, part) for part in with_known_columns(value, kinds)]
+        except RowError as error:
+            records.append(Record(place, error))
     objects = (record.value for record in records if isinstance(record.value, Mapping))
     # tables give every row every column, so that one without a value is no column of its row
     columns = Counter(frozenset(name for name, value in row.items() if value is not None) for row in objects)
     is_taskmaster = _is_taskmaster(columns, kinds, group_column)
     kind: Kind = "unpaired_preference" if is_taskmaster else recognise(columns, kinds, argument=tally.argument)
     parse = parse_taskmaster if is_taskmaster else partial(parse_row, kind=kind, group_column=group_column)
-    rows = _usable_rows(records, tally, lambda value, place: with_options(parse(value, place=place), options))
-    if kind not in kinds:
-        return [recast(row, PromptOnly) for row in rows]
-    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
-
-
-def load_taskmaster(
-    source: str | os.PathLike[str], tally: Tally, *, last_turns: int | None = None
-) -> list[UnpairedPreference]:
-    """Read the rows of Taskmaster-3's reward files (PERL, arXiv 2403.10704), with `last_turns` of the context."""
-    if last_turns is not None and last_turns < 1:
-        raise ConfigError(f"last_turns: expected at least 1, or none for all, got {last_turns}")
-    parse = partial(parse_taskmaster, last_turns=last_turns)
-    return _usable_rows(
-        read_records(source, argument=tally.argument), tally, lambda value, place: parse(value, place=place)
-    )
-
-
-def _usable_rows(records: Iterable[Record], tally: Tally, parse: Callable[[Any, str], T]) -> list[T]:
-    """Rows that `parse(value, place)` makes of records; rows read and bad rows are counted in `tally`."""
-    rows = []
+    rows: list[Row] = []
     for record in records:
         tally.read += 1
         try:
-            if record.error is not None:
-                raise record.error
-            rows.append(parse(record.value, record.place))
+            if isinstance(record.value, RowError):
+                raise record.value
+            rows.append(with_options(parse(record.value, place=record.place), options))
         except RowError as error:
             tally.refuse(record.place, error)
     tally.check()
-    return rows
-
-
-def _known_parts(record: Record, kinds: Sequence[Kind]) -> list[Record]:
-    """The record with TRL's columns, in several where it is a conversation of several answers."""
-    try:
-        return [replace(record, value=value) for value in with_known_columns(record.value, kinds)]
-    except RowError as error:
-        return [replace(record, value=None, error=error)]
+    if kind not in kinds:
+        return [recast(row, PromptOnly) for row in rows]
+    return join_groups(rows) if kind == "implicit_preference" and group_column is None else rows
 
 
 def with_options(row: R, options: RowOptions | None) -> R:
@@ -277,13 +245,11 @@ def join_groups(rows: Sequence[Row]) -> list[Row]:
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One row as read."""
 
     place: str  # `file:line`, or `file: row i` where rows have no lines
-    value: Any  # row as read, whose columns are not checked
-    error: RowError | None = None  # reason why there is no value; None where there is one
+    value: Any  # row as read, whose columns are not checked; the RowError of one that cannot be read
 
 
 def read_records(
@@ -332,29 +298,19 @@ def _folder(path: Path, argument: str) -> Iterator[Record]:
 # ---- JSON and CSV ----------------------------------------------------------------------------------------------------
 
 
-class _Doubled(dict[str, Any]):
-    """An object that names a column twice, or holds one that does."""
-
-    column = ""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
+    """A JSON object; the RowError of one that names a column twice, or holds such a one."""
     record = dict(pairs)
-    twice = next((key for key, n in Counter(key for key, _ in pairs).items() if n > 1), None)
-    if twice is None:
-        parts = (part for value in record.values() for part in (value if isinstance(value, list) else [value]))
-        twice = next((part.column for part in parts if isinstance(part, _Doubled)), None)
-    if twice is None:
-        return record
-    doubled = _Doubled(record)
-    doubled.column = twice
-    return doubled
+    if len(record) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        return RowError("every column once", f"{twice!r} twice")
+    return next(filter(None, map(_error_in, record.values())), record)
 
 
-def _record(place: str, value: Any) -> Record:
-    if isinstance(value, _Doubled):
-        return Record(place=place, value=None, error=RowError("every column once", f"{value.column!r} twice"))
-    return Record(place=place, value=value)
+def _error_in(value: Any) -> RowError | None:
+    if isinstance(value, list):
+        return next(filter(None, map(_error_in, value)), None)
+    return value if isinstance(value, RowError) else None
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -377,10 +333,10 @@ def _json_list(path: Path) -> Iterator[Record]:
         hint = "; a file with an object per line is called .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}{hint}") from error
     if not isinstance(whole, list):
-        came = "dict" if isinstance(whole, dict) else type(whole).__name__
+        came = "dict" if isinstance(whole, RowError) else type(whole).__name__
         raise ConfigError(f"{path}: expected a list of objects, got {came}")
     for i, row in enumerate(whole):
-        yield _record(f"{path}: row {i}", row)
+        yield Record(f"{path}: row {i}", row)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -389,18 +345,18 @@ def _json_lines(path: Path) -> Iterator[Record]:
             for number, line in enumerate(stream, start=1):
                 line = line.removeprefix(_BOM) if number == 1 else line
                 if line.strip():
-                    yield _line(f"{path}:{number}", line)
+                    yield Record(f"{path}:{number}", _line(line))
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 
 
-def _line(place: str, line: bytes) -> Record:
+def _line(line: bytes) -> Any:
     try:
-        return _record(place, json.loads(line.decode("utf-8"), object_pairs_hook=_object))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
-        return Record(place=place, value=None, error=RowError("JSON in UTF-8", str(error)))
+        return RowError("JSON in UTF-8", str(error))
     except (ValueError, RecursionError) as error:
-        return Record(place=place, value=None, error=RowError("a JSON object", str(error)))
+        return RowError("a JSON object", str(error))
 
 
 def _csv(path: Path) -> Iterator[Record]:
@@ -420,10 +376,9 @@ def _csv(path: Path) -> Iterator[Record]:
                     label = str(row.get("label")).lower()
                     if "completion" in row and label in _LABELS:  # a thumb; elsewhere it is a column like others
                         row["label"] = _LABELS[label]
-                    yield Record(place=place, value=row)
+                    yield Record(place, row)
                 elif cells:
-                    error = RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells")
-                    yield Record(place=place, value=None, error=error)
+                    yield Record(place, RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells"))
     except (csv.Error, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path}:{rows.line_num}: expected CSV in UTF-8, got {failure}") from failure
     except (OSError, EOFError, zlib.error) as failure:
@@ -437,7 +392,7 @@ def _table(place: str, expected: str, load: Callable[[], Iterable[Any]]) -> Iter
     """Rows of a table by their number. What cannot be loaded or read raises ConfigError."""
     try:
         for i, row in enumerate(load()):
-            yield Record(place=f"{place}: row {i}", value=row)
+            yield Record(f"{place}: row {i}", row)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # of pyarrow and datasets; offline, no such split
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{expected}, got {first_line}") from error

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -33,8 +32,7 @@ class Grouped(Protocol):
 R = TypeVar("R", bound=Grouped)
 
 
-@dataclass(frozen=True)
-class Split(Generic[R]):
+class Split(NamedTuple, Generic[R]):
     """Two parts without a group in common."""
 
     train: list[R]  # rows for training
@@ -71,15 +69,11 @@ def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     """Rows of batch number `step`: consecutive places of the endless sequence of shuffled epochs."""
-    start = step * batch_size
-    orders: dict[int, list[int]] = {}
-    rows = []
-    for place in range(start, start + batch_size):
-        epoch, offset = divmod(place, n)
-        if epoch not in orders:
-            orders[epoch] = epoch_order(n, seed, epoch)
-        rows.append(orders[epoch][offset])
-    return rows
+    first, offset = divmod(step * batch_size, n)
+    rows: list[int] = []
+    while len(rows) < offset + batch_size:
+        rows += epoch_order(n, seed, first + len(rows) // n)
+    return rows[offset : offset + batch_size]
 
 
 def side_by_side(keys: Sequence[int]) -> list[int]:

@@ -13,14 +13,11 @@ begin with the text of the prompt's messages, or the row is bad: a policy would 
 it is never given. Some templates open thoughts in the generation prompt and write none in answers. As in TRL, such a
 prompt ends where the two texts part, with a warning.
 
-`truncation` says what becomes of a row of more than `max_length` tokens:
+`truncation` says what becomes of a row of more than `max_length` tokens; docs/guides/train.md has the table. `keep_end`
+cuts the prompt's oldest tokens, or turns up to one of the user's; `keep_start` cuts the answer's last tokens. `both`
+cuts the prompt down to half of max_length, and then the answer.
 
-    error        the row is bad, which stops the run unless max_bad_rows allows for it
-    drop         the row is left out and counted as dropped
-    keep_end     the prompt's oldest tokens go until the row fits, but not its beginning-of-sequence token; answers
-                 stay whole. Of a conversation the oldest turns go, whole, up to one of the user's; a system turn stays
-    keep_start   the answer's last tokens go, its end-of-sequence token among them, until the row fits
-    both         as keep_end, down to half of max_length, and then the answer's last tokens go
+Prompts that a policy is to answer have to leave room for an answer (`tokenize_prompts`).
 
 Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
 the prompt stays, and where answers are cut one of each; a row that cannot be made to fit is bad.
@@ -30,19 +27,31 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.read import Tally
 from rlhf_engine.data.tokenizer import encode, encode_continuation, encode_prompt, end_answer
-from rlhf_engine.data.types import Message, Preference, PromptCompletion, Row, RowError, Text, UnpairedPreference, shown
+from rlhf_engine.data.types import (
+    Message,
+    Preference,
+    PromptCompletion,
+    PromptOnly,
+    Row,
+    RowError,
+    Text,
+    UnpairedPreference,
+    shown,
+)
 from rlhf_engine.errors import ConfigError
 
 Truncation = Literal["error", "drop", "keep_end", "keep_start", "both"]
+_TAKEN = ("prompts", "completion", "completions", "completion_ids")
+"""Columns that reward functions do not get, as in TRL: arguments of theirs, and the data's own answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,3 +240,52 @@ def _shared_beginning(
         stacklevel=4,
     )
     return prompt[:n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts, tokenized."""
+
+    rows: list[Row]  # rows that the prompts come from
+    prompts: list[str]  # text that the model reads, without what was cut; messages as the chat template writes them
+    ids: list[list[int]]  # token ids of the prompts
+
+    def columns(self, indices: list[int]) -> dict[str, list[Any]]:
+        """Other columns of the rows at some places, for reward functions; None where a row lacks the column."""
+        names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
+        return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
+
+    def written(self, indices: list[int]) -> list[Text]:
+        """Prompts of the rows at some places as the data have them, strings or messages, for reward functions."""
+        return [self.prompts[i] if isinstance(self.rows[i].prompt, str) else self.rows[i].prompt for i in indices]
+
+
+def plain_prompts(texts: Mapping[int, str], source: str) -> list[Row]:
+    """Make rows of prompts that are there as strings, by number in the source. Each is a group of its own."""
+    return [PromptOnly(prompt=text, group=text, place=f"{source}:{i}") for i, text in texts.items()]
+
+
+def tokenize_prompts(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally,
+    *,
+    context_length: int,
+    max_completion_length: int,
+    max_prompt_length: int | None = None,
+    truncation: Truncation = "error",
+    vocabulary: int | None = None,
+) -> PromptSet:
+    """Tokenize rows as prompts that leave room for an answer; `vocabulary` None: ids are not checked."""
+    longest = context_length - max_completion_length
+    limit_name = f"tokens (context {context_length} − max_completion_length {max_completion_length})"
+    if max_prompt_length is not None and max_prompt_length <= longest:
+        longest, limit_name = max_prompt_length, "tokens (max_prompt_length)"
+    tokenized = tokenize_rows(
+        rows, tokenizer, tally, max_length=longest, truncation=truncation, limit_name=limit_name, vocabulary=vocabulary
+    )
+    return PromptSet(
+        rows=[tokens.row for tokens in tokenized],
+        prompts=[tokens.text for tokens in tokenized],
+        ids=[tokens.prompt for tokens in tokenized],
+    )

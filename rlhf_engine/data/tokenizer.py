@@ -29,13 +29,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             f"model_name_or_path: expected a model folder or owner/name of the Hub, got {str(path)!r}, which is neither"
         )
     check_model(folder, weights=False)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"model_name_or_path: expected a tokenizer in {str(path)!r}, got: {reason}") from error
+    tokenizer = _read_tokenizer(folder, f"model_name_or_path: expected a tokenizer in {str(path)!r}, got")
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "model_name_or_path: expected a tokenizer with an end-of-sequence token, got one without in "
@@ -47,15 +41,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str], vocabulary: int) -> None:
     """Raise ConfigError unless the reward model reads the policy's ids alike, as far as its folder tells."""
     place = f"reward_model_path: expected {{}} in {str(folder)!r}, got "
-    folder = local_folder(given := folder, "reward_model_path")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"reward_model_path: expected a model folder or owner/name of the Hub, got {str(given)!r}, which is neither"
-        )
     try:
         size = int(read_config(folder).get_text_config().vocab_size)
     except ValueError as error:
         raise ConfigError(str(error).replace("model_name_or_path", "reward_model_path", 1)) from error
+    folder = local_folder(folder)
     check_model(folder, weights=False)
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):  # transformers may make one up
         if size != vocabulary:
@@ -63,10 +53,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
                 place.format(f"a vocabulary of {vocabulary} tokens, the policy's,") + f"{size}; {_ELSEWHERE}"
             )
         return
-    try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_vocab()
-    except (OSError, ValueError) as error:
-        raise ConfigError(place.format("a tokenizer") + str(error).strip().partition("\n")[0]) from error
+    theirs = _read_tokenizer(folder, place.format("a tokenizer").rstrip()).get_vocab()
     differing = sorted((i, token) for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i or i >= size)
     if differing:
         i, token = differing[0]
@@ -75,6 +62,18 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | os.Pat
             + f"one in which {len(differing)} of its tokens have another id or none, such as {token!r} (id {i} of the "
             f"policy's, {theirs.get(token)} of {size} here); {_ELSEWHERE}"
         )
+
+
+def _read_tokenizer(folder: Path, expected: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises ConfigError, which begins with what was expected, where none can be read."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{expected}: {reason}") from error
+    return tokenizer
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:

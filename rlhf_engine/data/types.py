@@ -13,17 +13,9 @@ assistant's alone; where the prompt ends with the assistant's words, it continue
 0. Other columns are kept. A prompt that is a string may be empty where there is an answer. Such a row is a group of its
 own: two answers to nothing do not answer the same.
 
-Rows of other forms get these columns (`with_known_columns`):
-
-| columns                      | prompt and completion                                                               |
-|------------------------------|-------------------------------------------------------------------------------------|
-| messages, conversations      | each turn of the assistant and what is before it; of a prompt alone, the last turn  |
-| instruction, (input), output | a user's turn and the assistant's                                                   |
-| text                         | an empty prompt and the text                                                        |
-
-Messages may have ShareGPT's keys {from, value}, with `human` and `gpt`. Content may be a list of text parts, which are
-joined, and null where there are tool calls. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations
-go to the chat template.
+Rows of other forms (messages, conversations, instruction and output, text) get these columns, and messages with
+ShareGPT's keys {from, value} TRL's (`with_known_columns`; docs/guides/train.md has the table). Text parts of content
+are joined. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations go to the chat template.
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
 longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
@@ -32,7 +24,7 @@ splits no word either, its `extract_prompt` finds the same. `read.join_groups` s
 Rows of Taskmaster-3's reward files (tickets for films, published with PERL, arXiv 2403.10704) are thumbs: `reward` is 1
 or 0, `context` a JSON string with the turns so far, `generation` one with the agent's next turn. A turn has a `role`
 (user, agent, api) and one of `text`, `api` (a call) or `response`. As text it is a line: role, colon, space, then its
-text in single spaces, or its call or response as JSON. The prompt is the lines of the last turns and a bare `agent:`,
+text in single spaces, or its call or response as JSON. The prompt is the lines of the turns and a bare `agent:`,
 the completion a space and the rest of the agent's line. Most rows continue others, although each has a
 `conversation_id` of its own. So a row's group is the first two turns of its dialogue: 271 groups in 3,667 rows.
 """
@@ -348,7 +340,7 @@ def render_turn(turn: Any) -> str:
     return require_unicode(f"{turn['role']}: {' '.join(content.split())}", "text")
 
 
-def parse_taskmaster(value: Any, *, place: str, last_turns: int | None = None) -> UnpairedPreference:
+def parse_taskmaster(value: Any, *, place: str) -> UnpairedPreference:
     """One published row. Raises RowError, which says column, what was expected and what came."""
     if not isinstance(value, Mapping):
         raise RowError("a JSON object", type(value).__name__)
@@ -365,7 +357,7 @@ def parse_taskmaster(value: Any, *, place: str, last_turns: int | None = None) -
         raise RowError("1 or 0 in column 'reward'", shown(reward))
     lines, last = [render_turn(turn) for turn in turns], render_turn(answer)
     return UnpairedPreference(
-        prompt="\n".join([*lines[-(last_turns or len(lines)) :], "agent:"]),
+        prompt="\n".join([*lines, "agent:"]),
         completion=last.removeprefix("agent:"),
         label=bool(reward),
         group="\n".join([*lines, last][:2]),

@@ -41,14 +41,6 @@ class StalenessRule:
     batches_per_policy: int = 1  # n above
     newest: bool = False  # draw by the newest policy rather than by that after `earliest` steps
 
-    def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness: expected at least 0, got {self.max_staleness}")
-        if self.batches_per_policy < 1:
-            raise ValueError(f"batches_per_policy: expected at least 1, got {self.batches_per_policy}")
-        if self.max_staleness and self.batches_per_policy > 1:
-            raise ValueError(f"batches_per_policy: expected 1 with max_staleness, got {self.batches_per_policy}")
-
     @classmethod
     def of(cls, config: AsyncOptions) -> StalenessRule:
         """The rule that a configuration describes."""

@@ -5,12 +5,11 @@ verl loads `verl_plugin` by itself (entry point `verl.plugins`), which registers
     actor.policy_loss.loss_mode=rlhf_engine_ppo       clipped PPO with dual clip, verl's `vanilla`, in one op
     algorithm.adv_estimator=rlhf_engine_rloo          the score less the mean of the prompt's other answers
 
-`patch()` goes further: it exchanges what verl knows by names of its own, GAE, the log-prob of its fused kernels
-(`fused_kernel_options.impl_backend=torch`), and the estimator `remax`, for which alone verl draws greedy answers. The
-other backends of its fused kernels have log-probs of their own and are refused while the patch lasts. Nothing else
-here imports verl; its signatures are those of 0.9.
+`patch()` goes further: it exchanges what verl knows by names of its own, GAE and the log-prob of its fused kernels
+(`fused_kernel_options.impl_backend=torch`). The other backends of these have log-probs of their own and are refused
+while the patch lasts. Nothing else here imports verl; its signatures are those of 0.9.
 
-Shapes: all tensors [B, T] but `reward_baselines` [B] and `index` (B names of prompts).
+Shapes: all tensors [B, T]; `index` has B names of prompts.
 """
 
 from __future__ import annotations
@@ -143,30 +142,6 @@ def gae_advantage_return(
         return whiten(advantages, response_mask), returns
 
 
-def remax_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any = None,
-    **unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """ReMax's advantage (arXiv 2310.10505): rewards to go, KL penalties among them, less the greedy answer's score.
-
-    Args:
-        token_level_rewards: [B, T] float.
-        reward_baselines: [B] float, scores of the greedy answers to the same prompts.
-        response_mask: [B, T] bool or real, 1 for a token of the answer.
-        config: verl's algorithm config, which is not read.
-        unused: other arguments of verl's, which are not read.
-
-    Returns:
-        Advantages and returns, [B, T] each, without a gradient and 0 after an answer's end.
-    """
-    with torch.no_grad():
-        returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
-        return returns - reward_baselines[:, None] * response_mask, returns
-
-
 def rloo_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -253,9 +228,9 @@ class VerlPatch(Exchange):
     def __init__(self) -> None:
         """Exchange the functions; see `patch` for what is raised."""
         core, fused, kernel = (importlib.import_module(name) for name in (_CORE, _FUSED, _KERNEL))
-        self.calls = {"gae": 0, "remax": 0, "log_prob": 0}
+        self.calls = {"gae": 0, "log_prob": 0}
         """Calls that our functions have served, by what verl asked for."""
-        gae_, remax = self._counted("gae", gae_advantage_return), self._counted("remax", remax_advantage)
+        gae_ = self._counted("gae", gae_advantage_return)
         parts: list[tuple[Any, str, Any]] = [
             (core, "compute_gae_advantage_return", gae_),
             (fused, "FusedLinearForPPOFunction", SimpleNamespace(apply=self._counted("log_prob", FusedLogProb.apply))),
@@ -267,10 +242,10 @@ class VerlPatch(Exchange):
             parts.append((fused, _LIGER, SimpleNamespace(apply=self._refusal("liger", liger.apply))))
         registry = getattr(core, _ESTIMATORS, {})
         missing = [f"{module.__name__}.{name}" for module, name, _ in parts if not hasattr(module, name)]
-        missing += [f"{_CORE}.{_ESTIMATORS}[{name!r}]" for name in ("gae", "remax") if name not in registry]
+        missing += [] if "gae" in registry else [f"{_CORE}.{_ESTIMATORS}['gae']"]
         if missing:
             raise ConfigError(f"verl: expected {', '.join(missing)}, which this version does not have")
-        super().__init__([*parts, (registry, "gae", gae_), (registry, "remax", remax)])
+        super().__init__([*parts, (registry, "gae", gae_)])
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -293,7 +268,7 @@ class VerlPatch(Exchange):
 
 
 def patch() -> VerlPatch:
-    """Serve verl's GAE, ReMax and fused log-probs, from now until `VerlPatch.undo`.
+    """Serve verl's GAE and fused log-probs, from now until `VerlPatch.undo`.
 
     Returns:
         The exchange, a context manager that takes it back.

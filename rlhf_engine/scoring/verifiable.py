@@ -269,11 +269,6 @@ BUILT_IN: dict[str, Any] = {
 }
 
 
-def is_built_in(spec: str) -> bool:
-    """Whether a reward source is one of this module, by name, with or without options."""
-    return spec.partition(",")[0] in BUILT_IN
-
-
 def make(spec: str) -> Callable[..., list[float | None]]:
     """Make a reward function of TRL's signature of a name and its options, such as `length,most=200,buffer=50`."""
     name, *given = spec.split(",")

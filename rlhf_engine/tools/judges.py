@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from rlhf_engine.config.commands import EvaluateConfig
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.rollout.vllm.http import RequestGroup, Server, Transport
-from rlhf_engine.scoring.reward_functions import load_reward
+from rlhf_engine.rollout.vllm.client import RequestGroup, Server, Transport
+from rlhf_engine.scoring.rewards import load_reward
 
 SERVER = Server(
     kind="a server with OpenAI's chat completions",

@@ -12,7 +12,7 @@ small minibatch adds zeros. The same sums of gradients go into the same optimize
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,7 @@ def require_same_options(config: TrainingOptions, world: World) -> None:
         return
     own = config.to_dict().items()
     options = {name: value for name, value in own if name not in _PATHS or isinstance(value, float)}
-    everyone = world.gather({**versions(), **options})
-    for name in everyone[0]:
-        values = [other.get(name) for other in everyone]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise ConfigError(
-                    f"{name}: expected the same on every rank, got {values[0]!r} on rank 0 and {value!r} on rank {rank}"
-                )
+    _require_same(world, {**versions(), **options})
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(
             f"device: expected auto, cpu or cuda in a run of {world.size} processes, of which each has its own, got "
@@ -89,17 +82,20 @@ def require_same_start(world: World, *, weights: str, rows: Any, step: int) -> N
     """Raise ConfigError where ranks have found other weights, data or checkpoints. rows: plain values."""
     if world.size == 1:
         return
-    start = {
-        "model_name_or_path": ("weights of model and adapters", weights),
-        "dataset_name": ("rows", digest(rows)),
-        "resume_from_checkpoint": ("steps done", step),
-    }
-    for rank, other in enumerate(world.gather(start)):
-        for option, (what, value) in start.items():
-            if other[option][1] != value:
+    _require_same(world, {"model_name_or_path": weights}, "weights of model and adapters")
+    _require_same(world, {"dataset_name": digest(rows)}, "rows")
+    _require_same(world, {"resume_from_checkpoint": step}, "steps done")
+
+
+def _require_same(world: World, options: Mapping[str, Any], what: str = "") -> None:
+    """Raise ConfigError for an option whose value, or `what` was found there, differs between ranks."""
+    everyone = world.gather(options)
+    for name, first in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other.get(name) != first:
+                expected = f"the same {what} on every rank" if what else "the same on every rank"
                 raise ConfigError(
-                    f"{option}: expected the same {what} on every rank, got {value} on rank {world.rank} and "
-                    f"{other[option][1]} on rank {rank}"
+                    f"{name}: expected {expected}, got {first!r} on rank 0 and {other.get(name)!r} on rank {rank}"
                 )
 
 

@@ -11,7 +11,7 @@ from rlhf_engine.commands.main import main
 from rlhf_engine.config import TrainConfig, parse_config
 from rlhf_engine.config.commands import OWN_MODEL
 from rlhf_engine.data import Tally, load_rows
-from rlhf_engine.scoring.reward_functions import load_reward
+from rlhf_engine.scoring.rewards import load_reward
 from tests.conftest import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, load_taskmaster, split_by_group
+from rlhf_engine.data import PromptOnly, RowError, Tally, load_rows, split_by_group
 from rlhf_engine.data.types import render_turn
 from rlhf_engine.errors import ConfigError
 from tests.conftest import SHARED
@@ -30,9 +30,9 @@ def published(**changes):
     return {**row, **changes}
 
 
-def load(path, max_bad_rows=0.0, **options):
+def load(path, max_bad_rows=0.0):
     tally = Tally(source=str(path), max_bad_rows=max_bad_rows)
-    return load_taskmaster(path, tally, **options), tally
+    return load_rows(path, tally, kinds=("unpaired_preference",)), tally
 
 
 def test_a_context_is_lines_with_speakers(tmp_path):
@@ -70,16 +70,6 @@ def test_published_rows_are_known_by_their_columns(tmp_path):
         load_rows(mixed, Tally(source=str(mixed)))
 
 
-def test_the_last_turns_alone(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", published())
-    for k, lines in ((1, 2), (2, 3), (4, 5), (9, 5)):
-        rows, _ = load(path, last_turns=k)
-        assert len(rows[0].prompt.split("\n")) == lines
-        assert rows[0].prompt.endswith('"name.movie": ["Scream"]}}\nagent:')
-    with pytest.raises(ConfigError, match="last_turns: expected at least 1, or none for all, got 0"):
-        load(tmp_path, last_turns=0)
-
-
 def test_rows_of_another_kind_are_bad(tmp_path):
     for row, message in (
         (["x"], "expected a JSON object, got list"),
@@ -96,11 +86,11 @@ def test_rows_of_another_kind_are_bad(tmp_path):
         (published(reward=0.5), "1 or 0 in column 'reward', got 0.5"),
         (published(reward="1"), "1 or 0 in column 'reward', got '1'"),
     ):
-        path = write_lines(tmp_path / "a.jsonl", row, published())
+        path = write_lines(tmp_path / "a.jsonl", row, published(), published())
         with pytest.raises(ConfigError, match=message):
             load(path)
         rows, tally = load(path, max_bad_rows=0.5)
-        assert (len(rows), tally.n_bad) == (1, 1)
+        assert (len(rows), tally.n_bad) == (2, 1)
 
 
 def test_turns_with_two_contents_are_none():

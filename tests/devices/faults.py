@@ -59,7 +59,7 @@ FAULTS = [
           "torch.tensor(batch.completion_lens, dtype=torch.float32)", {"algorithm": "grpo"}),
     Fault("rlhf_kernels.ppo_loss.checks", "as_denom", ", device=like.device)", ")", {"algorithm": "ppo"}),
     Fault("rlhf_engine.training.sft", "sft_loss", "n_chosen, device=model.device", "n_chosen", "sft"),
-    Fault("rlhf_engine.training.reward_model.model", "reward_loss",
+    Fault("rlhf_engine.training.reward_model", "reward_loss",
           "[bool(e.label) for e in examples], device=model.device", "[bool(e.label) for e in examples]", "single"),
 ]  # fmt: skip
 """One of each kind first: an index, a mask, a generator, a number."""

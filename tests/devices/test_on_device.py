@@ -20,7 +20,7 @@ from rlhf_engine.hydra import HydraModel, hydra_roles
 from rlhf_engine.rollout import EngineOptions, Request, RolloutEngine, SamplingConfig, generate_requests
 from rlhf_engine.rollout.engine import _AHEAD, _BURST, _Burst
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.devices.faults import FAULTS, Fault, planted

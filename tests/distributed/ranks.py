@@ -33,7 +33,7 @@ from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra import HydraModel, Logprobs, hydra_roles
 from rlhf_engine.hydra.sharding import ShardedBase
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.run import Run
 from rlhf_engine.training.sft import SftTrainer

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_engine.errors import ConfigError, GeneratorError, MismatchError
 from rlhf_engine.generators import work as versions
-from rlhf_engine.generators.thread import Worker
+from rlhf_engine.generators.sources import Worker
 from rlhf_engine.generators.work import digest
 from rlhf_engine.hydra import load_pretrained
 from rlhf_engine.rollout.engine import RolloutEngine

@@ -458,7 +458,7 @@ find = PathFinder.find_spec
 hidden = lambda cls, name, *more: None if name.partition(".")[0] == "peft" else find(name, *more)
 PathFinder.find_spec = classmethod(hidden)
 import rlhf_engine.commands.main, rlhf_engine.rollout.engine, rlhf_engine.training.rl, rlhf_engine.training.sft
-import rlhf_engine.training.reward_model.trainer
+import rlhf_engine.training.reward_model
 from rlhf_engine.hydra import Logprobs
 from tests.conftest import build, random_batch
 model = build()

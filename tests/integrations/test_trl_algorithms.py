@@ -209,7 +209,7 @@ def test_options_that_cannot_be_served(folder, tmp_path):
         ("reinforce", {"num_iterations": 2}, "num_iterations: expected 1, one update per rollout: reinforce has no"),
         ("reinforce", {"beta": 1.5}, "beta: expected a number from 0 to 1, got 1.5"),
         ("grpo", {"loss_type": "bnpo"}, "loss_type: expected 'grpo' or 'dapo' or 'dr_grpo', got 'bnpo'"),
-        ("grpo", {"scale_rewards": "batch"}, "scale_rewards: expected 'group' or 'none', got 'batch'"),
+        ("grpo", {"scale_rewards": "batch"}, "scale_rewards: expected one of 'group', 'none', got 'batch'"),
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: expected False, because no KL is weighed"),
         ("grpo", {"algorithm": "dpo"}, "algorithm: expected one of best_of_n, .*, got 'dpo'"),
         ("grpo", {"algorithm": "ppo"}, "algorithm: expected 'grpo' for HydraGRPOConfig; HydraConfig takes others"),

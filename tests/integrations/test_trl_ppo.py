@@ -291,7 +291,7 @@ def test_options_that_cannot_be_served(tmp_path):
         ({"min_p": -0.1}, r"min_p: expected None or a number from 0 to 1, got -0\.1"),
         ({"repetition_penalty": 1.1}, r"repetition_penalty: expected 1\.0, because ratios are to the policy"),
         ({"kl_estimator": "k2"}, "kl_estimator: expected 'k1' or 'k3', got 'k2'"),
-        ({"cliprange_value": 0.0}, "cliprange_value: expected None or a number > 0"),
+        ({"cliprange_value": 0.0}, "cliprange_value: expected a number or none > 0"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
         ({"loss_type": "dr_grpo"}, "loss_type: expected 'ppo', got 'dr_grpo'"),
         ({"epsilon": -0.1}, r"epsilon: expected a number > 0, got -0\.1"),

@@ -16,8 +16,8 @@ from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer
-from rlhf_engine.training.reward_model.data import RewardExample
-from rlhf_engine.training.reward_model.model import reward_loss
+from rlhf_engine.training.reward_model import reward_loss
+from rlhf_engine.training.supervised import Example
 from tests.data.test_forms_of_others import TOOLS, WITH_TOOLS
 from tests.data.texts import chat_tokenizer, said
 from tests.integrations.test_trl_ppo import config
@@ -204,7 +204,7 @@ def test_the_loss_with_margins_is_trl_s(folder, tmp_path):
     theirs = stock.compute_loss(stock.model, stock.data_collator(data))
     theirs.backward()
     examples = [
-        RewardExample(
+        Example(
             prompt=(row["chosen_ids"][0],), answers=(tuple(row["chosen_ids"][1:]), tuple(row["rejected_ids"][1:])),
             label=None, group=str(i), margin=rows[i]["margin"],
         )

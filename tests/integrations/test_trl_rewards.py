@@ -18,7 +18,7 @@ from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import HydraGRPOConfig, HydraGRPOTrainer
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import as_replies
-from rlhf_engine.scoring.reward_functions import score_with_functions
+from rlhf_engine.scoring.rewards import score_with_functions
 from rlhf_engine.training.rl import RlTrainer
 from tests.integrations.trl_runs import LORA, QUICK
 from tests.training.test_data import PROMPTS, train_config, write_model, write_rows

@@ -18,7 +18,6 @@ from rlhf_engine.integrations import verl as ours
 PUBLISHED = {
     ours.ppo_policy_loss: "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights",
     ours.gae_advantage_return: "token_level_rewards values response_mask gamma lam",
-    ours.remax_advantage: "token_level_rewards reward_baselines response_mask config unused",
     ours.rloo_advantage: "token_level_rewards response_mask index config unused",
     ours.FusedLogProb.apply: "hidden_states vocab_weights input_ids temperature chunk_size",
 }
@@ -155,10 +154,6 @@ def test_advantages_by_hand():
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     found, _ = ours.rloo_advantage(rewards, mask, ["x", "y", "x", "y"])
     assert found.tolist() == [[-4.0, -4.0, 0.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0], [-2.0, -2.0, -2.0]]
-    found, returns = ours.remax_advantage(rewards, torch.tensor([0.5, 1.0, 0.0, 0.0]), mask)
-    assert returns[0].tolist() == [1.0, 1.0, 0.0]
-    assert found[0].tolist() == [0.5, 0.5, 0.0]
-    assert found[1].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_temperature_may_be_a_tensor_of_one_number():
@@ -181,10 +176,10 @@ def test_an_exchange_is_made_and_taken_back_in_any_order(monkeypatch):
         ours.patch()
     theirs = core.compute_gae_advantage_return = lambda *_: "theirs"
     fused.FusedLinearForPPOFunction, kernel.linear_cross_entropy = object(), lambda: "triton"
-    core.ADV_ESTIMATOR_REGISTRY = {"gae": theirs, "remax": theirs, "other": theirs}
+    core.ADV_ESTIMATOR_REGISTRY = {"gae": theirs, "other": theirs}
     before = dict(core.ADV_ESTIMATOR_REGISTRY)
     first, second = ours.patch(), ours.patch()
-    assert core.ADV_ESTIMATOR_REGISTRY["remax"].__wrapped__ is ours.remax_advantage
+    assert core.ADV_ESTIMATOR_REGISTRY["gae"].__wrapped__ is ours.gae_advantage_return
     first.undo()
     first.undo()
     core.compute_gae_advantage_return(*(torch.ones(1, 2) for _ in range(3)), 1.0, 1.0)
@@ -237,13 +232,6 @@ def test_numbers_are_verl_s(core):
         core.get_adv_estimator_fn("rloo")(rewards * mask, mask, index)[0],
         atol=1e-5,
     )
-    baselines = draw()[:, 0]
-    for a, b in zip(
-        ours.remax_advantage(rewards, baselines, mask),
-        core.get_adv_estimator_fn("remax")(rewards, baselines, mask),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, atol=1e-6)
 
 
 def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
@@ -261,22 +249,18 @@ def test_verl_s_fused_log_probs_come_from_our_kernel_while_patched(core):
         (logprob.sum() + 0.3 * entropy.sum()).backward()
         return logprob.detach(), entropy.detach(), x.grad, w.grad
 
-    theirs, remax = go(), core.get_adv_estimator_fn("remax")
+    theirs = go()
     with ours.patch() as first:
         ours.patch().undo()
-        # verl draws greedy answers for this name alone
-        assert core.get_adv_estimator_fn(core.AdvantageEstimator.REMAX).__wrapped__ is ours.remax_advantage
         assert core.compute_gae_advantage_return.__wrapped__ is ours.gae_advantage_return
         assert core.get_adv_estimator_fn("gae") is core.compute_gae_advantage_return
         mine = go()
         draw, mask = batch()
         core.get_adv_estimator_fn("gae")(draw(), draw(), mask, 0.9, 0.8)
-        core.get_adv_estimator_fn("remax")(draw(), draw()[:, 0], mask)
-    assert first.calls == {"gae": 1, "remax": 1, "log_prob": 1}
+    assert first.calls == {"gae": 1, "log_prob": 1}
     assert core.get_adv_estimator_fn("gae") is core.compute_gae_advantage_return
     assert not hasattr(core.compute_gae_advantage_return, "__wrapped__")
     assert fused.FusedLinearForPPOFunction is original
-    assert core.get_adv_estimator_fn("remax") is remax is not ours.remax_advantage
     for a, b in zip(mine, theirs, strict=True):
         assert a.dtype == b.dtype
         assert torch.allclose(a, b, atol=1e-5)

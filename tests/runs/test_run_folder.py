@@ -14,7 +14,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.checkpoint import list_checkpoints
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import locked, require_unlocked
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.scoring.reward_functions import (
+from rlhf_engine.scoring.rewards import (
     _SETTINGS,
+    AnswerScorer,
     check_reward,
     load_reward,
     score_with_functions,
     weighted_total,
 )
-from rlhf_engine.scoring.rewards import AnswerScorer
 
 PROMPTS = ["one", "two", "three"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -155,7 +155,7 @@ def test_what_is_no_list_of_rewards_is_refused() -> None:
 
 def test_nonfinite_rewards_name_function_row_and_prompt() -> None:
     for bad, kind in itertools.product((math.nan, math.inf, -math.inf), (list, torch.tensor)):
-        said = rf"'given': expected finite numbers, got {bad} at row 2 \(prompt 'three'\)"
+        said = rf"'given': expected finite numbers of float32, got {bad} at row 2 \(prompt 'three'\)"
         with pytest.raises(ValueError, match=said):
             score(returning(kind([0.0, 1.0, bad])))
 
@@ -297,7 +297,8 @@ def test_load_errors_name_what_is_wrong(tmp_path: Path) -> None:
 
 def test_rewards_that_float32_cannot_hold() -> None:
     for huge in [10**400, -(10**400), 1e300, 4e38]:
-        with pytest.raises(ValueError, match=r"^reward function 'given': expected numbers of float32, got .* at row 1"):
+        said = r"^reward function 'given': expected finite numbers of float32, got .* at row 1"
+        with pytest.raises(ValueError, match=said):
             score(returning([0.0, huge, 0.0]))
         with pytest.raises(ValueError, match="weights: expected sums of rewards that are finite in float32, got 6e"):
             weighted_total([[3e38], [3e38]], None)

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.scoring import verifiable
-from rlhf_engine.scoring.reward_functions import load_reward, score_with_functions, unique_names, weighted_total
+from rlhf_engine.scoring.rewards import load_reward, score_with_functions, unique_names, weighted_total
 from rlhf_engine.scoring.verifiable import make
 
 judge_of = cache(make)

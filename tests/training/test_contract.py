@@ -20,7 +20,7 @@ from rlhf_engine.io import _replaced
 from rlhf_engine.runs.checkpoint import list_checkpoints
 from rlhf_engine.runs.folder import locked
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.run import Run
 from rlhf_engine.training.sft import SftTrainer

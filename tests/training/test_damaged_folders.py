@@ -19,8 +19,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, load_pretrained, peft_io, re
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.io import check_manifest
 from rlhf_engine.runs.checkpoint import load_checkpoint
-from rlhf_engine.training.reward_model.model import CLASSIFIER_FOLDER
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import CLASSIFIER_FOLDER, RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import sft_config, train_config, write_model

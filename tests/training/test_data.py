@@ -18,7 +18,7 @@ from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.rollout.answer import AnswerSession
 from rlhf_engine.tools.evaluate import Evaluation
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 
@@ -122,7 +122,7 @@ def test_sft_learns_from_conversations(base, tmp_path):
     trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
     first = trainer.rows[0]
     assert words(trainer, first.prompt) == "red cat <eos> and"
-    assert (words(trainer, first.chosen), words(trainer, first.rejected)) == ("sings <eos>", "sea sea <eos>")
+    assert (words(trainer, first.answers[0]), words(trainer, first.answers[1])) == ("sings <eos>", "sea sea <eos>")
     assert set(trainer.run()) >= {"lm_loss", "reward_loss"}
 
 

@@ -13,7 +13,7 @@ import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_kernels.runtime.kernel_table import Entry
 
-from rlhf_engine.generators.thread import WORKER, Worker
+from rlhf_engine.generators.sources import WORKER, Worker
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer

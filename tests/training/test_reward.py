@@ -27,11 +27,10 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, PairwiseRewardLoss, Point
 from rlhf_engine.hydra.build import build_policy_model
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.progress import exit_summary
-from rlhf_engine.training.reward_model.data import RewardExample
-from rlhf_engine.training.reward_model.model import packed_batch, reward_loss, reward_roles
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import RewardTrainer, packed_batch, reward_loss, reward_roles
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
+from rlhf_engine.training.supervised import Example
 from tests.conftest import tiny_llama
 from tests.training.test_data import WORDS, sft_config, train_config, write_model, write_rows
 from tests.training.test_every_architecture import write
@@ -81,9 +80,9 @@ def reward_config(model: Path, output: Path, rows: list[dict[str, Any]] | None =
 
 
 PAIRS = [
-    RewardExample(prompt=(5, 6), answers=((7, 8, 9, 2), (10, 2)), label=None, group="a"),
-    RewardExample(prompt=(11,), answers=((12, 2), (13, 14, 15, 2)), label=None, group="b"),
-    RewardExample(prompt=(16, 17, 18), answers=((19, 20, 2), (21, 22, 2)), label=None, group="c"),
+    Example(prompt=(5, 6), answers=((7, 8, 9, 2), (10, 2)), label=None, group="a"),
+    Example(prompt=(11,), answers=((12, 2), (13, 14, 15, 2)), label=None, group="b"),
+    Example(prompt=(16, 17, 18), answers=((19, 20, 2), (21, 22, 2)), label=None, group="c"),
 ]
 SINGLE = [dataclasses.replace(e, answers=e.answers[:1], label=i != 1) for i, e in enumerate(PAIRS)]
 
@@ -105,7 +104,7 @@ def gradients(model: HydraModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def rewards_of(model: HydraModel, examples: list[RewardExample]) -> torch.Tensor:
+def rewards_of(model: HydraModel, examples: list[Example]) -> torch.Tensor:
     """[rows, answers], with gradients, one sequence at a time."""
     rows = []
     for e in examples:
@@ -254,7 +253,7 @@ def test_what_is_trained_on_what_is_recorded(trained, base):
 
 def test_rows_of_one_prompt_stay_together_without_a_group_column(base, tmp_path):
     trainer = RewardTrainer(reward_config(base, tmp_path / "run", eval_dataset_name=0.4))
-    prompts = [{e.prompt for e in side} for side in (trainer.rows, trainer.eval_set)]
+    prompts = [{tuple(e.prompt) for e in side} for side in (trainer.rows, trainer.eval_set)]
     assert not prompts[0] & prompts[1]
 
 
@@ -399,18 +398,18 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(base, tmp_path
     assert RewardTrainer(config).state.step == 2
 
 
-def some_sequences(trainer: RewardTrainer) -> tuple[list[RewardExample], torch.Tensor]:
+def some_sequences(trainer: RewardTrainer) -> tuple[list[Example], torch.Tensor]:
     some = trainer.eval_set[:6] or trainer.rows[:6]
     return some, trainer.rewards(some)[:, 0]
 
 
-def rewards_in(model: HydraModel, examples: list[RewardExample]) -> torch.Tensor:
+def rewards_in(model: HydraModel, examples: list[Example]) -> torch.Tensor:
     """Of a policy's own reward role."""
     batch = PackedBatch.from_lists([e.prompt for e in examples], [e.answers[0] for e in examples])
     return model.score(batch, ("reward",)).rewards_N
 
 
-def their_scores(model: torch.nn.Module, examples: list[RewardExample]) -> torch.Tensor:
+def their_scores(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
     """A classifier's logits, one sequence at a time."""
     rows = [torch.tensor([[*e.prompt, *e.answers[0]]]) for e in examples]
     with torch.no_grad():
@@ -658,6 +657,6 @@ def test_a_run_does_not_go_on_by_another_metric_or_with_other_rows(base, tmp_pat
         RewardTrainer(dataclasses.replace(again, metric_for_best_model="margin"))
     for name in ("dataset_name", "eval_dataset_name"):
         other = write_rows(tmp_path / f"{name}.jsonl", toy_rows(24, seed=3))
-        with pytest.raises(ConfigError, match="dataset_name: expected the rows, training and held out, of the run of"):
+        with pytest.raises(ConfigError, match="dataset_name: expected the rows of the run of"):
             RewardTrainer(dataclasses.replace(again, **{name: str(other)}))
     assert RewardTrainer(again).state.step == 2

@@ -384,7 +384,7 @@ def assert_stops(config, error, message) -> None:
     ("late", "error", "message"),
     [
         ("[1e38] * len(prompts)", NonFiniteError, r"(policy/loss|value/loss) is (nan|inf) at epoch 0, minibatch 0"),
-        ("[1e300] * len(prompts)", RewardError, "reward function 'reward': expected numbers of float32, got 1e"),
+        ("[1e300] * len(prompts)", RewardError, "reward function 'reward': expected finite numbers of float32, got 1e"),
     ],
 )
 def test_rewards_that_turn_bad_stop_the_run(model, tmp_path, late, error, message):

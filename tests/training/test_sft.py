@@ -19,15 +19,16 @@ from rlhf_engine.hydra.attention import ATTENTION_NAME
 from rlhf_engine.runs.checkpoint import list_checkpoints
 from rlhf_engine.runs.folder import LOCK_FILE
 from rlhf_engine.runs.metrics import read_metrics
-from rlhf_engine.training.sft import Example, SftTrainer, sft_loss, sft_roles
+from rlhf_engine.training.sft import SftTrainer, sft_loss, sft_roles
+from rlhf_engine.training.supervised import Example
 from tests.conftest import tiny_llama
 from tests.data.texts import EACH_FAMILY, family, loss_of_text
 from tests.training.test_data import PROMPTS, sft_config, write_model, write_rows
 
 EXAMPLES = [
-    Example(prompt=[5, 6], chosen=[7, 8, 9, 2], rejected=[10, 2]),
-    Example(prompt=[11], chosen=[12, 2], rejected=[13, 14, 15, 2]),
-    Example(prompt=[16, 17, 18], chosen=[19, 20, 2], rejected=[21, 22, 2]),
+    Example(prompt=[5, 6], answers=([7, 8, 9, 2], [10, 2])),
+    Example(prompt=[11], answers=([12, 2], [13, 14, 15, 2])),
+    Example(prompt=[16, 17, 18], answers=([19, 20, 2], [21, 22, 2])),
 ]
 N_TOKENS = 9.0
 
@@ -105,7 +106,7 @@ def test_margins_and_pairs_of_the_same_answer_are_those_of_reward(base, tmp_path
         (rewards,) = found.model(PackedBatch.from_lists([e.prompt], [answer]), (Rewards(),))
         return rewards.item()
 
-    margins = [reward(e, e.chosen) - reward(e, e.rejected) for e in found.rows]
+    margins = [reward(e, e.answers[0]) - reward(e, e.answers[1]) for e in found.rows]
     by_hand = [math.log1p(math.exp(e.margin - m)) for e, m in zip(found.rows, margins, strict=True)]
     assert stats["reward_margin"].item() == pytest.approx(sum(margins) / 4, rel=1e-4)
     assert stats["reward_accuracy"].item() == pytest.approx(sum(m > 0 for m in margins) / 4)
@@ -127,8 +128,8 @@ def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_a
         lambda m, a, k: rows.append(k["input_ids"].numel()), with_kwargs=True
     )
     zero = gradients(model, EXAMPLES, gamma=0.0)
-    assert rows == [sum(len(e.prompt) + len(e.chosen) for e in EXAMPLES)]
-    chosen_only = [Example(prompt=e.prompt, chosen=e.chosen, rejected=None) for e in EXAMPLES]
+    assert rows == [sum(len(e.prompt) + len(e.answers[0]) for e in EXAMPLES)]
+    chosen_only = [Example(prompt=e.prompt, answers=e.answers[:1]) for e in EXAMPLES]
     reference = gradients(plain, chosen_only, gamma=0.5)  # rows without pairs have no second term
     assert zero.keys() == reference.keys()
     assert all(torch.equal(zero[n], reference[n]) for n in zero)
@@ -136,8 +137,8 @@ def test_gamma_0_gives_exactly_the_gradients_of_plain_sft_and_runs_no_rejected_a
     theirs = tiny_llama()
     total = torch.zeros(())
     for e in EXAMPLES:
-        logits = theirs(torch.tensor([e.prompt + e.chosen])).logits[0, len(e.prompt) - 1 : -1]
-        total = total + F.cross_entropy(logits, torch.tensor(e.chosen), reduction="sum") / N_TOKENS
+        logits = theirs(torch.tensor([e.prompt + e.answers[0]])).logits[0, len(e.prompt) - 1 : -1]
+        total = total + F.cross_entropy(logits, torch.tensor(e.answers[0]), reduction="sum") / N_TOKENS
     total.backward()
     for name, p in theirs.named_parameters():
         scale = p.grad.abs().max().item()
@@ -225,7 +226,7 @@ def test_the_column_that_was_checked_is_the_one_that_is_learned(base, tmp_path):
     rows = [{"prompt": "red", "completion": "cat", "chosen": 7}, {"prompt": "red", "completion": "dog"}]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     trainer = SftTrainer(sft_config(base, tmp_path / "out", dataset_name=str(data)))
-    words = [trainer.tokenizer.decode(e.chosen, skip_special_tokens=True) for e in trainer.rows]
+    words = [trainer.tokenizer.decode(e.answers[0], skip_special_tokens=True) for e in trainer.rows]
     assert words == ["cat", "dog"]
 
 

@@ -10,11 +10,10 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.hydra import HydraModel, SlotConfig
-from rlhf_engine.training.reward_model.data import RewardExample
-from rlhf_engine.training.reward_model.model import REWARD_SLOT, reward_loss, reward_roles
-from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.reward_model import REWARD_SLOT, RewardTrainer, reward_loss, reward_roles
 from rlhf_engine.training.run import SupervisedRun
-from rlhf_engine.training.sft import SFT_SLOT, Example, SftTrainer, sft_loss, sft_roles
+from rlhf_engine.training.sft import SFT_SLOT, SftTrainer, sft_loss, sft_roles
+from rlhf_engine.training.supervised import Example
 from tests.conftest import randomise, tiny_llama
 from tests.training.test_data import WORDS, sft_config, write_model, write_rows
 from tests.training.test_reward import reward_config
@@ -82,7 +81,7 @@ Loss = Callable[[HydraModel], torch.Tensor]
 
 def reward(model: HydraModel) -> torch.Tensor:
     examples = [
-        RewardExample(prompt=prompt, answers=answers, label=None, group="")
+        Example(prompt=prompt, answers=answers, label=None, group="")
         for prompt, answers in zip(PROMPTS, ANSWERS, strict=True)
     ]
     return reward_loss(model, examples, denom=3.0, dropout_seed=0, center=0.1)[0]
@@ -90,7 +89,7 @@ def reward(model: HydraModel) -> torch.Tensor:
 
 def sft(model: HydraModel) -> torch.Tensor:
     examples = [
-        Example(prompt=list(prompt), chosen=list(chosen), rejected=list(rejected))
+        Example(prompt=list(prompt), answers=(list(chosen), list(rejected)))
         for prompt, (chosen, rejected) in zip(PROMPTS, ANSWERS, strict=True)
     ]
     return sft_loss(model, examples, gamma=0.7, tokens=9.0, pairs=3.0, dropout_seed=0)[0]

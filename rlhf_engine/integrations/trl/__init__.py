@@ -34,27 +34,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "HydraBestOfNConfig",
-    "HydraBestOfNTrainer",
-    "HydraConfig",
-    "HydraGRPOConfig",
-    "HydraGRPOTrainer",
-    "HydraOnlineDPOConfig",
-    "HydraOnlineDPOTrainer",
-    "HydraPPOConfig",
-    "HydraPPOTrainer",
-    "HydraRLOOConfig",
-    "HydraRLOOTrainer",
-    "HydraReinforceConfig",
-    "HydraReinforceTrainer",
-    "HydraTrainer",
-    "Patch",
-    "PerlRewardConfig",
-    "PerlRewardTrainer",
-    "ReMaxConfig",
-    "ReMaxTrainer",
-    "patch",
-]
+    "HydraBestOfNConfig", "HydraBestOfNTrainer", "HydraConfig", "HydraGRPOConfig", "HydraGRPOTrainer",
+    "HydraOnlineDPOConfig", "HydraOnlineDPOTrainer", "HydraPPOConfig", "HydraPPOTrainer", "HydraRLOOConfig",
+    "HydraRLOOTrainer", "HydraReinforceConfig", "HydraReinforceTrainer", "HydraTrainer", "Patch",
+    "PerlRewardConfig", "PerlRewardTrainer", "ReMaxConfig", "ReMaxTrainer", "patch",
+]  # fmt: skip
 _MODULES = {"HydraTrainer": "base", "PerlRewardConfig": "reward", "PerlRewardTrainer": "reward"}
 """Modules of the names that are neither a config in `config` nor a trainer in `trainers`."""
 

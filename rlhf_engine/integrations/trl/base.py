@@ -16,14 +16,26 @@ one backbone forward. A checkpoint's root loads with plain PEFT, and `heads.safe
 
 Sizes are GRPO's: an optimizer step takes per_device_train_batch_size · gradient_accumulation_steps answers of each
 process, `steps_per_generation` micro-batches share a rollout, and `num_iterations` are epochs.
+
+Rollouts are rows of tensors, which are shuffled, cut up and saved. Supports of answers are columns among them:
+
+    support_lens   int32 [N, C], stored numbers of each token, right-padded like the N answers
+    support_words  int32 [N, K], the stored numbers of each answer, right-padded (see `rlhf_engine.hydra.supports`)
+
+A checkpoint has two files of each process beside transformers' own:
+
+    progress_{rank}.json        micro-batches so far, what a rollout is cut up by, what has been measured since the
+                                log's last line
+    rollout_{rank}.safetensors  in the middle of a rollout, all of it
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +43,8 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import DistributedType, gather_object
 from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, find_algorithm
@@ -46,7 +60,6 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
-from rlhf_engine.integrations.trl.rollouts import from_columns, load_progress, save_progress, to_columns
 from rlhf_engine.rollout import SamplingConfig, generate
 
 require_trl()
@@ -277,15 +290,16 @@ class HydraTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the place in the rollout, too: on every process, before anything is pushed."""
         super()._save_rng_state(output_dir)
+        folder, rank = Path(output_dir), self.accelerator.process_index
         draws_anew = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        save_progress(
-            Path(output_dir),
-            self.accelerator.process_index,
-            step=self._step,
-            sizes=self._sizes(),
-            metrics=self._metrics["train"],
-            rollout=[] if draws_anew else self._buffered_inputs,
-        )
+        rollout = [] if draws_anew else self._buffered_inputs
+        metrics = self._metrics["train"]
+        plain = {"step": self._step, "sizes": self._sizes(), "metrics": metrics, "parts": len(rollout)}
+        (folder / f"progress_{rank}.json").write_text(json.dumps(plain))
+        if rollout:
+            parts = {f"{i}|{name}": x for i, part in enumerate(rollout) for name, x in part.items()}
+            tensors = {name: x.detach().cpu().clone() for name, x in parts.items()}  # parts may share one
+            save_file(tensors, folder / f"rollout_{rank}.safetensors")
 
     def _sizes(self) -> dict[str, int]:
         """Return the numbers that a rollout is cut up by."""
@@ -295,10 +309,17 @@ class HydraTrainer(GRPOTrainer):
 
     def _load_progress(self, folder: Path) -> None:
         """Take up the place within a rollout, and what is left of that rollout."""
-        progress, rollout = load_progress(folder, self.accelerator.process_index)
+        rank = self.accelerator.process_index
+        path = folder / f"progress_{rank}.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {path.name} in {str(folder)!r}, as in a checkpoint of this trainer "
+                "by at least as many processes and without save_only_model; it is not there"
+            )
+        progress = json.loads(path.read_text())
         self._step = progress["step"]
         self._metrics["train"].update(progress["metrics"])
-        if not rollout:
+        if not progress["parts"]:
             return
         for name, value in self._sizes().items():
             before = progress["sizes"][name]
@@ -306,28 +327,28 @@ class HydraTrainer(GRPOTrainer):
                 raise ConfigError(
                     f"{name}: expected {before}, because {str(folder)!r} is of the middle of a rollout, got {value}"
                 )
-        device = self.accelerator.device
-        self._buffered_inputs = [{name: x.to(device) for name, x in part.items()} for part in rollout]
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(progress["parts"])]
+        for key, x in load_file(folder / f"rollout_{rank}.safetensors").items():
+            place, _, name = key.partition("|")
+            parts[int(place)][name] = x.to(self.accelerator.device)
+        self._buffered_inputs = parts
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))
-        self._load_actor(resume_from_checkpoint)
-        if (Path(resume_from_checkpoint) / "trainer_state.json").is_file():  # else it is weights alone
-            self._load_progress(Path(resume_from_checkpoint))
+        folder, peft_model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+        if self.has_critic and (folder / "adapter_config.json").is_file():
+            # transformers 5.17 loads adapters in subfolders, the critic's, and no other
+            active = peft_model.active_adapter
+            peft_model.load_adapter(str(folder), ACTOR, is_trainable=True)
+            peft_model.set_adapter(active)
+        if (folder / "trainer_state.json").is_file():  # else it is weights alone
+            self._load_progress(folder)
         if self.has_critic and "value" not in peft_io.load_heads_if_present(self.hydra.heads, resume_from_checkpoint):
             raise ConfigError(
                 f"resume_from_checkpoint: expected {peft_io.HEADS_FILE} with the value head in "
                 f"{resume_from_checkpoint!r}, which has none"
             )
-        _thaw(self.accelerator.unwrap_model(self.model), self.hydra)
-
-    def _load_actor(self, folder: str | Path) -> None:
-        """Load the actor's adapter. transformers 5.17 loads adapters in subfolders, the critic's, and no other."""
-        peft_model = self.accelerator.unwrap_model(self.model)
-        if self.has_critic and (Path(folder) / "adapter_config.json").is_file():
-            active = peft_model.active_adapter
-            peft_model.load_adapter(str(folder), "default", is_trainable=True)
-            peft_model.set_adapter(active)
+        _thaw(peft_model, self.hydra)
 
     def _load_best_model(self) -> None:
         """Load the best critic and value head, too: transformers loads the active adapter."""
@@ -683,3 +704,24 @@ def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
     trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
     logprobs = [x.tolist() for x in rollout.logprobs_M.split([len(answer) for answer in answers])]
     return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}
+
+
+def to_columns(batch: PackedBatch, padded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Spread the supports of a batch over rows by `padded`; no columns where tokens were drawn among all words."""
+    supports = batch.supports
+    if supports is None:
+        return {}
+    sizes = supports.offsets[torch.tensor(batch.completion_cu)].diff()
+    return {
+        "support_lens": padded(supports.lengths.int().to(batch.device)),
+        "support_words": pad_sequence(supports.words.split(sizes.tolist()), batch_first=True),
+    }
+
+
+def from_columns(columns: Mapping[str, Any], answer_NC: torch.Tensor, vocabulary: int) -> Supports | None:
+    """Take the supports of answers (bool, answer_NC) out of columns; None where there are none."""
+    if "support_lens" not in columns:
+        return None
+    lens_NC, words_NK = columns["support_lens"] * answer_NC, columns["support_words"]
+    stored_NK = torch.arange(words_NK.shape[1], device=words_NK.device) < lens_NC.sum(1)[:, None]
+    return Supports.of_lengths(words_NK[stored_NK], lens_NC[answer_NC], vocabulary)

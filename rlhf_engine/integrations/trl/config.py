@@ -208,13 +208,13 @@ class HydraConfig(GRPOConfig):
                 raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def _ranges(self) -> Checks:
+        """Checks of single options, but for those of `AlgorithmOptions`, which checks its own."""
         length, bounds, rate = self.max_completion_length, self.reward_clip_range, self.critic_learning_rate
         kinds = self.facts.loss_types or (self.algorithm,)
         upper = 1 + (self.epsilon_high or self.epsilon)
         is_range = bounds is None or (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1])
         return {
             "loss_type": (self.loss_type in kinds, " or ".join(map(repr, kinds))),
-            "scale_rewards": (self.scale_rewards in ("group", "none"), "'group' or 'none'"),
             "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
             "max_completion_length": (isinstance(length, int) and length > 0, "an integer > 0"),
             "num_iterations": (self.num_iterations >= 1, "an integer > 0"),
@@ -222,14 +222,9 @@ class HydraConfig(GRPOConfig):
             "top_k": (self.top_k is None or self.top_k >= -1, "None or an integer >= -1; 0 and -1 mean all tokens"),
             "top_p": (0 < self.top_p <= 1, "a number > 0 and <= 1"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or a number from 0 to 1"),
-            "beta": (self.beta >= 0, "a number >= 0"),
-            "gamma": (0 <= self.gamma <= 1, "a number from 0 to 1"),
-            "lam": (0 <= self.lam <= 1, "a number from 0 to 1"),
             "epsilon": (self.epsilon > 0, "a number > 0"),
             "epsilon_high": (self.epsilon_high is None or self.epsilon_high > 0, "None or a number > 0"),
             "delta": (self.delta is None or self.delta >= upper, "None or a number >= 1 + epsilon_high"),
-            "vf_coef": (self.vf_coef >= 0, "a number >= 0"),
-            "cliprange_value": (self.cliprange_value is None or self.cliprange_value > 0, "None or a number > 0"),
             "critic_learning_rate": (rate is None or rate >= 0, "None or a number >= 0"),
             "reward_clip_range": (is_range, "None or two numbers, the lower one first"),
             "missing_eos_penalty": (

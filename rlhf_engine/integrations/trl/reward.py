@@ -29,7 +29,7 @@ from rlhf_engine.hydra.optimizer import warn_without_masters
 from rlhf_engine.integrations.peft import fuse_lora
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
 from rlhf_engine.integrations.trl.trainers import PERL
-from rlhf_engine.training.reward_model.metrics import pointwise_metrics
+from rlhf_engine.training.reward_metrics import pointwise_metrics
 
 require_trl()
 from trl import GRPOConfig, RewardConfig, RewardTrainer  # noqa: E402

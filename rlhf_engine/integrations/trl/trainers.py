@@ -15,7 +15,7 @@ import torch
 from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.integrations.trl.base import HydraTrainer
+from rlhf_engine.integrations.trl.base import HydraTrainer, to_columns
 from rlhf_engine.integrations.trl.config import (
     HydraBestOfNConfig,
     HydraGRPOConfig,
@@ -25,7 +25,6 @@ from rlhf_engine.integrations.trl.config import (
     HydraRLOOConfig,
     ReMaxConfig,
 )
-from rlhf_engine.integrations.trl.rollouts import to_columns
 
 
 def _paper(arxiv: str, title: str, authors: str) -> dict[str, str]:

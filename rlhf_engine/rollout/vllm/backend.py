@@ -24,7 +24,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -39,7 +38,7 @@ import torch
 
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hub import plain_name
-from rlhf_engine.hydra import peft_io
+from rlhf_engine.hydra import SlotConfig, peft_io
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.model import HydraModel
@@ -55,8 +54,7 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.vllm.client import Completion, ServedModel, VllmClient, sampling_body
-from rlhf_engine.rollout.vllm.http import RequestGroup
+from rlhf_engine.rollout.vllm.client import Completion, RequestGroup, ServedModel, VllmClient, sampling_body
 
 CONNECTIONS = 256  # most requests under way at once; as many as a server decodes together unless it is told otherwise
 _HIGHEST_RANK = 512  # the largest --max-lora-rank that vLLM knows
@@ -308,18 +306,19 @@ class VllmRollouts:
     def _write(self, policy_version: int) -> str:
         """Write the actor's slot as a PEFT folder, whole or not at all; its name."""
         backbone = self.model.role_backbone(self.role)
-        slot = self.model.roles[self.role].slot
-        assert slot is not OFF
+        name = self.model.roles[self.role].slot
+        assert name is not OFF
+        slot = backbone.slot(name)
         temporary = self.folder / f".{self.run}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
-        write_adapter(backbone.slot(slot), temporary, backbone=backbone, base_name=self.base.name)
-        name = f"{self.run}-v{policy_version}-{_digest(temporary)}"
-        put_in_place(temporary, self.folder / name)
-        return name
+        write_adapter(slot, temporary, backbone=backbone, base_name=self.base.name)
+        served = f"{self.run}-v{policy_version}-{_digest(temporary / peft_io.WEIGHTS_FILE, slot.config)}"
+        put_in_place(temporary, self.folder / served)
+        return served
 
     def _forget_others(self, name: str, served: set[str], client: VllmClient) -> None:
         """Unload and remove this run's other versions, those of a run that was killed included."""
@@ -424,13 +423,10 @@ class VllmRollouts:
         return self.name
 
 
-def _digest(folder: Path) -> str:
-    """Digest of a PEFT folder's weights and configuration, which holds their scale."""
-    config = json.loads((folder / peft_io.CONFIG_FILE).read_text())
-    # PEFT writes sets as lists, in an order that is another one in every process
-    config = {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in config.items()}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    digest.update((folder / peft_io.WEIGHTS_FILE).read_bytes())
+def _digest(weights: Path, config: SlotConfig) -> str:
+    """Digest of an adapter's weights and of what scales them."""
+    digest = hashlib.sha256(repr((config.r, config.alpha, config.use_rslora)).encode())
+    digest.update(weights.read_bytes())
     return digest.hexdigest()[:_DIGEST]
 
 

@@ -21,66 +21,95 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import RewardConfig
-from rlhf_engine.data import Tally, require_room, split_by_group
-from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
+from rlhf_engine.data import Kind, Tally, load_rows, split_by_group
 from rlhf_engine.devices import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
-from rlhf_engine.hydra import HydraModel, PackedBatch, reward_model
-from rlhf_engine.hydra.loading import read_config, read_context_length, read_vocabulary, require_lm_head
-from rlhf_engine.hydra.optimizer import require_optim
+from rlhf_engine.hydra import OFF, HydraModel, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, peft_io, reward_model
+from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.loading import load_model, read_config, require_lm_head
+from rlhf_engine.hydra.peft_io import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import load_into
-from rlhf_engine.runs.checkpoint import (
-    begin_kernels,
-    check,
-    read_counters,
-    require_same,
-    require_same_rows_per_step,
-    resolve_resume,
+from rlhf_engine.runs.checkpoint import check, read_counters, require_same, resolve_resume
+from rlhf_engine.runs.folder import FINAL_FOLDER, RECORD_FILE, check_output, write_final
+from rlhf_engine.training import reward_metrics
+from rlhf_engine.training.supervised import (
+    Example,
+    SupervisedState,
+    SupervisedTrainer,
+    digest,
+    packed_batch,
+    pairwise_loss,
 )
-from rlhf_engine.runs.folder import FINAL_FOLDER, RECORD_FILE, check_output, require_unlocked, write_final
-from rlhf_engine.runs.metrics import require_trackers
-from rlhf_engine.training.reward_model import metrics as reward_metrics
-from rlhf_engine.training.reward_model.data import RewardExample, count_labels, digest, drop_same, load_examples
-from rlhf_engine.training.reward_model.model import build_reward_model, packed_batch, reward_loss, write_reward_model
-from rlhf_engine.training.run import SupervisedRun
+
+REWARD_SLOT = "reward"
+CLASSIFIER_FOLDER = "sequence_classification"
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "pairwise": ("preference", "implicit_preference"),
+    "pointwise": ("unpaired_preference",),
+    "auto": ("preference", "unpaired_preference", "implicit_preference"),
+}
+_POINTWISE = ("completion", "label")
+"""Columns of pointwise rows; they are among the others of pairs that could serve as either."""
+_GROUPS_TO_REPORT = 200  # held-out groups of a share from which on half of them choose the best step and half report it
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardState:
-    """Counters of a run."""
+class RewardState(SupervisedState):
+    """Counters of a run, whose `rows` are training and held-out ones."""
 
-    step: int  # optimizer steps done
-    seed: int  # seed that every random number of the run is a function of
     best_step: int | None = None
     """Step of the best evaluation so far; None before the first, and where the metric is undefined."""
     best_metric: float | None = None  # value of `metric_for_best_model` at `best_step`
     metric_for_best_model: str | None = None
     """Name of the metric that `best_step` is the best by; None in checkpoints written before it was recorded."""
-    rows: str | None = None
-    """A digest of training and held-out rows; None in checkpoints written before it was recorded."""
-    rows_per_step: int | None = None  # rows of a step, by which the place in the data is found again; None likewise
 
 
-_GROUPS_TO_REPORT = 200  # held-out groups of a share from which on half of them choose the best step and half report it
+def reward_roles(mode: str) -> dict[str, RoleSpec]:
+    """The reward role on a slot beside the base, whose hash counts its LM head (`lora`), or on it (`full`)."""
+    if mode == "full":
+        return {"reward": RoleSpec(head="reward", trainable=True)}
+    return {"reference": RoleSpec(slot=OFF), "reward": RoleSpec(slot=REWARD_SLOT, head="reward", trainable=True)}
 
 
-class RewardTrainer(SupervisedRun[RewardState]):
+def reward_loss(
+    model: HydraModel,
+    examples: Sequence[Example],
+    *,
+    denom: float,
+    dropout_seed: int,
+    places: Sequence[int] | None = None,
+    pos_weight: float = 1.0,
+    center: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The module's loss of some rows, divided by `denom`, and without gradients loss, accuracy and margin."""
+    batch = packed_batch(examples, model.device, places=places)
+    output: PairwiseRewardLoss | PointwiseRewardLoss
+    if examples[0].label is None:
+        output = pairwise_loss(examples, model.device, denom=denom, center=center)
+    else:
+        labels = torch.tensor([bool(e.label) for e in examples], device=model.device)
+        output = PointwiseRewardLoss(label_N=labels, denom=denom, pos_weight=pos_weight)
+    (result,) = model(batch, (output,), dropout_seed=dropout_seed)
+    return result.loss, {
+        "reward_loss": result.loss.detach(),
+        "reward_accuracy": (result.n_correct + 0.5 * result.n_tied) / denom,
+        "reward_margin": result.sum_margin / denom,
+    }
+
+
+class RewardTrainer(SupervisedTrainer[RewardState]):
     """Training of a reward model. Construction finds what can be wrong with the request; `run` spends the time."""
 
     config: RewardConfig
-    rows: list[RewardExample]
     title = "reward"
 
     def load(self) -> HydraModel:
-        """The model as it is before any step, once data and options have been checked."""
+        """The model as it is before any step, of a base that the result can be of. See `SupervisedTrainer.load`."""
         config = self.config
-        require_trackers(config.report_to)
-        require_optim(config.optim)
-        require_unlocked(self.output)
-        self.resume = resume = resolve_resume(config.resume_from_checkpoint, self.output)
-        check_output(self.output, resume=config.resume_from_checkpoint, checkpoint=resume)
         base = read_config(config.model_name_or_path)
         if config.mode == "lora":
             require_lm_head(base, config.model_name_or_path)
@@ -90,10 +119,17 @@ class RewardTrainer(SupervisedRun[RewardState]):
                 reward_model.require_classifier_class(config.model_name_or_path, "model_name_or_path")
             except ValueError as error:
                 raise ConfigError(f"{error}{hint}") from error
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        self.reports: dict[str, Tally] = {}  # report on the rows of each source, by the option that names it
-        self.same: list[str] = []  # notes on pairs of the same answer twice, which were left out
-        self.rows, self.eval_set, self.test_set = self._load_rows()
+        return super().load()
+
+    def find_checkpoint(self) -> Path | None:
+        """Find the checkpoint to go on from. Raises ConfigError for a folder with another run."""
+        checkpoint = resolve_resume(self.config.resume_from_checkpoint, self.output)
+        check_output(self.output, resume=self.config.resume_from_checkpoint, checkpoint=checkpoint)
+        return checkpoint
+
+    def load_rows(self) -> RewardState:
+        """Load training rows and held-out ones of one kind; the counters of a run that begins."""
+        self.rows, self.eval_set, self.test_set = self._load_sets()
         self.objective = "pairwise" if self.rows[0].label is None else "pointwise"
         self.pos_weight = self._check_objective()
         self.best_metric = self._best_metric()
@@ -103,21 +139,39 @@ class RewardTrainer(SupervisedRun[RewardState]):
             f"eval/{self.best_metric}": f"held-out {self.best_metric}",
             "tokens_per_second": "tokens/s",
         }
-        require_room(max(example.tokens for example in self.rows), config.max_tokens_per_micro_batch)
-        self.start = start = RewardState(
+        self._note_rows()
+        texts = (text for rows in (self.rows, [*self.eval_set, *self.test_set]) for text in (*map(_named, rows), "|"))
+        return RewardState(
             step=0,
-            seed=config.seed,
+            seed=self.config.seed,
             metric_for_best_model=self.best_metric,
-            rows=digest(self.rows, [*self.eval_set, *self.test_set]),
+            rows=digest(texts),
             rows_per_step=self.rows_per_step,
         )
-        if resume is not None:
-            self._check_same_run(resume, start)
-        begin_kernels(resume)
-        self.notes = self._notes()  # notes for the user before the run starts, one sentence each
-        model = build_reward_model(config)
+
+    def require_same_run(self, checkpoint: Path) -> None:
+        """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
+        counters = read_counters(checkpoint, RewardState)
+        require_same(checkpoint, counters, metric_for_best_model=self.best_metric)
+        super().require_same_run(checkpoint)
+
+    def build_model(self) -> HydraModel:
+        """The model to train, its head's bias fixed at 0. ConfigError where the head would not see all of the slot."""
+        model = self.load_base(reward_roles(self.config.mode), REWARD_SLOT)
+        backbone = model.backbone()
+        slot = backbone.slot(REWARD_SLOT).items() if self.config.mode == "lora" else ()
+        outside = [path for path, _ in slot if not path.startswith(backbone.blocks_prefix)]
+        if outside:
+            raise ConfigError(
+                f"lora_target_modules: expected linears of the blocks, whose hidden states the reward head reads, got "
+                f"{outside}"
+            )
+        bias = model.heads["reward"].bias
+        assert isinstance(bias, nn.Parameter)
+        with torch.no_grad():
+            bias.zero_()
+        bias.requires_grad_(False)
         model.trained_heads.add("reward")  # by this run
-        self.total_steps = self.count_steps()
         return model
 
     def go_on(self, held: RewardState) -> RewardState:
@@ -130,10 +184,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             )
         if best is not None:
             check(self._checkpoint(best))  # now, not when it is to become the result
-        start = self.start
-        return replace(
-            held, metric_for_best_model=start.metric_for_best_model, rows=start.rows, rows_per_step=start.rows_per_step
-        )
+        return replace(super().go_on(held), metric_for_best_model=self.start.metric_for_best_model)
 
     @property
     def trained_parameters(self) -> int:
@@ -170,7 +221,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         return result
 
     def loss(
-        self, rows: Sequence[RewardExample], places: Sequence[int], *, dropout_seed: int
+        self, rows: Sequence[Example], places: Sequence[int], *, dropout_seed: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`reward_loss` of some rows of a step."""
         return reward_loss(
@@ -183,11 +234,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             center=self.config.center_rewards_coefficient or 0.0,
         )
 
-    def packed(self, rows: Sequence[RewardExample]) -> PackedBatch:
-        """`packed_batch` of some rows on the model's device."""
-        return packed_batch(rows, self.model.device)
-
-    def rewards(self, examples: Sequence[RewardExample]) -> torch.Tensor:
+    def rewards(self, examples: Sequence[Example]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
         self.model.eval()
         size, world = self.config.per_device_eval_batch_size, self.world
@@ -220,7 +267,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
             for metric, value in self._judge(rows, rewards_NA).items()
         }
 
-    def _judge(self, rows: Sequence[RewardExample], rewards_NA: torch.Tensor) -> dict[str, float | None]:
+    def _judge(self, rows: Sequence[Example], rewards_NA: torch.Tensor) -> dict[str, float | None]:
         groups = [e.group for e in rows]
         if self.objective == "pointwise":
             labels = torch.tensor([bool(e.label) for e in rows])
@@ -247,17 +294,7 @@ class RewardTrainer(SupervisedRun[RewardState]):
         final = best if best is not None else self.state.step
         return {"steps": self.state.step, "final_step": final, "best_metric": self.state.best_metric}
 
-    def _check_same_run(self, checkpoint: Path, start: RewardState) -> None:
-        """Raise ConfigError for a checkpoint of a run that this one cannot go on with."""
-        counters = read_counters(checkpoint, RewardState)
-        require_same(checkpoint, counters, seed=start.seed, metric_for_best_model=self.best_metric)
-        require_same_rows_per_step(checkpoint, counters.rows_per_step, self.rows_per_step)
-        if counters.rows is not None and counters.rows != start.rows:
-            raise ConfigError(
-                f"dataset_name: expected the rows, training and held out, of the run of {checkpoint}, got others"
-            )
-
-    def _load_rows(self) -> tuple[list[RewardExample], list[RewardExample], list[RewardExample]]:
+    def _load_sets(self) -> tuple[list[Example], list[Example], list[Example]]:
         """Training rows, held-out rows that choose the best step, and such that only report; of one kind."""
         config = self.config
         train = self._load_examples("dataset_name", config.dataset_name, config.objective)
@@ -273,25 +310,16 @@ class RewardTrainer(SupervisedRun[RewardState]):
         objective = "pairwise" if train[0].label is None else "pointwise"
         return train, self._load_examples("eval_dataset_name", config.eval_dataset_name, objective), []
 
-    def _load_examples(self, argument: str, path: str, objective: str) -> list[RewardExample]:
+    def _load_examples(self, argument: str, path: str, objective: str) -> list[Example]:
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        context = read_context_length(config.model_name_or_path)
-        examples = load_examples(
-            path,
-            tally,
-            self.tokenizer,
-            objective,
-            config,
-            max_length=min(config.max_length or context, context),
-            end_ids=read_eos_token_ids(self.tokenizer, config.model_name_or_path),
-            vocabulary=read_vocabulary(config.model_name_or_path),
-            group_column=config.group_column,
-        )
-        self.reports[argument] = tally
-        different, same = drop_same(argument, examples)
-        self.same += same
-        return different
+        rows = load_rows(path, tally, config, kinds=_KINDS[objective], group_column=config.group_column)
+        if objective == "auto" and all(row.columns.get(name) is not None for row in rows for name in _POINTWISE):
+            raise ConfigError(
+                f"objective: expected 'pairwise' or 'pointwise' for {argument}, whose rows have the columns of both, "
+                "got 'auto'"
+            )
+        return self.tokenize(rows, tally)
 
     def _check_objective(self) -> float:
         """The weight of label 1; ConfigError for options of the other objective and for one class only."""
@@ -324,10 +352,12 @@ class RewardTrainer(SupervisedRun[RewardState]):
             )
         return asked or ("accuracy" if pairs else "auc")
 
-    def _notes(self) -> list[str]:
-        notes = list(self.same)
+    def _note_rows(self) -> None:
+        """Note what the user should know of the held-out rows."""
+        notes = self.notes
         if not self.eval_set:
-            return [*notes, "no held-out rows (eval_dataset_name): the final model is the last step's"]
+            notes.append("no held-out rows (eval_dataset_name): the final model is the last step's")
+            return
         if self.test_set:
             notes.append(
                 f"of the held-out rows, {len(self.eval_set)} choose the best step (eval/…), and {len(self.test_set)} "
@@ -344,7 +374,6 @@ class RewardTrainer(SupervisedRun[RewardState]):
         both = {e.group for e in self.rows} & {e.group for e in self.eval_set}
         if both:
             notes.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
-        return notes
 
     def _note_best(self, value: float | None) -> bool:
         """Whether this evaluation is better than all before; of equal ones the first stays."""
@@ -387,3 +416,37 @@ class RewardTrainer(SupervisedRun[RewardState]):
             "base_parameters": self.base_parameters,
             "trained_share": self.trained_parameters / self.base_parameters,
         }
+
+
+def count_labels(examples: Sequence[Example]) -> tuple[int, int]:
+    """Numbers of rows with label true and with label false."""
+    positives = sum(bool(e.label) for e in examples)
+    return positives, len(examples) - positives
+
+
+def _named(example: Example) -> str:
+    """Name of a row in the digest of all."""
+    answers = tuple(map(tuple, example.answers))
+    return repr((tuple(example.prompt), answers, example.label, *filter(None, [example.margin])))
+
+
+def write_reward_model(
+    model: HydraModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: RewardConfig
+) -> None:
+    """Write a new folder for `rlhf-engine train`: adapter, heads and `export`, or a sequence classifier."""
+    folder.mkdir(parents=True)
+    backbone, head = model.backbone(), model.heads["reward"]
+    assert isinstance(head, ScalarHead)
+    if config.mode == "full":
+        reward_model.save_classifier(backbone.model, head, folder, tokenizer=tokenizer)
+        return
+    name = config.model_name_or_path
+    save_slot(backbone, REWARD_SLOT, folder, base_name=name)
+    peft_io.save_heads(model.heads, {"reward"}, folder)
+    tokenizer.save_pretrained(folder)
+    classifier = folder / CLASSIFIER_FOLDER
+    if config.export == "adapter":
+        reward_model.save_classifier_adapter(backbone, REWARD_SLOT, head, classifier, base_name=name)
+    elif config.export == "merged":
+        merged = merge_adapter(load_model(name, dtype=torch.float32, device="cpu", lm_head=False), folder)
+        reward_model.save_classifier(merged, head, classifier, tokenizer=tokenizer)

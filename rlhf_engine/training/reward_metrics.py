@@ -28,28 +28,6 @@ POINTWISE_METRICS = ("loss", "auc", "accuracy", "balanced_accuracy", "margin", "
 PAIRWISE_METRICS = ("loss", "accuracy", "margin", "brier", "calibration_error")
 
 
-def accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float:
-    """Share of rows whose score has the sign of their label; a score of 0 counts half. Shapes [N], N ≥ 1."""
-    score_N, label_N = _checked(score_N, label_N)
-    return _half_ties(torch.where(label_N, score_N, -score_N))
-
-
-def balanced_accuracy(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
-    """Mean of the accuracies on the two labels, so that the commoner one counts no more; None if one is missing."""
-    score_N, label_N = _checked(score_N, label_N)
-    if label_N.all() or not label_N.any():
-        return None
-    return 0.5 * (_half_ties(score_N[label_N]) + _half_ties(-score_N[~label_N]))
-
-
-def roc_auc(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
-    """Probability that a row of label 1 scores above one of label 0, ties ½, in O(N log N); None if one is missing."""
-    score_N, label_N = _checked(score_N, label_N)
-    if label_N.all() or not label_N.any():
-        return None
-    return float(_weighted_auc(score_N, label_N.double())(torch.ones(1, len(score_N), dtype=torch.float64)))
-
-
 def _weighted_auc(score_N: torch.Tensor, p_N: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """AUC [R] as a function of weights [R, N] of the rows; NaN where a label has no weight."""
     levels, level_N = score_N.unique(return_inverse=True)
@@ -63,42 +41,20 @@ def _weighted_auc(score_N: torch.Tensor, p_N: torch.Tensor) -> Callable[[torch.T
     return auc
 
 
-def pairwise_accuracy(margin_P: torch.Tensor) -> float:
-    """Share of pairs with r_w > r_l; equal rewards count half. Shape [P], P ≥ 1."""
-    return _half_ties(_finite("margin_P", margin_P))
-
-
-def brier_score(probability_N: torch.Tensor, outcome_N: torch.Tensor) -> float:
-    """Mean (q − p)², q in [0, 1] and p in [0, 1]. Shapes [N], N ≥ 1."""
-    q_N, p_N = _probabilities(probability_N, outcome_N)
-    return float((q_N - p_N).square().mean())
-
-
 def calibration_error(probability_N: torch.Tensor, outcome_N: torch.Tensor, *, bins: int = CALIBRATION_BINS) -> float:
-    """Expected calibration error with equal-count bins: Σ_b (N_b / N) |mean_b q − mean_b p|. Shapes [N], N ≥ 1.
+    """Expected calibration error with equal-count bins: Σ_b (N_b / N) |mean_b q − mean_b p|. float64 [N].
 
     Rows are sorted by probability and cut into `bins` parts whose sizes differ by at most 1, larger ones first (fewer
     parts where there are fewer rows). Where a cut falls among equal probabilities, each of these rows takes the mean
     outcome of all of them: no order of the rows is preferred, and none changes the result.
     """
-    q_N, p_N = _probabilities(probability_N, outcome_N)
-    if bins < 1:
-        raise ValueError(f"bins: expected at least 1, got {bins}")
-    level_G, group_N, count_G = q_N.unique(return_inverse=True, return_counts=True)
+    level_G, group_N, count_G = probability_N.unique(return_inverse=True, return_counts=True)
     # sorted within the groups as well, so that sums of fractional outcomes round alike in any order of rows
-    p_sorted_N, order_N = p_N.sort()
+    p_sorted_N, order_N = outcome_N.sort()
     mean_G = torch.zeros_like(level_G).index_add_(0, group_N[order_N], p_sorted_N) / count_G
     level_N, mean_N = level_G.repeat_interleave(count_G), mean_G.repeat_interleave(count_G)
     parts = zip(level_N.tensor_split(bins), mean_N.tensor_split(bins), strict=True)
-    return sum(abs(float(q_b.sum() - p_b.sum())) for q_b, p_b in parts) / len(q_N)
-
-
-def mean_margin(score_N: torch.Tensor, label_N: torch.Tensor) -> float | None:
-    """Mean score of label 1 less that of label 0; None if one is missing."""
-    score_N, label_N = _checked(score_N, label_N)
-    if label_N.all() or not label_N.any():
-        return None
-    return float(score_N[label_N].mean() - score_N[~label_N].mean())
+    return sum(abs(float(q_b.sum() - p_b.sum())) for q_b, p_b in parts) / len(probability_N)
 
 
 def pointwise_metrics(
@@ -109,17 +65,28 @@ def pointwise_metrics(
     loss is the training objective −mean[w p log σ(r) + (1 − p) log σ(−r)]. Its minimum is at the log-odds plus log w,
     so the probability that Brier and calibration judge is σ(r − log w).
     """
-    r_N, p_N = _checked(reward_N, label_N)
+    r_N, p_N = _finite("reward_N", reward_N), torch.as_tensor(label_N).detach().cpu()
+    if p_N.shape != r_N.shape:
+        raise ValueError(f"label_N: expected {len(r_N)} labels like rewards, got shape {tuple(p_N.shape)}")
+    if not ((p_N == 0) | (p_N == 1)).all():
+        raise ValueError("label_N: expected only 0 and 1 (or booleans), got other values")
+    p_N = p_N.bool()
+    liked, disliked = r_N[p_N], r_N[~p_N]
+    auc = balanced = margin = None
+    if len(liked) and len(disliked):
+        auc = float(_weighted_auc(r_N, p_N.double())(torch.ones(1, len(r_N), dtype=torch.float64)))
+        balanced = 0.5 * (_share_above_0(liked) + _share_above_0(-disliked))
+        margin = float(liked.mean() - disliked.mean())
     loss_N = torch.where(p_N, pos_weight * _softplus(-r_N), _softplus(r_N))
     q_N = torch.sigmoid(r_N - math.log(pos_weight))
     return {
         "loss": float(loss_N.mean()),
-        "auc": roc_auc(r_N, p_N),
-        "accuracy": accuracy(r_N, p_N),
-        "balanced_accuracy": balanced_accuracy(r_N, p_N),
-        "margin": mean_margin(r_N, p_N),
-        "brier": brier_score(q_N, p_N),
-        "calibration_error": calibration_error(q_N, p_N),
+        "auc": auc,
+        "accuracy": _share_above_0(torch.where(p_N, r_N, -r_N)),
+        "balanced_accuracy": balanced,
+        "margin": margin,
+        "brier": float((q_N - p_N.double()).square().mean()),
+        "calibration_error": calibration_error(q_N, p_N.double()),
     }
 
 
@@ -142,9 +109,9 @@ def pairwise_metrics(
     right_P = (m_P > 0).double() + 0.5 * (m_P == 0).double()
     return {
         "loss": float(loss_P.mean()),
-        "accuracy": pairwise_accuracy(m_P),
+        "accuracy": _share_above_0(m_P),
         "margin": float(m_P.mean()),
-        "brier": brier_score(torch.sigmoid(m_P), torch.ones_like(m_P)),
+        "brier": float((torch.sigmoid(m_P) - 1).square().mean()),
         "calibration_error": calibration_error(torch.sigmoid(m_P.abs()), right_P),
     }
 
@@ -164,34 +131,13 @@ def intervals(score_N: torch.Tensor, label_N: torch.Tensor | None, groups: Seque
     return {f"{name}_{edge}": getattr(of, edge) for name, of in by_name.items() for edge in ("low", "high")}
 
 
-def _half_ties(signed_N: torch.Tensor) -> float:
-    twice = 2 * int((signed_N > 0).sum()) + int((signed_N == 0).sum())
-    return twice / (2 * len(signed_N))
+def _share_above_0(x_N: torch.Tensor) -> float:
+    """Share of numbers above 0, of which each 0 counts half."""
+    return (2 * int((x_N > 0).sum()) + int((x_N == 0).sum())) / (2 * len(x_N))
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
     return -torch.nn.functional.logsigmoid(-x)
-
-
-def _checked(score_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in float64 and labels as booleans, on the CPU."""
-    score_N = _finite("score_N", score_N)
-    label_N = torch.as_tensor(label_N).detach().cpu()
-    if label_N.shape != score_N.shape:
-        raise ValueError(f"label_N: expected {len(score_N)} labels like scores, got shape {tuple(label_N.shape)}")
-    if not ((label_N == 0) | (label_N == 1)).all():
-        raise ValueError("label_N: expected only 0 and 1 (or booleans), got other values")
-    return score_N, label_N.bool()
-
-
-def _probabilities(probability_N: torch.Tensor, outcome_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q_N, p_N = _finite("probability_N", probability_N), _finite("outcome_N", outcome_N)
-    if q_N.shape != p_N.shape:
-        raise ValueError(f"outcome_N: expected {len(q_N)} outcomes like probabilities, got {len(p_N)}")
-    for name, x_N in (("probability_N", q_N), ("outcome_N", p_N)):
-        if x_N.min() < 0 or x_N.max() > 1:
-            raise ValueError(f"{name}: expected values between 0 and 1, got {float(x_N.min())} to {float(x_N.max())}")
-    return q_N, p_N
 
 
 def _finite(name: str, x_N: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,0 @@
-"""Training of reward models from preferences and thumbs."""
