@@ -4,8 +4,8 @@
         RlTrainer(config, connect=connect).run()
 
 Every generator is a process that holds the base, a slot for the policy that draws, and the frozen lanes. Only adapters
-go over, each checked on arrival by its digest. One that dies, raises or falls silent is lost: another draws its share,
-and a new one takes its place, up to three times in a run.
+go over, each checked on arrival and again by the digest that comes back with the answers that it drew. One that dies,
+raises or falls silent is lost: another draws its share, and a new one takes its place, up to three times in a run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Generator:
     """Draws answers by policies that it was sent: a Ray actor, with a thread for `beat` and one for the rest."""
 
     def __init__(self) -> None:
-        self._store = work.VersionStore()
+        self._store, self._digests = work.VersionStore(), dict[int, str]()
         self._worker: Worker | None = None
 
     def build(
@@ -92,18 +92,22 @@ class Generator:
         self._worker = Worker(rollouts, self._store, SamplingConfig(**sampling), score=score)
         return os.getpid(), socket.gethostname()
 
-    def hold(self, version: int, digest: str, data: bytes) -> None:
-        """Hold a policy for later answers; EngineError for one that is not what was sent."""
+    def hold(self, version: int, digest: str, data: bytes) -> str:
+        """Hold a policy for later answers, EngineError for a damaged one; the digest of what arrived."""
         self._store.add(work.unpack_policy(version, digest, data, self._device))
+        self._digests[version] = digest
+        return digest
 
     def draw(self, prompts: Mapping[str, Any], version: int, keep: Sequence[int]) -> dict[str, Any]:
-        """Answers, and kernels chosen so far; only versions in `keep` stay."""
+        """Answers, the digest of the policy that drew them, and kernels chosen so far; only versions in `keep` stay."""
         if self._worker is None:
             raise EngineError("generator: expected `build` before `draw`")
         torch.set_num_threads(self._threads)  # of this thread, which need not be the one that has built the model
         self._store.keep(keep)
-        rollout = work.moved(self._worker(PromptBatch(**prompts), version), "cpu")
-        return {"rollout": rollout, "kernels": [tuple(choice) for choice in registry.choices()]}
+        self._digests = {version: digest for version, digest in self._digests.items() if version in keep}
+        rollout = work.pack_rollout(self._worker(PromptBatch(**prompts), version))
+        kernels = [tuple(choice) for choice in registry.choices()]
+        return {"rollout": rollout, "digest": self._digests[version], "kernels": kernels}
 
     def beat(self) -> float:
         """Seconds since it was last seen at work."""
@@ -172,9 +176,12 @@ class RayTransport(GeneratorTransport):
             if generator is None:
                 return  # lost: the scheduler is about to hear of it
             generator.seen = time.monotonic()
+            digest, _ = self._held[version]
 
             def drawn(values: dict[str, Any]) -> Event:
-                rollout = work.moved(values["rollout"], self._device)
+                if values["digest"] != digest:
+                    raise EngineError(f"{worker} has drawn by another policy than version {version}")
+                rollout = work.unpack_rollout(values["rollout"], self._device)
                 with self._kernels.used():  # of the run, whose thread this is not
                     registry.take_over(registry.Choice(*kernel) for kernel in values["kernels"])
                 return Drawn(worker, rollout)
@@ -227,7 +234,14 @@ class RayTransport(GeneratorTransport):
         return worker.name
 
     def _send(self, worker: _Worker, version: int) -> None:
-        self._ask(worker, "hold", version, *self._held[version])
+        sent, data = self._held[version]
+
+        def arrived(digest: str) -> None:
+            if digest != sent:
+                said = f"{worker.name} holds digest {digest[:12]}…, not {sent[:12]}…"
+                raise EngineError(f"policy version {version}: {said}")
+
+        self._ask(worker, "hold", version, sent, data, then=arrived)
 
     def _lose(self, worker: _Worker, cause: BaseException) -> Lost | None:
         with self._lock:
@@ -243,9 +257,7 @@ class RayTransport(GeneratorTransport):
         warnings.warn(text, stacklevel=2)
         return self.losses[-1]
 
-    def _ask(
-        self, worker: _Worker, method: str, *arguments: Any, then: Callable[[Any], Event | None] | None = None
-    ) -> None:
+    def _ask(self, worker: _Worker, method: str, *arguments: Any, then: Callable[[Any], Event | None]) -> None:
         """Call a method of a generator; `then` gets its result, unless the generator is lost by then."""
         call = getattr(worker.actor, method)
         if method == "beat":  # in a thread of its own there, since the other one draws
@@ -258,7 +270,10 @@ class RayTransport(GeneratorTransport):
                 error = future.exception()
                 if error is not None:
                     return self._lose(worker, _cause(error))
-                return None if then is None else then(future.result())
+                try:
+                    return then(future.result())
+                except EngineError as damage:
+                    return self._lose(worker, damage)
 
         called = call.remote(*arguments).future()
         called.add_done_callback(lambda future: self._notes.put(lambda: settle(future)))

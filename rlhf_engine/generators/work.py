@@ -1,9 +1,9 @@
-"""Prompts of a step, the policies that draw answers to them, and what goes over to generators in other processes.
+"""Prompts of a step, the policies that draw answers to them, and both as bytes for generators in other processes.
 
 Prompts are a function of (data, seed, step), whoever answers them and whenever. On a frozen base a policy is the
 tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else can see it and never changes
-afterwards: a reader has a policy that was published as a whole, whatever the learner does meanwhile. Policies go over
-as safetensors beside a digest that the receiver checks, answers as they are.
+afterwards: a reader has a policy that was published as a whole, whatever the learner does meanwhile. Policies and
+answers go over as safetensors beside a digest that the receiver checks; nothing is pickled here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,9 +31,12 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.hydra.adapters import AdapterSlot
 from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
+from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
 from rlhf_engine.rollout.request import RolloutStats
 
+_FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
+_WORDS, _LENGTHS = "supports/words", "supports/lengths"  # names of the parts of supports among them
 _PACKAGE = "package "  # prefix of the names of packages among a run's fixed parts
 
 
@@ -196,19 +201,51 @@ def gather_rollout(world: World, rollout: Rollout) -> Rollout:
     """The answers of all ranks, in the ranks' order, as one rollout, without frozen scores."""
     if world.size == 1:
         return rollout
-    own = moved(dataclasses.replace(rollout, frozen=None), "cpu")
-    return join([moved(share, rollout.batch.device) for share in world.gather(own)])
+    plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
+    parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
+    return join([put_together(values, received) for values, received in parts])
 
 
-def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
-    """The rollout with its tensors on a device, and nothing that was derived from it."""
-    frozen = None if rollout.frozen is None else Scores(**{name: x.to(device) for name, x in rollout.frozen.items()})
-    return dataclasses.replace(
-        rollout,
-        batch=rollout.batch.to(device),
-        logprobs_M=rollout.logprobs_M.to(device),
-        versions_M=rollout.versions_M.to(device),
-        frozen=frozen,
+def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Plain values and tensors of a rollout, by name, to be sent."""
+    batch, frozen = rollout.batch, rollout.frozen
+    plain = {
+        "cu_seqlens": batch.cu_seqlens,
+        "prompt_lens": batch.prompt_lens,
+        "sample_ids": batch.sample_ids,
+        "finish_reasons": rollout.finish_reasons,
+        "filtered": rollout.filtered,
+        "stats": dataclasses.asdict(rollout.stats),
+        "has_frozen": frozen is not None,
+        "vocabulary": None if batch.supports is None else batch.supports.vocabulary,
+    }
+    tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
+    if batch.supports is not None:
+        tensors |= {_WORDS: batch.supports.words, _LENGTHS: batch.supports.lengths.int().to(batch.device)}
+    scores = {} if frozen is None else {f"{_FROZEN}{name}": x for name, x in frozen.items()}
+    return plain, {**tensors, **scores}
+
+
+def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollout:
+    """The rollout that `take_apart` was given; what else is among the values or tensors is left alone."""
+    scores = {name.removeprefix(_FROZEN): x for name, x in tensors.items() if name.startswith(_FROZEN)}
+    supports = None
+    if plain["vocabulary"] is not None:
+        supports = Supports.of_lengths(tensors[_WORDS], tensors[_LENGTHS], plain["vocabulary"])
+    return Rollout(
+        batch=PackedBatch(
+            tokens_T=tensors["tokens"],
+            cu_seqlens=tuple(plain["cu_seqlens"]),
+            prompt_lens=tuple(plain["prompt_lens"]),
+            sample_ids=tuple(plain["sample_ids"]),
+            supports=supports,
+        ),
+        logprobs_M=tensors["logprobs"],
+        versions_M=tensors["versions"],
+        finish_reasons=tuple(plain["finish_reasons"]),
+        filtered=plain["filtered"],
+        stats=RolloutStats(**plain["stats"]),
+        frozen=Scores(**scores) if plain["has_frozen"] else None,
     )
 
 
@@ -230,6 +267,30 @@ def unpack_policy(version: int, sent: str, data: bytes, device: torch.device | s
     if (received := digest(tensors)) != sent:
         raise EngineError(f"{damaged}: expected tensors of digest {sent[:12]}…, got {received[:12]}…")
     return Snapshot(version=version, tensors={name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def pack_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Plain values by name; tensors as the bytes of one safetensors file under `tensors`, and a digest of it all."""
+    plain, tensors = take_apart(rollout)
+    values = {"tensors": save({name: x.detach().contiguous().cpu() for name, x in tensors.items()}), **plain}
+    return {**values, "digest": _digest_of(values)}
+
+
+def unpack_rollout(values: Mapping[str, Any], device: torch.device | str = "cpu") -> Rollout:
+    """Rollout that `pack_rollout` was given, on a device. Raises EngineError for answers that are not what was sent."""
+    received = _digest_of(values)
+    if received != values.get("digest"):
+        expected = str(values.get("digest"))[:12]
+        raise EngineError(f"answers arrived damaged: expected ones of digest {expected}…, got {received[:12]}…")
+    return put_together(values, {name: x.to(device) for name, x in load(values["tensors"]).items()})
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what `pack_rollout` makes."""
+    plain = {name: value for name, value in values.items() if name not in ("tensors", "digest")}
+    sha = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    sha.update(values["tensors"])
+    return sha.hexdigest()
 
 
 def fixed_parts(model: HydraModel) -> dict[str, str]:

@@ -102,14 +102,16 @@ class Stub:
         return 100 + self.number, "here"
 
     def hold(self, version, digest, data):
-        self.held[version] = serialize.unpack_policy(version, digest, data)
+        self.held[version] = serialize.digest(serialize.unpack_policy(version, digest, data).tensors)
+        return self.held[version]
 
     def draw(self, prompts, version, keep):
         self.kept.append(keep)
-        assert self.held[version].version == version
+        digest = self.held[version]
         kernels = [("gae", "float32", (self.number + 1,), "reference")]
         return {
-            "rollout": answers_of(PromptBatch(**prompts), version, seconds=0.1),
+            "rollout": serialize.pack_rollout(answers_of(PromptBatch(**prompts), version, seconds=0.1)),
+            "digest": digest,
             "kernels": kernels,
         }
 
@@ -171,11 +173,42 @@ class Damaging(Stub):
         return super().hold(version, digest, data[:-1] + bytes([data[-1] ^ 1]) if version == 1 else data)
 
 
+class Deaf(Stub):
+    """Says that it holds a policy, and draws by the one before."""
+
+    def hold(self, version, digest, data):
+        held = super().hold(version, digest, data)
+        if version == 1:
+            self.held[1] = self.held[0]
+        return held
+
+
+class Garbling(Stub):
+    def draw(self, prompts, version, keep):
+        found = super().draw(prompts, version, keep)
+        tensors = found["rollout"]["tensors"]
+        return {**found, "rollout": {**found["rollout"], "tensors": tensors[:-1] + bytes([tensors[-1] ^ 1])}}
+
+
+class Mistaken(Stub):
+    def hold(self, version, digest, data):
+        return super().hold(version, digest, data) if version == 0 else "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Damaging, "EngineError: policy version 1 arrived damaged"),
+        (Deaf, "EngineError: generator 1 has drawn by another policy than version 1"),
+        (Garbling, "EngineError: answers arrived damaged: expected ones of digest"),
+        (Mistaken, "EngineError: policy version 1: generator 1 holds digest 000000000000…"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:generator 1")
-def test_a_policy_that_did_not_arrive_ends_the_generator(monkeypatch):
-    _, transport = transport_of(monkeypatch, Damaging, generators=1)
+def test_a_policy_that_did_not_arrive_ends_the_generator(monkeypatch, kind, message):
+    _, transport = transport_of(monkeypatch, kind, generators=1)
     scheduler = scheduler_of(transport, 5)
-    with pytest.raises(GeneratorError, match="EngineError: policy version 1 arrived damaged"):
+    with pytest.raises(GeneratorError, match=message):
         learn(scheduler, range(5))
     scheduler.close()
 
@@ -321,10 +354,11 @@ def adapter(config, version: int) -> tuple[str, bytes]:
 
 def test_a_generator_draws_by_what_it_was_sent(config, generator):
     digest, data = adapter(config, 0)
-    generator.hold(0, digest, data)
+    assert generator.hold(0, digest, data) == digest
     (prompts,) = make_shares(0, 1)
     found = generator.draw(asdict(prompts), 0, [0])
-    rollout = found["rollout"]
+    assert found["digest"] == digest
+    rollout = serialize.unpack_rollout(found["rollout"])
     assert rollout.batch.sample_ids == (0,)
     assert rollout.frozen.past_logprobs_M.shape == rollout.logprobs_M.shape
     assert rollout.frozen.rewards_N.shape == (1,)

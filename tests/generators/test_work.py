@@ -1,7 +1,6 @@
 """Past policies are whole and unchanged; they, prompts and answers arrive as what was sent, or not at all."""
 
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def test_prompts_and_answers():
     assert PromptBatch(**dataclasses.asdict(PROMPTS)) == PROMPTS
     for frozen in (None, FROZEN):
         sent = answers(frozen)
-        found = pickle.loads(pickle.dumps(work.moved(sent, "cpu")))
+        found = work.unpack_rollout(work.pack_rollout(sent))
         for name in ("cu_seqlens", "prompt_lens", "sample_ids", "supports"):
             assert getattr(found.batch, name) == getattr(sent.batch, name)
         assert torch.equal(found.batch.tokens_T, sent.batch.tokens_T)
@@ -116,9 +115,18 @@ def test_answers_bring_the_words_that_their_tokens_were_drawn_among():
     mask[0, [4, 99]] = mask[1, 2:60] = True
     sent = answers(FROZEN, Supports.from_bits(pack_bits(mask), 100))
     assert sent.batch.supports.lengths.tolist() == [2, 4, 0]
-    found = pickle.loads(pickle.dumps(work.moved(sent, "cpu"))).batch.supports
+    values = work.pack_rollout(sent)
+    found = work.unpack_rollout(values).batch.supports
     assert found.vocabulary == 100
     assert torch.equal(found.mask(), sent.batch.supports.mask())
+    tensors = bytearray(values["tensors"])
+    tensors[-1] ^= 1
+    for change in (
+        {"vocabulary": 101}, {"tensors": bytes(tensors)}, {"finish_reasons": ("eos", "eos")}, {"has_frozen": False},
+        {"digest": None},
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=r"answers arrived damaged: expected ones of digest .*…, got \w{12}…"):
+            work.unpack_rollout({**values, **change})
 
 
 def test_other_frozen_weights_and_packages_are_refused():
