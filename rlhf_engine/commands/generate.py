@@ -11,15 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_engine.commands.common import as_request_errors, begin_drawing, prepare, print_what_was_left_out
+from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import GenerateConfig, parse_config
+from rlhf_engine.errors import as_request_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rlhf_engine.rollout.answer import AnswerSession
-
-INTERRUPTED = 130
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,8 +10,9 @@ Exit codes:
 
 from __future__ import annotations
 
-import importlib
+import difflib
 import os
+import pkgutil
 import select
 import sys
 import threading
@@ -53,12 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in _COMMANDS:
-        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {list(_COMMANDS)}"
+        print(f"rlhf-engine: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         if name in _ALONE and launched() > 1:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
-        code: int = importlib.import_module(_COMMANDS[name]).run(rest)
+        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{_COMMANDS[name]}")(rest)
         return code
     except KeyboardInterrupt:
         print(
@@ -126,28 +129,21 @@ def _fail(name: str, error: Exception, code: int) -> int:
 
 
 _COMMANDS = {
-    "demo": "rlhf_engine.commands.demo",
-    "init": "rlhf_engine.commands.init",
-    "sft": "rlhf_engine.commands.sft",
-    "reward": "rlhf_engine.commands.reward",
-    "train": "rlhf_engine.commands.train",
-    "generate": "rlhf_engine.commands.generate",
-    "evaluate": "rlhf_engine.commands.evaluate",
-    "export": "rlhf_engine.commands.export",
-    "report": "rlhf_engine.commands.report",
-    "plan": "rlhf_engine.commands.plan",
-    "doctor": "rlhf_engine.commands.doctor",
-    "bench": "rlhf_engine.commands.bench",
+    "demo": "demo:run",
+    "init": "init:run",
+    "sft": "training:sft",
+    "reward": "training:reward",
+    "train": "training:train",
+    "generate": "generate:run",
+    "evaluate": "results:evaluate",
+    "export": "results:export",
+    "report": "results:report",
+    "plan": "plan:run",
+    "doctor": "kernels:doctor",
+    "bench": "kernels:bench",
 }
-"""Command → module, whose `run` takes the arguments and returns the exit code."""
+"""Command → module and function of this package, which takes the arguments and returns the exit code."""
 
 
 _ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {list(names)}"

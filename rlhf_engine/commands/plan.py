@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_engine.commands.common import as_request_errors, prepare
+from rlhf_engine.commands.common import prepare
 from rlhf_engine.config import PlanConfig, parse_config
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, as_request_errors
 
 if TYPE_CHECKING:
     from rlhf_engine.tools.memory import Formula

@@ -339,6 +339,8 @@ class InitConfig(Options):
 class BenchConfig(Options):
     """Time, memory and error of every kernel backend that is here, beside other libraries and a bare-GEMM floor."""
 
+    POSITIONAL = ("op",)
+
     op: str | None = option(
         None, "one op only, or rollout; may also be the first argument; none: all ops, without rollout"
     )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
 import numbers
@@ -40,6 +39,7 @@ from rlhf_kernels.runtime import cores, native
 from rlhf_kernels.runtime.registry import is_gpu
 
 import rlhf_engine
+from rlhf_engine.config.launch import version_of
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
 
@@ -122,7 +122,7 @@ def run_record(
         "versions": {
             "rlhf-engine": rlhf_engine.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: version_of(name) for name in _PACKAGES},
             "torch": torch.__version__,  # the package's version lacks which CUDA it was built with
         },
         "git_commit": git_commit(Path(__file__)),
@@ -251,13 +251,6 @@ def write_atomic(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu_name() -> str:

@@ -1,8 +1,7 @@
-"""`rlhf-engine doctor`: versions, device, and which kernel backend serves which op."""
+"""`rlhf-engine doctor` and `bench`: which kernel backend serves which op here, and how fast each is."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 from collections.abc import Sequence
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_engine import __version__
-from rlhf_engine.commands.common import as_request_errors, prepare
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.commands.common import prepare
+from rlhf_engine.config import BenchConfig, parse_config
+from rlhf_engine.config.launch import version_of
+from rlhf_engine.errors import ConfigError, as_request_errors
 
 _USAGE = """usage: rlhf-engine doctor [--json | --measure [PATH]]
 
@@ -29,7 +30,8 @@ _OPTIONAL = {
 }
 
 
-def run(argv: Sequence[str]) -> int:
+def doctor(argv: Sequence[str]) -> int:
+    """Show versions, the device and the backend of each op, or time the backends."""
     if "--help" in argv or "-h" in argv:
         print(_USAGE)
         return 0
@@ -63,7 +65,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
         "cpu": {**cores.find()._asdict(), "threads": native.threads()},
-        "versions": {name: _version(name) for name in _CORE},
+        "versions": {name: version_of(name) for name in _CORE},
         "native_extension": native.missing() or f"available, instruction set {native.isa()}",
         "kernel_table": {
             "source": registry.table().source,
@@ -75,7 +77,7 @@ def examine() -> dict[str, Any]:
             for dtype in (torch.float32, torch.bfloat16)
         },
         "attention": varlen.report(),
-        "optional": {name: _version(name) for name in _OPTIONAL},
+        "optional": {name: version_of(name) for name in _OPTIONAL},
     }
 
 
@@ -136,8 +138,17 @@ def measure_kernels(path: Path) -> None:
     )
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def bench(argv: Sequence[str]) -> int:
+    """Measure time, memory and error of the kernels."""
+    config = parse_config(BenchConfig, argv, prog="rlhf-engine bench")
+    if config.isa is not None:
+        from rlhf_bench.isa import is_held, run_held
+
+        if not is_held(config.isa):
+            with as_request_errors():
+                return run_held(config.isa, ["bench", *argv])
+    prepare("auto")
+    from rlhf_bench.command import run_bench
+
+    run_bench(config)
+    return 0

@@ -1,18 +1,17 @@
-"""`rlhf-engine evaluate`: several models on the same prompts, side by side."""
+"""`rlhf-engine evaluate`, `export` and `report`: what runs have left is compared, converted and shown."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from rlhf_engine.commands.common import begin_drawing, prepare, print_what_was_left_out
-from rlhf_engine.config import EvaluateConfig, parse_config
+from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
+from rlhf_engine.config import EvaluateConfig, ExportConfig, ReportConfig, parse_config
 from rlhf_engine.errors import as_request_errors
 
-_INTERRUPTED = 130
 
-
-def run(argv: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> int:
+    """Compare several models on the same prompts."""
     config = parse_config(EvaluateConfig, argv, prog="rlhf-engine evaluate")
     prepare(config.kernels)
     from rich.console import Console
@@ -49,10 +48,35 @@ def run(argv: Sequence[str]) -> int:
             measured = evaluation.run(show)
         except KeyboardInterrupt:
             errors.print(f"rlhf-engine evaluate: stopped; answers are kept in {evaluation.output}, --resume goes on")
-            return _INTERRUPTED
+            return INTERRUPTED
     results = summarise(evaluation, measured)
     write_json_atomic(evaluation.output / RESULTS_FILE, {**results, "record": record})
     page = write_page(evaluation, measured, results, evaluation.output / PAGE_FILE)
     Console(highlight=False).print(table(results))
     print(f"results {evaluation.output / RESULTS_FILE}\npage {page}")
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a trained adapter or reward model in the format of another library."""
+    config = parse_config(ExportConfig, argv, prog="rlhf-engine export")
+    prepare("auto")
+    from rlhf_engine.tools.export import export
+
+    with as_request_errors():
+        url, notes = export(config)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"{config.to:<8} {config.output_dir}")
+    if url is not None:
+        print(f"pushed   {url}")
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write a page of one run or several."""
+    config = parse_config(ReportConfig, argv, prog="rlhf-engine report")
+    from rlhf_engine.runs.page import write_page
+
+    print(f"page {write_page(config.run, config.out, title=config.title)}")
     return 0
