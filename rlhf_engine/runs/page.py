@@ -133,7 +133,8 @@ def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], li
         return _whole_run(folder, name, state)
     except ConfigError:
         raise
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError, KeyError) as error:
+        # files that no run has written so
         raise ConfigError(f"run: expected the files of a run in {str(folder)!r}, got: {error}") from error
 
 
@@ -143,7 +144,7 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
     rows = [row for row in lines if row is not None]
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
-    record = _record(folder / RECORD_FILE)
+    record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     state = state or _state(folder, rows[-1]["step"], total_steps(record))
     every, curves = _curves(rows)
     looks = SampleLog(folder / SAMPLES_LOG).read()
@@ -191,33 +192,6 @@ def _thinned(looks: Sequence[Samples]) -> list[Samples]:
     return [looks[round(i * (len(looks) - 1) / (n - 1))] for i in range(n)]
 
 
-_RECORDED: dict[str, type] = {
-    "config": dict,
-    "versions": dict,
-    "command": list,
-    "git_commit": dict,
-    "kernel_backends": dict,
-    "base_hash": str,
-    "result": dict,
-    "rows": dict,
-    "total_steps": int,
-}
-"""Fields of a run's record that the page takes apart; they may be null or missing."""
-
-
-def _record(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise ConfigError(f"run: expected a JSON object in {path}, got {type(record).__name__}")
-    held = {name: record[name] for name in _RECORDED if record.get(name) is not None}
-    for name, value in held.items():
-        if not isinstance(value, _RECORDED[name]):
-            raise ConfigError(f"run: expected {_RECORDED[name].__name__} as {name} in {path}, got {value!r:.80}")
-    if not isinstance(held.get("git_commit", {}).get("commit", ""), str):
-        raise ConfigError(f"run: expected text as the commit in {path}, got {held['git_commit']['commit']!r:.80}")
-    return {**{name: value for name, value in record.items() if name not in _RECORDED}, **held}
-
-
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
     """Steps per point, and metric → [steps, values], with least and most where a point is a mean of several."""
     every = -(-len(rows) // MOST_POINTS)
@@ -237,12 +211,11 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
-    commit = commit if "commit" in commit else {}
     hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     facts = {
         "started": record.get("started"),
         "command": " ".join("…" if word in hidden else shareable(word) for word in map(str, record.get("command", []))),
-        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
+        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit.get("commit") else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
         "resumed at step": record.get("resumed_at_step") or None,
