@@ -140,7 +140,9 @@ def test_without_a_network_the_cache_serves_or_one_line_says_how(server, monkeyp
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert "model.safetensors" in files_of(hub.local_folder(NAME, weights=True))
     wanted = "model_name_or_path: expected a folder, or a model of the Hub or its cache, got"
-    with pytest.raises(ConfigError, match=f"^{wanted} 'small/other': .*error happened .*check your internet connection"):
+    with pytest.raises(
+        ConfigError, match=f"^{wanted} 'small/other': .*error happened .*check your internet connection"
+    ):
         load_tokenizer("small/other")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"^{wanted} 'small/third@v1': .*'HF_HUB_OFFLINE=0'"):
@@ -230,13 +232,13 @@ def test_a_run_pushes_its_result(writer, root, tmp_path, capsys, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the cat", "completion": " sat"}\n' * 4)
     out, words = tmp_path / "sft", ("--max_steps", "1", "--per_device_train_batch_size", "2", "--lora_r", "4")
-    words = ("--lora", "--use_rslora", "--model_name_or_path", f"{NAME}@v1", "--dataset_name", str(rows), *words)
+    words = ("--lora", "--model_name_or_path", f"{NAME}@v1", "--dataset_name", str(rows), *words)
     assert main(["sft", *words, "--output_dir", str(out), "--push_to_hub", "somebody/run"]) == 0
     pushed = root / "models" / "somebody/run"
     assert f"{writer.url}/somebody/run/commit/{commit_of(pushed)}" in capsys.readouterr().out
     assert (pushed / "adapter_model.safetensors").read_bytes() == (out / "adapter_model.safetensors").read_bytes()
     config = json.loads((pushed / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["r"], config["use_rslora"]) == (NAME, 4, True)
+    assert (config["base_model_name_or_path"], config["r"]) == (NAME, 4)
     assert (pushed / "README.md").is_file()
     drawn = []
     for adapter in (str(out), "somebody/run"):

@@ -37,7 +37,6 @@ BASE, REFERENCES = "base", "references"  # names of the base without an adapter,
 REWARD = "reward"  # the judge that prefers the answer with the higher reward
 CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}  # cards that `--gpu` knows by name, and their memory
 Format = Literal["merged", "peft", "sequence_classification"]
-GGUF = "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md"
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 _NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
 
@@ -63,7 +62,6 @@ class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         ge=2,
     )
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
-    ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     verify_rollout: bool = option(
         False, "compare log-probs with those of the training forward, and say how they differ"
     )
@@ -146,7 +144,6 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         None, "text file with the question to the server, with {prompt}, {first} and {second}; none: a built-in one"
     )
     judge_timeout: float = option(120.0, "seconds within which the server has to have answered", gt=0)
-    judge_requests: int = option(8, "requests to the server at once", ge=1)
     max_bad_verdicts: float = option(
         0.0, "share of verdicts that may say nothing before the evaluation stops", ge=0, lt=1
     )
@@ -275,8 +272,6 @@ class ExportConfig(Options):
     private: bool = option(False, "push_to_hub: make a new repository private")
 
     def __post_init__(self) -> None:
-        if self.to == "gguf":  # type: ignore[comparison-overlap]  # a format of before
-            raise ConfigError(f"to: expected merged, peft or sequence_classification, got 'gguf'; {GGUF}")
         super().__post_init__()
         is_name = self.license is None or _LICENSE.fullmatch(self.license)
         self.require("license", bool(is_name), "a name such as apache-2.0")

@@ -68,7 +68,10 @@ _WITHOUT = {
     "dataset_streaming": "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]",
     "load_in_4bit load_in_8bit": "quantization 4bit or 8bit",
     "logging_steps": "every step has a line of metrics",
-    "outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of export --to merged, see docs/guides/export.md",
+    "outtype to=gguf": "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md",
+    "use_rslora": "lora_alpha times √lora_r does the same",
+    "ignore_eos": "min_completion_length as large as max_completion_length does it",
+    "judge_requests": "eight requests are sent to the judge at once",
     "overwrite_output_dir": "resume_from_checkpoint restart",
     "target_kl": "cliprange and num_ppo_epochs bound an update",
     "vllm_importance_sampling_correction vllm_importance_sampling_mode": "off_policy_correction, of a server too",
@@ -262,10 +265,15 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(name, hint, value)}")
 
 
+def _reason(name: str) -> str | None:
+    """The reason why a name of elsewhere, or `name=value`, is none here."""
+    return next((why for names, why in _WITHOUT.items() if name in names.split()), None)
+
+
 def _meant(name: str, hint: Any, value: Any) -> str:
     """The end of the message: what a value of before became, or the nearest choice."""
-    if f"{name}={value}" in _WITHOUT:
-        return f"; {_WITHOUT[f'{name}={value}']}"
+    if why := _reason(f"{name}={value}"):
+        return f"; {why}"
     choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]
     if not isinstance(value, str) or not choices:
         return ""
@@ -313,7 +321,7 @@ def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigErr
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
     close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
-    why = next((why for names, why in _WITHOUT.items() if name.removeprefix("no_") in names.split()), None)
+    why = _reason(name.removeprefix("no_"))
     if close and (ours or why is None):
         why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))

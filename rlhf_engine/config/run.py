@@ -144,7 +144,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     )
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
-    use_rslora: bool = option(False, "scale it by lora_alpha / √lora_r")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"

@@ -34,7 +34,7 @@ class SupervisedOptions(TrainingOptions):
         is_within = self.max_steps is None or self.warmup_steps <= self.max_steps
         self.require("warmup_steps", is_within, f"at most max_steps ({self.max_steps})")
         if self.mode == "full":
-            names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules")
+            names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
             self.require_unset(names, "for --full, which has no adapter")
 
 

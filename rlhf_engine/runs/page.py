@@ -215,7 +215,9 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     facts = {
         "started": record.get("started"),
         "command": " ".join("…" if word in hidden else shareable(word) for word in map(str, record.get("command", []))),
-        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit.get("commit") else None,
+        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}"
+        if commit.get("commit")
+        else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
         "resumed at step": record.get("resumed_at_step") or None,

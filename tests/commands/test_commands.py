@@ -328,7 +328,7 @@ def test_generate(capsys, model, tmp_path):
 
 def test_generate_streams_stops_and_reads_standard_input(capsys, model, monkeypatch):
     common = ["generate", "--model_name_or_path", str(model), "--device", "cpu", "--max_completion_length", "12"]
-    common += ["--ignore_eos", "--seed", "4"]
+    common += ["--min_completion_length", "12", "--seed", "4"]
     _, out, err = run(capsys, *common, "--prompt", "red cat")
     whole = out.removeprefix("red cat\n  → ").removesuffix("\n")
     assert len(whole) > 8
