@@ -6,64 +6,14 @@ used, so that `import rlhf_engine` imports no torch.
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
-    from rlhf_engine.algorithms.base import Algorithm as Algorithm
-    from rlhf_engine.algorithms.ppo import advantages as advantages
-    from rlhf_engine.algorithms.ppo import token_rewards as token_rewards
-    from rlhf_engine.algorithms.sequences import whitened as whitened
-    from rlhf_engine.config import SFTConfig as SFTConfig
-    from rlhf_engine.config import TrainConfig as TrainConfig
-    from rlhf_engine.data.tokenizer import encode_prompt as encode_prompt
-    from rlhf_engine.data.tokenizer import eos_token_ids as eos_token_ids
-    from rlhf_engine.data.tokenizer import load_tokenizer as load_tokenizer
-    from rlhf_engine.errors import ConfigError as ConfigError
-    from rlhf_engine.errors import EngineError as EngineError
-    from rlhf_engine.hydra import HydraModel as HydraModel
-    from rlhf_engine.hydra import PackedBatch as PackedBatch
-    from rlhf_engine.hydra import PolicyLoss as PolicyLoss
-    from rlhf_engine.hydra import RoleSpec as RoleSpec
-    from rlhf_engine.hydra import SlotConfig as SlotConfig
-    from rlhf_engine.hydra import ValueLoss as ValueLoss
-    from rlhf_engine.hydra import hydra_roles as hydra_roles
-    from rlhf_engine.hydra import load_pretrained as load_pretrained
-    from rlhf_engine.hydra import save_pretrained as save_pretrained
-    from rlhf_engine.integrations.peft import fuse_lora as fuse_lora
-    from rlhf_engine.rollout import EngineOptions as EngineOptions
-    from rlhf_engine.rollout import Request as Request
-    from rlhf_engine.rollout import RolloutEngine as RolloutEngine
-    from rlhf_engine.rollout import SamplingConfig as SamplingConfig
-    from rlhf_engine.rollout.generate import generate as generate
-    from rlhf_engine.training.rl import RlTrainer as RlTrainer
-    from rlhf_engine.training.rl_policy import RlPolicy as RlPolicy
-    from rlhf_engine.training.run import Policy as Policy
-    from rlhf_engine.training.sft import SftTrainer as SftTrainer
-
-    __version__: str
-
-_NAMES = {
-    "algorithms.base": ("Algorithm",),
-    "algorithms.ppo": ("advantages", "token_rewards"),
-    "algorithms.sequences": ("whitened",),
-    "config": ("SFTConfig", "TrainConfig"),
-    "data.tokenizer": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
-    "errors": ("ConfigError", "EngineError"),
-    "hydra": (
-        *("HydraModel", "PackedBatch", "PolicyLoss", "RoleSpec", "SlotConfig", "ValueLoss"),
-        *("hydra_roles", "load_pretrained", "save_pretrained"),
-    ),
-    "integrations.peft": ("fuse_lora",),
-    "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),
-    "rollout.generate": ("generate",),
-    "training.rl": ("RlTrainer",),
-    "training.rl_policy": ("RlPolicy",),
-    "training.run": ("Policy",),
-    "training.sft": ("SftTrainer",),
-}
-"""Module below this package → the names that it lends to the package."""
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_MODULES = {alias.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+"""Name → the module that lends it to the package, as the file for type checkers says."""
 _NOT_INSTALLED = "0.0+unknown"
 """Version of a checkout that is imported without being installed: git's tags are read when the package is built."""
 
@@ -74,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
     elif name in _MODULES:
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_nearest(name)}")
     globals()[name] = value  # the next use costs nothing

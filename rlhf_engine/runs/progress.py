@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_engine.runs.folder import RECORD_FILE
-from rlhf_engine.runs.headline import headlines
+from rlhf_engine.runs.headline import headlines, numbers
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
@@ -101,26 +101,7 @@ class Dashboard:
         return "   ".join(facts)
 
 
-_OF_ASYNC = {
-    "staleness/max": "age",
-    "async/ready_steps": "ready",
-    "async/generator_utilisation": "generator",
-    "async/learner_utilisation": "learner",
-    "async/speedup": "speed-up",
-    "async/speedup_bound": "of at most",
-}
-"""Metrics of a run whose answers are drawn beside the updates, with their labels."""
 LONG_S = 60.0  # seconds from which on a run says after two steps how long the others will take
-_FACTS = {"tokens_per_second": "tokens/s"}  # shown by a dashboard in its last line anyway
-
-
-def how_long(seconds: float, steps: int, which: str = "the") -> str:
-    """Say how long some steps will take, as in "about 12 min for the 100 steps, until 14:20".
-
-    `seconds` are those of all of them; `which` is their article.
-    """
-    until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
-    return f"about {format_duration(seconds)} for {which} {steps:,} steps, until {until}"
 
 
 class _Console(Console):
@@ -133,7 +114,19 @@ class _Console(Console):
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
-    SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s", **_OF_ASYNC}
+    SHOWN: ClassVar = {
+        "reward": "reward",
+        "kl": "kl",
+        "lm_loss": "loss",
+        "tokens_per_second": "tokens/s",
+        "staleness/max": "age",
+        "async/ready_steps": "ready",
+        "async/generator_utilisation": "generator",
+        "async/learner_utilisation": "learner",
+        "async/speedup": "speed-up",
+        "async/speedup_bound": "of at most",
+    }
+    """Metrics of a plain line, with their labels; the last ones are of answers that are drawn beside the updates."""
 
     def __init__(
         self,
@@ -164,10 +157,9 @@ class TrainingProgress:
             console=self.console,
         )
         self._task = self._bar.add_task(title, total=total_steps, completed=step)
-        # what a run shows beyond the usual comes first: it is why it was asked for
-        self._dashboard = Dashboard(
-            {**{name: label for name, label in self.shown.items() if name not in WATCHED | _FACTS}, **WATCHED}
-        )
+        # what a run shows beyond the usual comes first: it is why it was asked for; the last line has the speed
+        beyond = {name: self.shown[name] for name in self.shown if name not in (*WATCHED, "tokens_per_second")}
+        self._dashboard = Dashboard({**beyond, **WATCHED})
         self._live = Live(
             Group(self._dashboard, self._bar),
             console=self.console,
@@ -200,9 +192,10 @@ class TrainingProgress:
         left = (now - before[1]) / (step - before[0]) * (self.total_steps - step)
         if left <= LONG_S:
             return
-        peak = metrics.get("peak_memory_bytes")
-        memory = "" if peak is None else f"; peak memory so far {float(peak) / 1e9:.2f} GB"
-        line = f"{how_long(left, self.total_steps - step, 'the other')}{memory}"
+        until = time.strftime("%H:%M", time.localtime(time.time() + left))
+        line = f"about {format_duration(left)} for the other {self.total_steps - step:,} steps, until {until}"
+        if (peak := metrics.get("peak_memory_bytes")) is not None:
+            line += f"; peak memory so far {float(peak) / 1e9:.2f} GB"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> TrainingProgress:
@@ -222,8 +215,7 @@ def describe_budgets(metrics: Mapping[str, Any]) -> str:
     return f"by free memory: {', '.join(most)}" if most else ""
 
 
-_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-_SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))  # Windows has two of them
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -279,13 +271,10 @@ def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) ->
     rows = read_metrics(metrics_jsonl)
     told = [f"{rows[-1]['step']:,} steps"] if rows else []
     for name in TOLD:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if len(values) > 1:
-            told.append(f"{WATCHED[name]} {format_score(values[0])} → {format_score(values[-1])}")
-        elif values:
-            told.append(f"{WATCHED[name]} {format_score(values[0])}")
-    peaks = [float(row["peak_memory_bytes"]) for row in rows if row.get("peak_memory_bytes") is not None]
-    if peaks:
+        values = [format_score(value) for _, value in numbers(rows, name)]
+        if values:
+            told.append(f"{WATCHED[name]} {' → '.join([values[0], *values[1:][-1:]])}")
+    if peaks := [value for _, value in numbers(rows, "peak_memory_bytes")]:
         told.append(f"peak memory {max(peaks) / 1e9:.2f} GB")
     width = max(map(len, places)) + 1
     record = Path(metrics_jsonl).with_name(RECORD_FILE)
