@@ -1,4 +1,4 @@
-"""Names that are importable from `rlhf_engine`, each from its module: the one list, for type checkers and for Python."""
+"""Names that `rlhf_engine` lends, each from its module: the one list, for type checkers and for Python."""
 
 from rlhf_engine.algorithms.base import Algorithm as Algorithm
 from rlhf_engine.algorithms.ppo import advantages as advantages

@@ -90,6 +90,7 @@ def push_folder(folder: Path, name: str, *, private: bool) -> str:
 @functools.cache
 def _fetched(name: str, weights: bool, /) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     match = _NAME.fullmatch(name)
     assert match is not None
@@ -101,8 +102,10 @@ def _fetched(name: str, weights: bool, /) -> Path:
             match[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
+        is_offline = isinstance(error, LocalEntryNotFoundError)
+        wanted = "in the Hub's cache, without a network" if is_offline else "of the Hub"
         why = " ".join(str(error).split())
-        raise ConfigError(f"expected a folder, or a model of the Hub or its cache, got {name!r}: {why}") from error
+        raise ConfigError(f"expected a folder, or a model {wanted}, got {name!r}: {why}") from error
     if weights and not any(Path(folder).glob(_WEIGHTS)):
         raise ConfigError(f"expected safetensors of {name!r}, got none")
     return Path(folder)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +11,7 @@ from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import Options, option, parse_size, required
 from rlhf_engine.config.rollout import AnswerOptions, EngineConfig
 from rlhf_engine.config.run import (
+    DEVICE,
     LARGEST_RANK,
     OPTIM_HELP,
     QUANTIZATION_HELP,
@@ -25,10 +25,7 @@ from rlhf_engine.config.run import (
     RewardModelOptions,
     RowOptions,
     RunOptions,
-    check_device,
-    check_repository,
     check_weights,
-    not_empty,
 )
 from rlhf_engine.config.train import Method
 from rlhf_engine.errors import ConfigError
@@ -37,8 +34,8 @@ BASE, REFERENCES = "base", "references"  # names of the base without an adapter,
 REWARD = "reward"  # the judge that prefers the answer with the higher reward
 CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}  # cards that `--gpu` knows by name, and their memory
 Format = Literal["merged", "peft", "sequence_classification"]
-_LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-_NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
+_LICENSE = (r"[A-Za-z0-9][A-Za-z0-9.+-]*", "a name such as apache-2.0")
+_NAME_OR_REVISION = (rf"{REPOSITORY[0]}(@[\w./-]+)?", "owner/name or owner/name@revision")
 
 Start = Literal["tutorial", "reward-function", "reward-model", "trl", "recipe:stories260k"]
 OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a model of the user's
@@ -214,7 +211,6 @@ class PlanConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("lora_target_modules", self.lora_target_modules)
         n = self.num_generations
         self.require("batch", self.batch % n == 0, f"a multiple of num_generations ({n})")
         least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
@@ -262,22 +258,21 @@ class ExportConfig(Options):
         None, "folder of the base, or its owner/name[@revision] on the Hub; none: as the source records it"
     )
     base_model: str | None = option(
-        None, "owner/name[@revision] by which others find the base; none: that of the Hub it came from"
+        None,
+        "owner/name[@revision] by which others find the base; none: that of the Hub it came from",
+        form=_NAME_OR_REVISION,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "dtype of merged weights; auto: the base's, and float32 with sequence_classification"
     )
-    license: str | None = option(None, "licence of the result in the card, as the Hub writes it, such as apache-2.0")
-    push_to_hub: str | None = option(None, "owner/name on the Hub to upload the folder to")
+    license: str | None = option(
+        None, "licence of the result in the card, as the Hub writes it, such as apache-2.0", form=_LICENSE
+    )
+    push_to_hub: str | None = option(None, "owner/name on the Hub to upload the folder to", form=REPOSITORY)
     private: bool = option(False, "push_to_hub: make a new repository private")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_name = self.license is None or _LICENSE.fullmatch(self.license)
-        self.require("license", bool(is_name), "a name such as apache-2.0")
-        is_name = self.base_model is None or _NAME_OR_REVISION.fullmatch(self.base_model)
-        self.require("base_model", bool(is_name), "owner/name or owner/name@revision")
-        check_repository(self.push_to_hub)
         if self.push_to_hub is None:
             self.require_unset(["private"], "without push_to_hub")
         if self.to == "peft":
@@ -300,7 +295,6 @@ class DemoConfig(RunOptions):
         None, "folder of an earlier demo, whose supervised model and prompts are taken in place of new ones"
     )
     quick: bool = option(False, "a few steps only, to see that everything runs")
-    json: bool = option(False, "print the summary as one JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +338,7 @@ class BenchConfig(Options):
     quick: bool = option(False, "small sizes, few rounds, nothing that compiles: about a minute on two CPU cores")
     full: bool = option(False, "every size of the grids")
     rounds: int | None = option(None, "rounds of which the median is taken; none: 20, or 5 with --quick", ge=5)
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    device: str = option("auto", DEVICE[1], form=DEVICE)
     isa: str | None = option(
         None, "hold the CPU's kernels, and other libraries, to an instruction set such as avx2; none: the best"
     )
@@ -357,7 +351,6 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_device(self.device)
         if self.op != "rollout":
             self.require_unset(["model"], "without the op rollout")
         if self.quick:
@@ -370,10 +363,6 @@ class ReportConfig(Options):
 
     POSITIONAL = ("run",)
 
-    run: list[str] = option([], "output folders of runs; may also be the first arguments")
+    run: list[str] = required("output folders of runs; may also be the first arguments")
     out: str = option("report.html", "the page, which needs nothing but a browser")
     title: str | None = option(None, "its heading; none: the run's name, or how many there are", is_text=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_empty("run", self.run)

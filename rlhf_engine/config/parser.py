@@ -89,6 +89,7 @@ def option(
     switches: Sequence[str] = (),
     alias: str | None = None,
     is_text: bool = False,
+    form: tuple[str, str] | None = None,
     **bounds: float,
 ) -> Any:
     """Make a dataclass field with its line of documentation, its bounds and its names as a flag.
@@ -99,12 +100,14 @@ def option(
         switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
         alias: second name of the flag and of the key in a file, such as one that Python keeps for itself; None: none.
         is_text: strings of any length, which name no file.
+        form: regular expression of the whole string, and how messages describe it; None: any string.
         bounds: bounds of a number by name: `ge`, `gt`, `le` and `lt`.
 
     Returns:
         The field.
     """
     metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias, "is_text": is_text}
+    metadata |= {"form": form}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -112,7 +115,7 @@ def option(
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
     """Make an `option` without a default."""
-    return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
+    return option(dataclasses.MISSING, help, switches=switches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +136,12 @@ class Options:
         for field in dataclasses.fields(self):
             value = _typed(field.name, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-            if not field.metadata.get("is_text"):
+            if value == [] and _default(field) != []:
+                raise ConfigError(f"{field.name}: expected something that is not empty, got []")
+            if not field.metadata["is_text"]:
                 _require_names(field.name, value)
-            bounds = dict(field.metadata.get("bounds", {}))
+            _require_form(field.name, field.metadata["form"], value)
+            bounds = dict(field.metadata["bounds"])
             if type(value) is int and not {"le", "lt"} & set(bounds):
                 bounds["le"] = _LARGEST_INT
             for bound, limit in bounds.items():
@@ -296,6 +302,12 @@ def _require_names(name: str, value: Any) -> None:
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 shown = text if len(text) <= 60 else f"{text[:59]}…"
                 raise ConfigError(f"{name}: expected a path, got {shown!r}: {error.strerror}") from error
+
+
+def _require_form(name: str, form: tuple[str, str] | None, value: Any) -> None:
+    """Raise ConfigError for a string of another form."""
+    if form is not None and isinstance(value, str) and re.fullmatch(form[0], value) is None:
+        raise ConfigError(f"{name}: expected {form[1]}, got {value!r}")
 
 
 # ---- flags -------------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ QUANTIZATION_HELP = "frozen backbones in 8 or 4 bits (nf4) through bitsandbytes"
 LARGEST_SEED = 2**32 - 1
 """Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
 LARGEST_RANK = 2**14  # largest rank of an adapter: more than the width of most models, at which it is no low rank
-REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"  # pattern of owner/name on the Hub
+REPOSITORY = (r"\w[\w.-]*/\w[\w.-]*", "owner/name")
+DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")
+"""Forms of options: a repository of the Hub, and a device."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -57,11 +59,7 @@ class ModelOptions(RunOptions):
 
     model_name_or_path: str = required("folder of the base model, or its owner/name[@revision] on the Hub")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_device(self.device)
+    device: str = option("auto", DEVICE[1], form=DEVICE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,9 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     push_to_hub: str | None = option(
-        None, "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public"
+        None,
+        "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public",
+        form=REPOSITORY,
     )
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
@@ -183,8 +183,6 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_repository(self.push_to_hub)
-        not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
             self.require_unset(["adam_epsilon"], "with optim adafactor, which does not read it")
         self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
@@ -212,28 +210,10 @@ class HeldOutOptions(Options):
         return self.eval_dataset_name if isinstance(self.eval_dataset_name, float) else None
 
 
-def not_empty(name: str, value: str | list[Any]) -> None:
-    """Raise ConfigError, naming the option, for an empty list."""
-    if not value:
-        raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
-
-
 def check_weights(weights: list[float] | None, sources: Sequence[Any]) -> None:
     """Raise ConfigError for weights that are not one for each reward source."""
     if weights is not None and len(weights) != len(sources):
         raise ConfigError(f"reward_weights: expected {len(sources)} numbers, one per reward source, got {len(weights)}")
-
-
-def check_repository(name: str | None) -> None:
-    """Raise ConfigError for what names no repository of the Hub; None names none on purpose."""
-    if name is not None and re.fullmatch(REPOSITORY, name) is None:
-        raise ConfigError(f"push_to_hub: expected owner/name, got {name!r}")
-
-
-def check_device(name: str) -> None:
-    """Raise ConfigError for what is no device's name."""
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
 
 
 def adapter_dtype(optim: Optim) -> Dtype:

@@ -22,7 +22,6 @@ from rlhf_engine.config.run import (
     RewardModelOptions,
     TrainingOptions,
     check_weights,
-    not_empty,
 )
 from rlhf_engine.errors import ConfigError
 
@@ -108,7 +107,6 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("reward_funcs", self.reward_funcs)
         check_weights(self.reward_weights, self.reward_funcs)
         if self.unfinished[1] is None:
             object.__setattr__(self, "missing_eos_penalty", self.unfinished[0])

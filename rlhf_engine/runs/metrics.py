@@ -23,6 +23,7 @@ import math
 import numbers
 import os
 import platform
+import re
 import resource
 import secrets
 import subprocess
@@ -144,16 +145,7 @@ def run_record(
 
 def git_commit(file: Path) -> dict[str, Any] | None:
     """Commit of the checkout that tracks `file`, and whether it is dirty or a rehearsal; None outside of one."""
-    commit = _git_commit(file)
-    return {**(commit or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else commit
 
-
-def is_rehearsal() -> bool:
-    """Whether this process rehearses measurements without their device (`bench/gpu/measure.py --rehearse`)."""
-    return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
-
-
-def _git_commit(file: Path) -> dict[str, Any] | None:
     def git(*arguments: str) -> str | None:
         # no lock that a killed process would leave behind
         command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
@@ -163,10 +155,16 @@ def _git_commit(file: Path) -> dict[str, Any] | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", file.name) is None:
-        return None
-    commit = git("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno"))}
+    commit = None if git("ls-files", "--error-unmatch", file.name) is None else git("rev-parse", "HEAD")
+    state = {"commit": commit, "dirty": commit is None or bool(git("status", "--porcelain", "-uno"))}
+    if is_rehearsal():
+        return {**state, "rehearsed": True}
+    return None if commit is None else state
+
+
+def is_rehearsal() -> bool:
+    """Whether this process rehearses measurements without their device (`bench/gpu/measure.py --rehearse`)."""
+    return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
 
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
@@ -256,11 +254,10 @@ def write_atomic(path: Path, content: bytes) -> None:
 def cpu_name() -> str:
     """Model of the CPU, as the system calls it."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    name = (
+        re.search(r"^model name\s*:(.*)$", info.read_text(errors="replace"), re.MULTILINE) if info.is_file() else None
+    )
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 # ---- phases of a step ------------------------------------------------------------------------------------------------

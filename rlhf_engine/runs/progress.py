@@ -114,7 +114,7 @@ class _Console(Console):
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
-    SHOWN: ClassVar = {
+    SHOWN: ClassVar[dict[str, str]] = {
         "reward": "reward",
         "kl": "kl",
         "lm_loss": "loss",

@@ -253,7 +253,7 @@ def test_axes_end_beyond_their_values_and_have_ticks_within():
 
 def test_requests_that_cannot_be_served(capsys):
     for argv, message in [
-        ([], "run: expected something that is not empty"),
+        ([], "missing required option: --run"),
         (["nowhere"], "run: expected a folder with metrics.jsonl and run.json, got 'nowhere'"),
         (["nowhere", "--oot", "x"], "unknown option --oot; did you mean --out"),
     ]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,11 +36,11 @@ def run(argv: Sequence[str]) -> int:
                 bars[phase].update(step, metrics)
 
         result, before, after = run_demo(config, on_step)
-    _print_demo(result, before, after, config.algorithm, config.json)
+    _print_demo(result, before, after, config.algorithm)
     return 0
 
 
-def _print_demo(result: dict[str, Any], before: Any, after: Any, algorithm: str, as_json: bool) -> None:
+def _print_demo(result: dict[str, Any], before: Any, after: Any, algorithm: str) -> None:
     from rich.console import Console
 
     from rlhf_engine.runs.text import summary_table
@@ -73,5 +72,3 @@ def _print_demo(result: dict[str, Any], before: Any, after: Any, algorithm: str,
         highlight=False,
         soft_wrap=True,  # a command is copied as one line
     )
-    if as_json:
-        print(json.dumps(result))
