@@ -145,7 +145,7 @@ def test_without_a_network_the_cache_serves_or_one_line_says_how(server, monkeyp
     ):
         load_tokenizer("small/other")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"^{wanted} 'small/third@v1': .*'HF_HUB_OFFLINE=0'"):
+    with pytest.raises(ConfigError, match=f"^{wanted} 'small/third@v1': .*'HF_HUB_OFFLINE=0'.*; `hf down"):
         load_tokenizer("small/third@v1")
 
 

@@ -89,53 +89,46 @@ def print_examination(state: dict[str, Any]) -> None:
 
     from rlhf_engine.runs.text import summary_table
 
-    console = Console()
-    console.print(f"rlhf-engine {state['version']}, Python {state['python']}, {state['device']}", highlight=False)
-    console.print(", ".join(f"{n} {v or 'missing'}" for n, v in state["versions"].items()), highlight=False)
+    print(f"rlhf-engine {state['version']}, Python {state['python']}, {state['device']}")
+    print(", ".join(f"{n} {v or 'missing'}" for n, v in state["versions"].items()))
     cpu = dict(state["cpu"])
     n_threads = cpu.pop("threads")
-    console.print(f"CPU: {cores.Cores(**cpu)}, {n_threads} threads", highlight=False)
-    console.print(f"native C++ extension: {state['native_extension']}", highlight=False)
+    print(f"CPU: {cores.Cores(**cpu)}, {n_threads} threads")
+    print(f"native C++ extension: {state['native_extension']}")
     rows = {op: (row["auto"], state["ops"]["bfloat16"][op]["auto"]) for op, row in state["ops"]["float32"].items()}
-    console.print(summary_table("Kernel backend per op (auto)", ("float32", "bfloat16"), rows))
+    Console().print(summary_table("Kernel backend per op (auto)", ("float32", "bfloat16"), rows))
     table = state["kernel_table"]
     measured = f"measured on {table['machine']}" if table["machine"] else "nothing measured for this instruction set"
-    console.print(f"kernel table: {table['source']}, {measured}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"packed copies of frozen weights: up to {state['packed_weights_mib']} MiB ({packed.ENVIRONMENT_VARIABLE})",
-        highlight=False,
-    )
+    print(f"kernel table: {table['source']}, {measured}")
+    packed_mib = f"{state['packed_weights_mib']} MiB ({packed.ENVIRONMENT_VARIABLE})"
+    print(f"packed copies of frozen weights: up to {packed_mib}")
     for dtype, ops in state["ops"].items():
         for why in dict.fromkeys(row["why"] for row in ops.values()):
             names = ", ".join(op for op, row in ops.items() if row["why"] == why)
-            console.print(f"  {dtype} {names}: {why}", markup=False, highlight=False, soft_wrap=True)
+            print(f"  {dtype} {names}: {why}")
     attention = dict(state["attention"])
     why = attention.pop("why")
     paths = ", ".join(f"{name}: {path}" for name, path in attention.items())
-    console.print(f"packed sequences, {paths} ({why})", markup=False, highlight=False, soft_wrap=True)
+    print(f"packed sequences, {paths} ({why})")
     for name, version in state["optional"].items():
-        console.print(f"{name}: {version or 'not installed, ' + _OPTIONAL[name]}", markup=False, highlight=False)
+        print(f"{name}: {version or 'not installed, ' + _OPTIONAL[name]}")
 
 
 def measure_kernels(path: Path) -> None:
     """Time our own backends here for half a minute and write a kernel table, which is used where it is named."""
-    from rich.console import Console
     from rlhf_bench.kernel_table import measure
     from rlhf_kernels.runtime import kernel_table
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"measure: expected the path of a file in a folder that is there, got {str(path)!r}")
-    console = Console()
     made = measure()
     kernel_table.write(path, made.entries, made.machines)
     chosen = {b: sum(entry.backend == b for entry in made.entries) for b in kernel_table.CANDIDATES}
     counts = ", ".join(f"{n} times {b}" for b, n in chosen.items())
-    console.print(f"{path}: {len(made.entries)} entries for {', '.join(made.machines)}, {counts}", highlight=False)
+    print(f"{path}: {len(made.entries)} entries for {', '.join(made.machines)}, {counts}")
     for case in made.left_out:
-        console.print(f"  no time left for {case}", markup=False, highlight=False)
-    console.print(
-        f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}", markup=False, highlight=False, soft_wrap=True
-    )
+        print(f"  no time left for {case}")
+    print(f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}")
 
 
 def bench(argv: Sequence[str]) -> int:

@@ -357,13 +357,12 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
     fields, hints, aliases = _fields(cls), typing.get_type_hints(cls), _aliases(cls)
     switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
     switches |= {f"no_{n}": (n, False) for n in fields if bool in _alternatives(hints[n])}
+    switches |= {name: (name, True) for name in ("help", "help_all", "print_config")}
     values: dict[str, Any] = {}
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        if token in ("-h", "--help"):
-            values["help"] = True
-            continue
+        token = "--help" if token == "-h" else token
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}: expected an option that starts with --")
         name, equals, attached = token[2:].partition("=")
@@ -372,10 +371,10 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
         raw = [attached] if equals else []
         while not equals and tokens and not tokens[0].startswith("--") and tokens[0] != "-h":
             raw.append(tokens.pop(0))
-        if name in switches or name in ("print_config", "help_all"):
+        if name in switches:
             if raw:
                 raise ConfigError(f"{name}: expected no value, got {' '.join(raw)!r}")
-            key, value = switches.get(name, (name, True))
+            key, value = switches[name]
         elif name == "config":
             key, value = name, _only(name, "the path of a YAML file", raw)
         elif name in fields:
@@ -530,19 +529,15 @@ def _help(cls: type[Options], prog: str | None, *, everything: bool) -> str:
         add_help=False,
     )
     fields, hints, shown = _fields(cls), typing.get_type_hints(cls), set[str]()
-    if not everything:
-        group = parser.add_argument_group("options that are used most")
-        for each in cls.FIRST:
-            _add_to_help(group, fields[each], hints[each])
-        shown = set(cls.FIRST)
+    sections: list[tuple[str, Sequence[str]]] = [] if everything else [("options that are used most", cls.FIRST)]
     for section in cls.__mro__ if everything else ():
-        own = [f for n, f in fields.items() if n in inspect.get_annotations(section) and n not in shown]
-        if own:
-            title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
-            group = parser.add_argument_group(title)
-            for field in own:
-                _add_to_help(group, field, hints[field.name])
-            shown |= {field.name for field in own}
+        title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
+        sections.append((title, [n for n in fields if n in inspect.get_annotations(section)]))
+    for title, names in sections:
+        group = parser.add_argument_group(title)  # one without options is not shown
+        for each in [n for n in names if n not in shown]:
+            _add_to_help(group, fields[each], hints[each])
+        shown |= set(names)
     group = parser.add_argument_group("of every command")
     group.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")
     group.add_argument("--print_config", action="store_true", help="print the resolved options as YAML and stop")

@@ -270,30 +270,24 @@ def comparison(
     names: Sequence[str], configs: Sequence[Mapping[str, Any]], numbers_of: Sequence[Sequence[Headline]]
 ) -> dict[str, Any]:
     """Columns and rows of the table that compares runs: options in which they differ, then headline numbers."""
-    options = differing_options(configs)
     by_label = [{h.label: h for h in one} for one in numbers_of]
     named = {h.label for one in numbers_of for h in one if not h.is_minor}
     shown = {h.label: h for one in numbers_of for h in one if h.label in named}
-    best = {label: _best([one.get(label) for one in by_label], h.better) for label, h in shown.items()}
-
-    def in_order(chosen: list[Any], reached: list[Any]) -> list[Any]:
-        # a few options name a run; many would push its numbers out of sight
-        return chosen + reached if len(options) <= _FEW else reached + chosen
-
-    heads = [{"label": option, "is_option": True} for option in options]
+    options: list[dict[str, Any]] = [
+        {"label": name, "is_option": True, "cells": [_option(config[name]) for config in configs]}
+        for name in differing_options(configs)
+    ]
+    reached = [
+        {"label": h.label, "unit": h.unit, "is_option": False, "cells": _numbers([one.get(label) for one in by_label])}
+        for label, h in shown.items()
+    ]
+    # a few options name a run; many would push its numbers out of sight
+    columns = options + reached if len(options) <= _FEW else reached + options
     rows = [
-        {
-            "name": name,
-            "colour": COLOURS[i % len(COLOURS)],
-            "cells": in_order(
-                [_option(configs[i][option]) for option in options],
-                [_number(by_label[i].get(label), best[label]) for label in shown],
-            ),
-        }
+        {"name": name, "colour": COLOURS[i % len(COLOURS)], "cells": [column["cells"][i] for column in columns]}
         for i, name in enumerate(names)
     ]
-    numbers = [{"label": h.label, "unit": h.unit, "is_option": False} for h in shown.values()]
-    return {"columns": in_order(heads, numbers), "rows": rows}
+    return {"columns": columns, "rows": rows}
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -302,22 +296,23 @@ def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in shared if name not in _PLACES and len({repr(config[name]) for config in configs}) > 1]
 
 
-def _best(headlines_of: Sequence[Headline | None], better: int) -> float | None:
-    values = [h.value for h in headlines_of if h is not None]
-    if not better or len(set(values)) < 2:
-        return None
-    return max(values) if better > 0 else min(values)
-
-
-def _number(h: Headline | None, best: float | None) -> dict[str, Any]:
-    if h is None:
-        return {"text": "–", "sort": None, "is_best": False, "is_option": False}
-    return {"text": format_value(h.value), "sort": repr(h.value), "is_best": h.value == best, "is_option": False}
+def _numbers(of_runs: Sequence[Headline | None]) -> list[dict[str, Any]]:
+    """Cells of a headline number, the best marked where one is better than another."""
+    values = [h.value * h.better for h in of_runs if h is not None]
+    best = max(values) if len(set(values)) > 1 else None
+    return [
+        _cell("–") if h is None else _cell(format_value(h.value), repr(h.value), is_best=h.value * h.better == best)
+        for h in of_runs
+    ]
 
 
 def _option(value: Any) -> dict[str, Any]:
     sort = repr(float(value)) if isinstance(value, (int, float)) else None
-    return {"text": "–" if value is None else str(value), "sort": sort, "is_best": False, "is_option": True}
+    return _cell("–" if value is None else str(value), sort, is_option=True)
+
+
+def _cell(text: str, sort: str | None = None, *, is_best: bool = False, is_option: bool = False) -> dict[str, Any]:
+    return {"text": text, "sort": sort, "is_best": is_best, "is_option": is_option}
 
 
 SHORTEST = 5.0  # least seconds between two pages

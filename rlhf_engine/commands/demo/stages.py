@@ -36,8 +36,6 @@ _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
 """Files that RL reads from a folder that `make_start` has filled."""
 
-OnStep = Callable[[str, int, int, dict[str, float]], None]  # on_step(phase, step, total, metrics)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSize:
@@ -55,7 +53,7 @@ class DemoSize:
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, rl_steps=2)
 
 
-def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[dict[str, Any], Answers, Answers]:
+def run_demo(config: DemoConfig) -> tuple[dict[str, Any], Answers, Answers]:
     """Run all four parts; returns the result and the held-out answers of SFT and of RL."""
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
@@ -65,18 +63,12 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[dict[str, Any], Answe
         sft_metrics = _read_start(start, output)
     _fresh_folder(output)
     if config.start is None:
-        sft_metrics = make_start(
-            output,
-            size,
-            seed=config.seed,
-            kernels=config.kernels,
-            on_step=lambda step, metrics: on_step("sft", step, size.sft_steps, metrics),
-        )
+        sft_metrics = make_start(output, size, seed=config.seed, kernels=config.kernels)
     seconds_sft = time.perf_counter() - began
     trainer = RlTrainer(_rl_config(config, size, start))
     before = heldout_answers(trainer, "reference")
     rl_began = time.perf_counter()
-    trainer.run(lambda step, metrics: on_step("rl", step, size.rl_steps, metrics))
+    trainer.run()
     seconds_rl = time.perf_counter() - rl_began
     after = heldout_answers(trainer, "actor")
     held = trainer.model.held_parameters()
