@@ -23,22 +23,38 @@ import rlhf_engine
 from rlhf_engine.config.launch import launched, launched_rank
 from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
-_USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
+_COMMANDS = {
+    "demo": ("demo:run", "train and judge a small model from scratch in a minute or two on a CPU"),
+    "init": ("init:run", "a folder to begin with, with data, options and a reward: init tutorial FOLDER"),
+    "sft": ("training:sft", "supervised fine-tuning with a reward head: --full writes a new base, --lora a slot"),
+    "reward": ("training:reward", "a reward model: --lora on a slot of the frozen base, --full for comparison"),
+    "train": ("training:train", "RL: actor, critic, reference and reward on one frozen backbone"),
+    "generate": ("generate:run", "answers of a model, with or without an adapter"),
+    "evaluate": (
+        "results:evaluate",
+        "several models on the same prompts: rewards, win rates, KL, texts, and a page to compare and rate",
+    ),
+    "export": (
+        "results:export",
+        "a trained adapter or reward model for other libraries: export RUN --to merged --output_dir OUT",
+    ),
+    "report": ("results:report", "a page of one run or several, for a browser: report RUN… [--out report.html]"),
+    "plan": ("plan:run", "how much memory each method takes, and the largest batch that fits: plan --model llama-7b"),
+    "doctor": (
+        "kernels:doctor",
+        "versions, device, which kernel backend serves which op and why; --measure [PATH] times them here",
+    ),
+    "bench": ("kernels:bench", "time, memory and error of the kernels: bench [OP] [--quick]"),
+}
+"""Command → function of this package, which takes the arguments and returns the exit code, and its line of help."""
+_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
+"""Commands that several processes would only do several times, into the same files."""
+_LINES = "\n".join(f"  {name:<10} {line}" for name, (_, line) in _COMMANDS.items())
+_USAGE = f"""usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
 first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine train --help` is for a model of yours
 
-  demo       train and judge a small model from scratch in a minute or two on a CPU
-  init       a folder to begin with, with data, options and a reward: init tutorial FOLDER
-  sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
-  reward     a reward model: --lora on a slot of the frozen base, --full for comparison
-  train      RL: actor, critic, reference and reward on one frozen backbone
-  generate   answers of a model, with or without an adapter
-  evaluate   several models on the same prompts: rewards, win rates, KL, texts, and a page to compare and rate
-  export     a trained adapter or reward model for other libraries: export RUN --to merged --output_dir OUT
-  report     a page of one run or several, for a browser: report RUN… [--out report.html]
-  plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
-  doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
-  bench      time, memory and error of the kernels: bench [OP] [--quick]
+{_LINES}
 
 rlhf-engine COMMAND --help lists the options that are used most, --help_all all of them."""
 
@@ -61,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name in _ALONE and launched() > 1:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
-        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{_COMMANDS[name]}")(rest)
+        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{_COMMANDS[name][0]}")(rest)
         return code
     except KeyboardInterrupt:
         print(
@@ -126,24 +142,3 @@ def _fail(name: str, error: Exception, code: int) -> int:
             print(cause.trace, file=sys.stderr)
     print(f"rlhf-engine {name}{rank}: {' '.join(text.split())}", file=sys.stderr)
     return code
-
-
-_COMMANDS = {
-    "demo": "demo:run",
-    "init": "init:run",
-    "sft": "training:sft",
-    "reward": "training:reward",
-    "train": "training:train",
-    "generate": "generate:run",
-    "evaluate": "results:evaluate",
-    "export": "results:export",
-    "report": "results:report",
-    "plan": "plan:run",
-    "doctor": "kernels:doctor",
-    "bench": "kernels:bench",
-}
-"""Command → module and function of this package, which takes the arguments and returns the exit code."""
-
-
-_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
-"""Commands that several processes would only do several times, into the same files."""

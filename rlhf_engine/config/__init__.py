@@ -4,7 +4,6 @@
 """
 
 from rlhf_engine.config.commands import (
-    CARDS,
     BenchConfig,
     DemoConfig,
     EvaluateConfig,
@@ -14,13 +13,12 @@ from rlhf_engine.config.commands import (
     PlanConfig,
     ReportConfig,
 )
-from rlhf_engine.config.parser import parse_config, parse_size
+from rlhf_engine.config.parser import parse_config
 from rlhf_engine.config.run import Kernels
 from rlhf_engine.config.supervised import RewardConfig, SFTConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
-    "CARDS",
     "BenchConfig",
     "DemoConfig",
     "EvaluateConfig",
@@ -35,5 +33,4 @@ __all__ = [
     "SFTConfig",
     "TrainConfig",
     "parse_config",
-    "parse_size",
 ]

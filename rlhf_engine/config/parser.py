@@ -92,19 +92,11 @@ def option(
     form: tuple[str, str] | None = None,
     **bounds: float,
 ) -> Any:
-    """Make a dataclass field with its line of documentation, its bounds and its names as a flag.
+    """Make a dataclass field with its line of `--help`, its bounds (`ge`, `gt`, `le`, `lt`) and its names as a flag.
 
-    Args:
-        default: value where the option is not given. A list is copied for each config.
-        help: line of `--help`.
-        switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
-        alias: second name of the flag and of the key in a file, such as one that Python keeps for itself; None: none.
-        is_text: strings of any length, which name no file.
-        form: regular expression of the whole string, and how messages describe it; None: any string.
-        bounds: bounds of a number by name: `ge`, `gt`, `le` and `lt`.
-
-    Returns:
-        The field.
+    Of a field with a fixed set of values, those in `switches` are also flags of their own (`--full`). `alias` is a
+    second name of the flag and of the key in a file. Texts (`is_text`) have any length and name no file. `form` is a
+    regular expression of a whole string, and how messages describe it.
     """
     metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias, "is_text": is_text}
     metadata |= {"form": form}
@@ -569,18 +561,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_size(name: str, text: str) -> int:
-    """Number of bytes of a size such as `80GB`, `24 GiB`, `500MB` or `0GB`.
-
-    Args:
-        name: name of the option, for messages.
-        text: a number and a unit: B, KB to TB (powers of 1000), or KiB to TiB (powers of 1024).
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        ConfigError: any other text.
-    """
+    """Number of bytes of a size such as `80GB` or `24 GiB`, of option `name`; ConfigError for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")

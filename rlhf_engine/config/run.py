@@ -135,7 +135,9 @@ class TrainingOptions(DataOptions, ModelOptions):
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
     )
-    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
+    save_steps: int = option(
+        50, "a checkpoint every so many steps, to go on from; 0: none but that of train and reward at the end", ge=0
+    )
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(
         None,
@@ -156,7 +158,10 @@ class TrainingOptions(DataOptions, ModelOptions):
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(
-        None, "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1", ge=0
+        None,
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
+        "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        ge=0,
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     max_tokens_per_micro_batch: int | None = option(

@@ -52,7 +52,6 @@ class SFTConfig(SupervisedOptions):
     )
 
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
-    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,12 +68,6 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
-    max_grad_norm: float | None = option(
-        None,
-        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
-        "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
-        ge=0,
-    )
 
     dry_run: bool = option(
         False,

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -52,53 +52,6 @@ def course(values: array[float]) -> str:
     means = np.array([part.mean() for part in np.array_split(numbers, min(len(numbers), COURSE_WIDTH))])
     height = (means - means.min()) / (np.ptp(means) or 1.0)
     return "".join(_BLOCKS[int(x * (len(_BLOCKS) - 1) + 0.5)] for x in height)
-
-
-class Dashboard:
-    """A rich renderable: a row per number, then the share of each phase in the time, memory and speed."""
-
-    def __init__(self, watched: Mapping[str, str]) -> None:
-        """watched: metric → label."""
-        self.watched = dict(watched)
-        self._courses: dict[str, array[float]] = {}
-        self._phases: dict[str, float] = {}
-        self._latest: dict[str, Any] = {}
-
-    def update(self, metrics: Mapping[str, Any]) -> None:
-        """The metrics of one step. What is not a finite number has no place in a course, and is shown as it is."""
-        self._latest.update(metrics)
-        for name in self.watched:
-            value = metrics.get(name)
-            if isinstance(value, (int, float)) and abs(value) < float("inf"):
-                self._courses.setdefault(name, array("d")).append(float(value))
-        for name, label in PHASES.items():
-            if isinstance(metrics.get(name), (int, float)):
-                self._phases[label] = self._phases.get(label, 0.0) + float(metrics[name])
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Taller terminals show all, others as much as leaves room for the bar."""
-        if not self._courses:
-            return
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        table.add_column("")
-        table.add_column("now", justify="right")
-        table.add_column("so far", no_wrap=True)
-        rows = [name for name in self.watched if name in self._courses]
-        for name in rows[: max(1, console.size.height - 5)]:
-            blocks = Text(course(self._courses[name]), style="cyan")
-            table.add_row(self.watched[name], format_value(self._latest[name]), blocks)
-        yield table
-        yield Text(self._facts(), style="dim", overflow="ellipsis", no_wrap=True)
-
-    def _facts(self) -> str:
-        phases = dict(self._phases)  # another thread may add to it
-        total = sum(phases.values())
-        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
-        if (peak := self._latest.get("peak_memory_bytes")) is not None:
-            facts.append(f"peak {float(peak) / 1e9:.2f} GB")
-        if (speed := self._latest.get("tokens_per_second")) is not None:
-            facts.append(f"{format_value(float(speed))} tokens/s")
-        return "   ".join(facts)
 
 
 LONG_S = 60.0  # seconds from which on a run says after two steps how long the others will take
@@ -159,9 +112,12 @@ class TrainingProgress:
         self._task = self._bar.add_task(title, total=total_steps, completed=step)
         # what a run shows beyond the usual comes first: it is why it was asked for; the last line has the speed
         beyond = {name: self.shown[name] for name in self.shown if name not in (*WATCHED, "tokens_per_second")}
-        self._dashboard = Dashboard({**beyond, **WATCHED})
+        self._watched = {**beyond, **WATCHED}
+        self._courses: dict[str, array[float]] = {}
+        self._phases: dict[str, float] = {}
+        self._latest: dict[str, Any] = {}
         self._live = Live(
-            Group(self._dashboard, self._bar),
+            get_renderable=self._dashboard,
             console=self.console,
             refresh_per_second=4,
             redirect_stdout=sys.stdout.isatty(),
@@ -174,7 +130,7 @@ class TrainingProgress:
             self._chosen = chosen
             self.console.print(chosen, markup=False, highlight=False, soft_wrap=True)
         if not self.plain:
-            self._dashboard.update(metrics)
+            self._remember(metrics)
             self._bar.update(self._task, completed=step)
             return
         shown = [f"{label} {format_score(metrics[name])}" for name, label in self.shown.items() if name in metrics]
@@ -197,6 +153,38 @@ class TrainingProgress:
         if (peak := metrics.get("peak_memory_bytes")) is not None:
             line += f"; peak memory so far {float(peak) / 1e9:.2f} GB"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _remember(self, metrics: Mapping[str, Any]) -> None:
+        """Take what the dashboard shows. What is no finite number has no place in a course, and is shown as it is."""
+        self._latest.update(metrics)
+        for name in self._watched:
+            value = metrics.get(name)
+            if isinstance(value, (int, float)) and abs(value) < float("inf"):
+                self._courses.setdefault(name, array("d")).append(float(value))
+        for name, label in PHASES.items():
+            if isinstance(metrics.get(name), (int, float)):
+                self._phases[label] = self._phases.get(label, 0.0) + float(metrics[name])
+
+    def _dashboard(self) -> Group:
+        """A row per number, as many as leave room for the bar; shares of phases in the time, memory, speed; the bar."""
+        names = [name for name in self._watched if name in self._courses]
+        if not names:
+            return Group(self._bar)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        table.add_column("now", justify="right")
+        table.add_column("so far", no_wrap=True)
+        for name in names[: max(1, self.console.size.height - 5)]:
+            blocks = Text(course(self._courses[name]), style="cyan")
+            table.add_row(self._watched[name], format_value(self._latest[name]), blocks)
+        phases = dict(self._phases)  # another thread may add to it
+        total = sum(phases.values())
+        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
+        if (peak := self._latest.get("peak_memory_bytes")) is not None:
+            facts.append(f"peak {float(peak) / 1e9:.2f} GB")
+        if (speed := self._latest.get("tokens_per_second")) is not None:
+            facts.append(f"{format_value(float(speed))} tokens/s")
+        return Group(table, Text("   ".join(facts), style="dim", overflow="ellipsis", no_wrap=True), self._bar)
 
     def __enter__(self) -> TrainingProgress:
         if not self.plain:
