@@ -102,12 +102,12 @@ def _fetched(name: str, weights: bool, /) -> Path:
             match[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
-        wanted, hint = "of the Hub", ""
+        wanted, hint = "a folder, or a model of the Hub", ""
         if isinstance(error, LocalEntryNotFoundError):
-            wanted = "in the Hub's cache, without a network"
+            wanted = "a folder, or a model in the Hub's cache, without a network"
             hint = f"; `hf download {name.replace('@', ' --revision ')}` fetches it"
         why = " ".join(str(error).split())
-        raise ConfigError(f"expected a folder, or a model {wanted}, got {name!r}: {why}{hint}") from error
+        raise ConfigError(f"expected {wanted}, got {name!r}: {why}{hint}") from error
     if weights and not any(Path(folder).glob(_WEIGHTS)):
         raise ConfigError(f"expected safetensors of {name!r}, got none")
     return Path(folder)

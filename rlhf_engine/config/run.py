@@ -135,9 +135,7 @@ class TrainingOptions(DataOptions, ModelOptions):
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
     )
-    save_steps: int = option(
-        50, "a checkpoint every so many steps, to go on from; 0: none but that of train and reward at the end", ge=0
-    )
+    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none on the way", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(
         None,
