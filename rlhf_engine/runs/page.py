@@ -274,45 +274,24 @@ def comparison(
     named = {h.label for one in numbers_of for h in one if not h.is_minor}
     shown = {h.label: h for one in numbers_of for h in one if h.label in named}
     options: list[dict[str, Any]] = [
-        {"label": name, "is_option": True, "cells": [_option(config[name]) for config in configs]}
+        {"label": name, "is_option": True, "values": [config[name] for config in configs], "best": None}
         for name in differing_options(configs)
     ]
-    reached = [
-        {"label": h.label, "unit": h.unit, "is_option": False, "cells": _numbers([one.get(label) for one in by_label])}
-        for label, h in shown.items()
-    ]
+    reached: list[dict[str, Any]] = []
+    for label, h in shown.items():
+        values = [one[label].value if label in one else None for one in by_label]
+        distinct = {value for value in values if value is not None} if h.better else set()
+        best = None if len(distinct) < 2 else max(distinct) if h.better > 0 else min(distinct)
+        reached.append({"label": label, "unit": h.unit, "is_option": False, "values": values, "best": best})
     # a few options name a run; many would push its numbers out of sight
     columns = options + reached if len(options) <= _FEW else reached + options
-    rows = [
-        {"name": name, "colour": COLOURS[i % len(COLOURS)], "cells": [column["cells"][i] for column in columns]}
-        for i, name in enumerate(names)
-    ]
-    return {"columns": columns, "rows": rows}
+    return {"columns": columns, "rows": [(name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(names)]}
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the options that all runs have, with values that differ, except for where a run writes."""
     shared = [name for name in configs[0] if all(name in config for config in configs)]
     return [name for name in shared if name not in _PLACES and len({repr(config[name]) for config in configs}) > 1]
-
-
-def _numbers(of_runs: Sequence[Headline | None]) -> list[dict[str, Any]]:
-    """Cells of a headline number, the best marked where one is better than another."""
-    values = [h.value * h.better for h in of_runs if h is not None]
-    best = max(values) if len(set(values)) > 1 else None
-    return [
-        _cell("–") if h is None else _cell(format_value(h.value), repr(h.value), is_best=h.value * h.better == best)
-        for h in of_runs
-    ]
-
-
-def _option(value: Any) -> dict[str, Any]:
-    sort = repr(float(value)) if isinstance(value, (int, float)) else None
-    return _cell("–" if value is None else str(value), sort, is_option=True)
-
-
-def _cell(text: str, sort: str | None = None, *, is_best: bool = False, is_option: bool = False) -> dict[str, Any]:
-    return {"text": text, "sort": sort, "is_best": is_best, "is_option": is_option}
 
 
 SHORTEST = 5.0  # least seconds between two pages
