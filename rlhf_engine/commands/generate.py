@@ -22,42 +22,36 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
+    """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
     config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     prepare(config.kernels)
-    from rlhf_engine.rollout.answer import AnswerSession
+    from rich.console import Console
+
+    from rlhf_engine.rollout.answer import AnswerSession, summary
+    from rlhf_engine.rollout.generate import report_check
 
     with as_request_errors():
         begin_drawing(config)
         session = AnswerSession(config)
     print_what_was_left_out([session.report])
-    return show_answers(session)
-
-
-def show_answers(session: AnswerSession) -> int:
-    """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
-    from rich.console import Console
-
-    from rlhf_engine.rollout.answer import summary
-    from rlhf_engine.rollout.generate import report_check
-
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     if session.done:
-        errors.print(f"{len(session.done)} of {len(session.texts)} answers are in {session.config.out} already")
+        errors.print(f"{len(session.done)} of {len(session.texts)} answers are in {config.out} already")
     printer = _Printer(session)
     try:
-        if session.streams and not session.config.json:
+        if session.streams and not config.json:
             _stream(session)
         else:
             _collect(session, printer, errors)
     except KeyboardInterrupt:
         printer.flush()
-        held = "" if session.config.out is None else f" in {session.config.out}; --resume goes on"
+        held = "" if config.out is None else f" in {config.out}; --resume goes on"
         errors.print(f"rlhf-engine generate: stopped with {printer.seen} of {len(session.texts)} answers{held}")
         return INTERRUPTED
     if session.stats.tokens:
         errors.print(summary(session), markup=False)
-    if session.config.verify_rollout and session.stats.tokens:
-        errors.print(report_check(session.check()), markup=False)
+        if config.verify_rollout:
+            errors.print(report_check(session.check()), markup=False)
     return 0
 
 

@@ -33,12 +33,12 @@ def run(argv: Sequence[str]) -> int:
     from rlhf_engine.rollout import exactness
 
     with as_request_errors(), registry.use_exact(exactness.by_default(config.device)):
-        rows = [(method, row) for method, formula in formulas(config).items() for row in [as_row(formula, config)]]
+        rows = {method: as_row(formula, config) for method, formula in formulas(config).items()}
     if config.json:
-        for method, row in rows:
+        for method, row in rows.items():
             print(json.dumps({"method": method, **row, "options": config.to_dict()}))
-        return 0
-    _print(dict(rows), config)
+    else:
+        _print(rows, config)
     return 0
 
 
