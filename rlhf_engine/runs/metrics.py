@@ -355,11 +355,12 @@ class SampleLog:
 # ---- trackers --------------------------------------------------------------------------------------------------------
 
 
-class Trackers(contextlib.AbstractContextManager["Trackers"]):
-    """The open trackers of a run; none where none are asked for."""
+class Trackers(contextlib.ExitStack):
+    """The open trackers of a run, which its end finishes; none where none are asked for."""
 
     def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
         """Open the trackers of an output folder, which go on from `step`; ConfigError for one not installed."""
+        super().__init__()
         self._open: list[Any] = []
         if not names:
             return
@@ -382,6 +383,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
             if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes
                 tracker.store_init_configuration(plain)
             self._open.append(tracker)
+            self.callback(tracker.finish)
 
     @staticmethod
     def _names(names: Sequence[str], output: Path, step: int) -> dict[str, str]:
@@ -398,14 +400,6 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         values = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float)) and x - x == 0}
         for tracker in self._open:
             tracker.log(values, step=step)
-
-    def close(self) -> None:
-        for tracker in self._open:
-            tracker.finish()
-        self._open = []
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def require_trackers(names: Sequence[str]) -> None:

@@ -207,13 +207,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class StopSignals:
+class StopSignals(contextlib.ExitStack):
     """While entered, the first signal of a kind is a request, `asked`, and the second ends the process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.received: signal.Signals | None = None  # the first one, if any came
         self._seen: set[int] = set()
-        self._before: dict[signal.Signals, Any] = {}
 
     def asked(self) -> bool:
         """Whether the run is to stop."""
@@ -226,12 +226,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         handled = [s for s in _SIGNALS if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in handled}
+        for number in handled:
+            self.callback(signal.signal, number, signal.signal(number, self._handle))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self._seen:
