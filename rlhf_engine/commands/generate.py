@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
-from rlhf_engine.config import GenerateConfig, parse_config
+from rlhf_engine.config import GenerateConfig
 from rlhf_engine.errors import as_request_errors
 
 if TYPE_CHECKING:
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from rlhf_engine.rollout.answer import AnswerSession
 
 
-def run(argv: Sequence[str]) -> int:
+def run(config: GenerateConfig) -> int:
     """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
-    config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
     prepare(config.kernels)
     from rich.console import Console
 

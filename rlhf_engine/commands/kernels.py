@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 from rlhf_engine import __version__
 from rlhf_engine.commands.common import prepare
-from rlhf_engine.config import BenchConfig, parse_config
+from rlhf_engine.config import BenchConfig, DoctorConfig
 from rlhf_engine.config.launch import version_of
-from rlhf_engine.errors import ConfigError, as_request_errors
-
-_USAGE = """usage: rlhf-engine doctor [--json | --measure [PATH]]
-
-Versions, device, and which kernel backend serves which op and why.
-
-  --json            the same as one JSON object
-  --measure [PATH]  time the backends of every op here, and write a kernel table (default: kernel_table.json)"""
+from rlhf_engine.errors import as_request_errors
 
 _CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "datasets", "triton")
 _OPTIONAL = {
@@ -30,24 +23,16 @@ _OPTIONAL = {
 }
 
 
-def doctor(argv: Sequence[str]) -> int:
+def doctor(config: DoctorConfig) -> int:
     """Show versions, the device and the backend of each op, or time the backends."""
-    if "--help" in argv or "-h" in argv:
-        print(_USAGE)
-        return 0
-    option, *values = argv or [""]
-    if option not in ("", "--json", "--measure") or len(values) > (option == "--measure"):
-        raise ConfigError(f"doctor: expected no options, --json or --measure [PATH], got {list(argv)}")
     prepare("auto")
-    if option == "--measure":
+    if config.measure:
         with as_request_errors():
-            measure_kernels(Path(values[0] if values else "kernel_table.json"))
-        return 0
-    state = examine()
-    if option == "--json":
-        print(json.dumps(state))
+            measure_kernels(Path("kernel_table.json" if config.measure is True else config.measure))
+    elif config.json:
+        print(json.dumps(examine()))
     else:
-        print_examination(state)
+        print_examination(examine())
     return 0
 
 
@@ -131,15 +116,14 @@ def measure_kernels(path: Path) -> None:
     print(f"used with {kernel_table.ENVIRONMENT_VARIABLE}={path}")
 
 
-def bench(argv: Sequence[str]) -> int:
+def bench(config: BenchConfig) -> int:
     """Measure time, memory and error of the kernels."""
-    config = parse_config(BenchConfig, argv, prog="rlhf-engine bench")
     if config.isa is not None:
         from rlhf_bench.isa import is_held, run_held
 
         if not is_held(config.isa):
             with as_request_errors():
-                return run_held(config.isa, ["bench", *argv])
+                return run_held(config.isa, sys.argv[1:])
     prepare("auto")
     from rlhf_bench.command import run_bench
 

@@ -20,36 +20,43 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rlhf_engine
+from rlhf_engine.config import (
+    BenchConfig,
+    DemoConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    InitConfig,
+    PlanConfig,
+    ReportConfig,
+    RewardConfig,
+    SFTConfig,
+    TrainConfig,
+    parse_config,
+)
 from rlhf_engine.config.launch import launched, launched_rank
+from rlhf_engine.config.parser import Options
 from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
-_COMMANDS = {
-    "demo": ("demo:run", "train and judge a small model from scratch in a minute or two on a CPU"),
-    "init": ("init:run", "a folder to begin with, with data, options and a reward: init tutorial FOLDER"),
-    "sft": ("training:sft", "supervised fine-tuning with a reward head: --full writes a new base, --lora a slot"),
-    "reward": ("training:reward", "a reward model: --lora on a slot of the frozen base, --full for comparison"),
-    "train": ("training:train", "RL: actor, critic, reference and reward on one frozen backbone"),
-    "generate": ("generate:run", "answers of a model, with or without an adapter"),
-    "evaluate": (
-        "results:evaluate",
-        "several models on the same prompts: rewards, win rates, KL, texts, and a page to compare and rate",
-    ),
-    "export": (
-        "results:export",
-        "a trained adapter or reward model for other libraries: export RUN --to merged --output_dir OUT",
-    ),
-    "report": ("results:report", "a page of one run or several, for a browser: report RUN… [--out report.html]"),
-    "plan": ("plan:run", "how much memory each method takes, and the largest batch that fits: plan --model llama-7b"),
-    "doctor": (
-        "kernels:doctor",
-        "versions, device, which kernel backend serves which op and why; --measure [PATH] times them here",
-    ),
-    "bench": ("kernels:bench", "time, memory and error of the kernels: bench [OP] [--quick]"),
+_COMMANDS: dict[str, tuple[type[Options], str]] = {
+    "demo": (DemoConfig, "demo:run"),
+    "init": (InitConfig, "init:run"),
+    "sft": (SFTConfig, "training:sft"),
+    "reward": (RewardConfig, "training:reward"),
+    "train": (TrainConfig, "training:train"),
+    "generate": (GenerateConfig, "generate:run"),
+    "evaluate": (EvaluateConfig, "results:evaluate"),
+    "export": (ExportConfig, "results:export"),
+    "report": (ReportConfig, "results:report"),
+    "plan": (PlanConfig, "plan:run"),
+    "doctor": (DoctorConfig, "kernels:doctor"),
+    "bench": (BenchConfig, "kernels:bench"),
 }
-"""Command → function of this package, which takes the arguments and returns the exit code, and its line of help."""
+"""Command → its options, and the function of this package that takes them and returns the exit code."""
 _ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
-_LINES = "\n".join(f"  {name:<10} {line}" for name, (_, line) in _COMMANDS.items())
+_LINES = "\n".join(f"  {name:<10} {(cls.__doc__ or '').splitlines()[0]}" for name, (cls, _) in _COMMANDS.items())
 _USAGE = f"""usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
 first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine train --help` is for a model of yours
@@ -77,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name in _ALONE and launched() > 1:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
-        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{_COMMANDS[name][0]}")(rest)
+        cls, place = _COMMANDS[name]
+        config = parse_config(cls, rest, prog=f"rlhf-engine {name}")
+        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{place}")(config)
         return code
     except KeyboardInterrupt:
         print(

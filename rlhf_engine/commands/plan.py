@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_engine.commands.common import prepare
-from rlhf_engine.config import PlanConfig, parse_config
+from rlhf_engine.config import PlanConfig
 from rlhf_engine.errors import ConfigError, as_request_errors
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ _STATE = {
 _WIDTH = 110  # columns of what is printed to a file
 
 
-def run(argv: Sequence[str]) -> int:
-    config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
+def run(config: PlanConfig) -> int:
     prepare("auto")
     from rlhf_kernels.runtime import registry
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
-from rlhf_engine.config import EvaluateConfig, ExportConfig, ReportConfig, parse_config
+from rlhf_engine.config import EvaluateConfig, ExportConfig, ReportConfig
 from rlhf_engine.errors import as_request_errors
 
 
-def evaluate(argv: Sequence[str]) -> int:
+def evaluate(config: EvaluateConfig) -> int:
     """Compare several models on the same prompts."""
-    config = parse_config(EvaluateConfig, argv, prog="rlhf-engine evaluate")
     prepare(config.kernels)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -30,7 +29,7 @@ def evaluate(argv: Sequence[str]) -> int:
     print_what_was_left_out([evaluation.report])
     record = run_record(
         config=config,
-        command=["rlhf-engine", "evaluate", *argv],
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         backends=registry.report(device_type, DTYPES[config.dtype]),
         device=resolve_device(config.device),
     )
@@ -57,9 +56,8 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def export(argv: Sequence[str]) -> int:
+def export(config: ExportConfig) -> int:
     """Write a trained adapter or reward model in the format of another library."""
-    config = parse_config(ExportConfig, argv, prog="rlhf-engine export")
     prepare("auto")
     from rlhf_engine.tools.export import export
 
@@ -73,9 +71,8 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-def report(argv: Sequence[str]) -> int:
+def report(config: ReportConfig) -> int:
     """Write a page of one run or several."""
-    config = parse_config(ReportConfig, argv, prog="rlhf-engine report")
     from rlhf_engine.runs.page import write_page
 
     print(f"page {write_page(config.run, config.out, title=config.title)}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
-from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig, parse_config
+from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig
 from rlhf_engine.config.launch import asked_to_shard, launched_rank
 from rlhf_engine.errors import RunStopped, as_request_errors
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="TrainingOptions")
 
 
-def sft(argv: Sequence[str]) -> int:
+def sft(config: SFTConfig) -> int:
     """Fine-tune, with a reward head."""
-    with _launched(SFTConfig, "sft", argv) as (config, world):
+    with _launched(config) as (config, world):
         from rlhf_engine.training.sft import SftTrainer
 
         with as_request_errors():
@@ -34,9 +34,9 @@ def sft(argv: Sequence[str]) -> int:
         return _run("sft", trainer, lambda: results, notes=[f"note: {note}" for note in trainer.notes])
 
 
-def reward(argv: Sequence[str]) -> int:
+def reward(config: RewardConfig) -> int:
     """Train a reward model, on an adapter slot or whole."""
-    with _launched(RewardConfig, "reward", argv) as (config, world):
+    with _launched(config) as (config, world):
         from rlhf_engine.runs.folder import FINAL_FOLDER
         from rlhf_engine.runs.text import format_value
         from rlhf_engine.training.reward_model.trainer import RewardTrainer
@@ -58,10 +58,10 @@ def reward(argv: Sequence[str]) -> int:
         return _run("reward", trainer, results, notes=[size, *(f"note: {note}" for note in trainer.notes)])
 
 
-def train(argv: Sequence[str]) -> int:
+def train(config: TrainConfig) -> int:
     """Train by RL on one frozen backbone."""
     with contextlib.ExitStack() as stack:
-        config, world = stack.enter_context(_launched(TrainConfig, "train", argv))
+        config, world = stack.enter_context(_launched(config))
         from rlhf_engine.runs.folder import FINAL_FOLDER, SAMPLES_FILE
         from rlhf_engine.training.rl import RlTrainer
 
@@ -79,9 +79,8 @@ def train(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _launched(cls: type[C], name: str, argv: Sequence[str]) -> Iterator[tuple[C, World]]:
+def _launched(config: C) -> Iterator[tuple[C, World]]:
     """Options of a run, with what a launcher adds to them, and the ranks that it has started, while the run lasts."""
-    config = parse_config(cls, argv, prog=f"rlhf-engine {name}")
     prepare(config.kernels)
     from rlhf_engine.devices import DTYPES, World, resolve_device
     from rlhf_engine.hub import require_push

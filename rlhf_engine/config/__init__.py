@@ -6,6 +6,7 @@
 from rlhf_engine.config.commands import (
     BenchConfig,
     DemoConfig,
+    DoctorConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -21,6 +22,7 @@ from rlhf_engine.config.train import Method, TrainConfig
 __all__ = [
     "BenchConfig",
     "DemoConfig",
+    "DoctorConfig",
     "EvaluateConfig",
     "ExportConfig",
     "GenerateConfig",

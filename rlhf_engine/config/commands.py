@@ -177,7 +177,7 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """Memory that each method takes, and the largest batches that fit, from a model's config alone."""
+    """Memory that each method takes, and the largest batches that fit: plan --model llama-7b."""
 
     model: str = required(
         "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed"
@@ -299,7 +299,7 @@ class DemoConfig(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig(Options):
-    """A folder to begin with: data, options, a reward and the commands that run it.
+    """A folder to begin with: data, options, a reward and the commands that run it: init tutorial FOLDER.
 
     tutorial: PPO on a reward function; reward-function: the same on a model of yours; reward-model: thumbs to a reward
     model to PPO; trl: a TRL script with two more lines; recipe:stories260k: happy endings for a story model.
@@ -325,8 +325,18 @@ class InitConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Options):
+    """Versions, device, which kernel backend serves which op and why; --measure [PATH] times them here."""
+
+    json: bool = option(False, "print the same as one JSON object")
+    measure: str | bool = option(
+        False, "time the backends of every op here, and write a kernel table to this file, or kernel_table.json"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig(Options):
-    """Time, memory and error of every kernel backend that is here, beside other libraries and a bare-GEMM floor."""
+    """Time, memory and error of every kernel backend that is here, beside other libraries: bench [OP] [--quick]."""
 
     POSITIONAL = ("op",)
 
@@ -359,7 +369,7 @@ class BenchConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig(Options):
-    """A page of one run or several: numbers, a table that compares runs, curves, answers side by side, options."""
+    """A page of one run or several, for a browser: numbers, a comparison, curves, answers, options."""
 
     POSITIONAL = ("run",)
 

@@ -40,7 +40,7 @@ class SupervisedOptions(TrainingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedOptions):
-    """Supervised training of language model and reward head together.
+    """Supervised fine-tuning with a reward head: --full writes a new base, --lora an adapter of a frozen one.
 
     Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
     """

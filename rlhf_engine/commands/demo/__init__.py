@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rlhf_engine.commands.common import check_kernels, prepare
-from rlhf_engine.config import DemoConfig, parse_config
+from rlhf_engine.config import DemoConfig
 
 
-def run(argv: Sequence[str]) -> int:
-    config = parse_config(DemoConfig, argv, prog="rlhf-engine demo")
+def run(config: DemoConfig) -> int:
     prepare(config.kernels)
     import torch
 
