@@ -20,38 +20,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rlhf_engine
-from rlhf_engine.config import (
-    BenchConfig,
-    DemoConfig,
-    DoctorConfig,
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    InitConfig,
-    PlanConfig,
-    ReportConfig,
-    RewardConfig,
-    SFTConfig,
-    TrainConfig,
-    parse_config,
-)
+from rlhf_engine import config as configs
 from rlhf_engine.config.launch import launched, launched_rank
 from rlhf_engine.config.parser import Options
 from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
 
 _COMMANDS: dict[str, tuple[type[Options], str]] = {
-    "demo": (DemoConfig, "demo:run"),
-    "init": (InitConfig, "init:run"),
-    "sft": (SFTConfig, "training:sft"),
-    "reward": (RewardConfig, "training:reward"),
-    "train": (TrainConfig, "training:train"),
-    "generate": (GenerateConfig, "generate:run"),
-    "evaluate": (EvaluateConfig, "results:evaluate"),
-    "export": (ExportConfig, "results:export"),
-    "report": (ReportConfig, "results:report"),
-    "plan": (PlanConfig, "plan:run"),
-    "doctor": (DoctorConfig, "kernels:doctor"),
-    "bench": (BenchConfig, "kernels:bench"),
+    "demo": (configs.DemoConfig, "demo:run"),
+    "init": (configs.InitConfig, "init:run"),
+    "sft": (configs.SFTConfig, "training:sft"),
+    "reward": (configs.RewardConfig, "training:reward"),
+    "train": (configs.TrainConfig, "training:train"),
+    "generate": (configs.GenerateConfig, "generate:run"),
+    "evaluate": (configs.EvaluateConfig, "results:evaluate"),
+    "export": (configs.ExportConfig, "results:export"),
+    "report": (configs.ReportConfig, "results:report"),
+    "plan": (configs.PlanConfig, "plan:run"),
+    "doctor": (configs.DoctorConfig, "kernels:doctor"),
+    "bench": (configs.BenchConfig, "kernels:bench"),
 }
 """Command → its options, and the function of this package that takes them and returns the exit code."""
 _ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
@@ -85,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in _ALONE and launched() > 1:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
         cls, place = _COMMANDS[name]
-        config = parse_config(cls, rest, prog=f"rlhf-engine {name}")
+        config = configs.parse_config(cls, rest, prog=f"rlhf-engine {name}")
         code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{place}")(config)
         return code
     except KeyboardInterrupt:

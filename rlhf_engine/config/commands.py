@@ -1,10 +1,7 @@
 """Options of the commands that train nothing, and of the demo."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
@@ -41,7 +38,6 @@ Start = Literal["tutorial", "reward-function", "reward-model", "trl", "recipe:st
 OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a model of the user's
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
@@ -104,7 +100,6 @@ class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
@@ -175,7 +170,6 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         return self.judge is not None and self.judge.startswith(("http://", "https://"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
     """Memory that each method takes, and the largest batches that fit: plan --model llama-7b."""
 
@@ -235,7 +229,6 @@ class PlanConfig(Options):
         return parse_size("gpu", CARDS.get(self.gpu, self.gpu)) * 19 // 20
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """A trained adapter or reward model as a folder that other libraries load, with a model card.
 
@@ -279,7 +272,6 @@ class ExportConfig(Options):
             self.require_unset(["dtype"], "with peft, which copies the adapter as it is")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoConfig(RunOptions):
     """Supervised training, then RL, on a small built-in task; needs a CPU and a few minutes."""
 
@@ -297,7 +289,6 @@ class DemoConfig(RunOptions):
     quick: bool = option(False, "a few steps only, to see that everything runs")
 
 
-@dataclass(frozen=True, kw_only=True)
 class InitConfig(Options):
     """A folder to begin with: data, options, a reward and the commands that run it: init tutorial FOLDER.
 
@@ -324,7 +315,6 @@ class InitConfig(Options):
         self.require("model_name_or_path", is_given, f"the base of {self.start!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Options):
     """Versions, device, which kernel backend serves which op and why; --measure [PATH] times them here."""
 
@@ -334,7 +324,6 @@ class DoctorConfig(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class BenchConfig(Options):
     """Time, memory and error of every kernel backend that is here, beside other libraries: bench [OP] [--quick]."""
 
@@ -367,7 +356,6 @@ class BenchConfig(Options):
             self.require_unset(["full"], "with quick")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportConfig(Options):
     """A page of one run or several, for a browser: numbers, a comparison, curves, answers, options."""
 

@@ -110,9 +110,13 @@ def required(help: str, *, switches: Sequence[str] = ()) -> Any:
     return option(dataclasses.MISSING, help, switches=switches)
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination."""
+    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination.
+
+    A class that derives from it is a frozen dataclass without being told so.
+    """
 
     FIRST: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows; none: all."""
@@ -122,6 +126,9 @@ class Options:
     """Options whose values may stand first, without their flags; an option with a list takes all that is left."""
     SECTIONS: ClassVar[str] = ""
     """Option whose values may be sections of a file, with options for when it has that value; "": none."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

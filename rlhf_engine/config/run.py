@@ -1,12 +1,9 @@
 """Options that several commands have in common: the run, the base model, rows of data, training."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +42,6 @@ DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
     """Options of every command that computes something."""
 
@@ -53,7 +49,6 @@ class RunOptions(Options):
     seed: int = option(0, "seed of everything random in this run", ge=0, le=LARGEST_SEED)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelOptions(RunOptions):
     """The base model."""
 
@@ -62,7 +57,6 @@ class ModelOptions(RunOptions):
     device: str = option("auto", DEVICE[1], form=DEVICE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowOptions(Options):
     """Options for rows that are too long or cannot be used."""
 
@@ -92,14 +86,12 @@ class RowOptions(Options):
         self.require("truncation", self.truncation != "keep_start", why)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardModelOptions(Options):
     """The learned reward."""
 
@@ -122,7 +114,6 @@ class RewardModelOptions(Options):
         return None if self.reward_adapter is not None else self.reward_model_path
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingOptions(DataOptions, ModelOptions):
     """Adapters, optimizer, logging, checkpoints and the output folder."""
 
@@ -191,7 +182,6 @@ class TrainingOptions(DataOptions, ModelOptions):
         self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class HeldOutOptions(Options):
     """Rows or prompts that are not trained on."""
 

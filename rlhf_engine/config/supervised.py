@@ -1,10 +1,7 @@
 """Options of `rlhf-engine sft` and `rlhf-engine reward`: passes over rows of prompts and answers."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.parser import option, required
@@ -13,7 +10,6 @@ from rlhf_engine.config.run import HeldOutOptions, TrainingOptions
 BestMetric = Literal["auc", "accuracy", "balanced_accuracy", "loss", "brier", "calibration_error", "margin"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class SupervisedOptions(TrainingOptions):
     """Passes over rows of prompts and answers."""
 
@@ -38,7 +34,6 @@ class SupervisedOptions(TrainingOptions):
             self.require_unset(names, "for --full, which has no adapter")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedOptions):
     """Supervised fine-tuning with a reward head: --full writes a new base, --lora an adapter of a frozen one.
 
@@ -54,7 +49,6 @@ class SFTConfig(SupervisedOptions):
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardConfig(HeldOutOptions, SupervisedOptions):
     """Training of a reward model: an adapter slot and a scalar head on the frozen base, or everything.
 

@@ -3,13 +3,10 @@
 Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 """
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +25,6 @@ from rlhf_engine.errors import ConfigError
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
