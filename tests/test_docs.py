@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.commands.demo.task import build_tokenizer
+from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.commands.main import _COMMANDS, main
 from rlhf_engine.config import (
     parse_config,

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from rlhf_kernels.runtime import cores, registry
+from transformers.utils import logging
+
+from rlhf_engine.config import EvaluateConfig, GenerateConfig
 from rlhf_engine.config.launch import launched_rank
-from rlhf_engine.errors import ConfigError, as_request_errors
-
-if TYPE_CHECKING:
-    from rlhf_engine.config import EvaluateConfig, GenerateConfig
+from rlhf_engine.devices import DTYPES, keep_freed_memory, resolve_device
+from rlhf_engine.errors import ConfigError
+from rlhf_engine.rollout import exactness
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def prepare(kernels: str) -> None:
     """Process-wide settings: kernel backend, threads, memory, quiet libraries."""
-    with as_request_errors():  # the environment may name an instruction set that is not there
-        from rlhf_kernels.runtime import cores, registry
-    from transformers.utils import logging
-
-    from rlhf_engine.devices import keep_freed_memory
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     registry.set_default_backend(kernels)
@@ -36,10 +34,8 @@ SHORT_CUTS = ("decode_step", "lora_group")
 """Ops that do at once what others do one by one; where a backend has none, the others run."""
 
 
-def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
+def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
     """A backend asked for by name must serve every op; say at once which it does not."""
-    from rlhf_kernels.runtime import registry
-
     if kernels == "auto":
         return
     report = {op: row for op, row in registry.report(device_type, dtype).items() if op not in SHORT_CUTS}
@@ -52,11 +48,6 @@ def check_kernels(kernels: str, device_type: str, dtype: Any) -> None:
 
 def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
     """Check the device and the kernels of a command that draws answers, and settle exact mode; the device's type."""
-    from rlhf_kernels.runtime import registry
-
-    from rlhf_engine.devices import DTYPES, resolve_device
-    from rlhf_engine.rollout import exactness
-
     device_type = resolve_device(config.device).type
     check_kernels(config.kernels, device_type, DTYPES[config.dtype])
     registry.begin_run(exact=exactness.by_default(device_type) if config.exact is None else config.exact)

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import GenerateConfig
 from rlhf_engine.errors import as_request_errors
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rlhf_engine.rollout.answer import AnswerSession
+from rlhf_engine.rollout.answer import AnswerSession, summary
+from rlhf_engine.rollout.generate import report_check
 
 
 def run(config: GenerateConfig) -> int:
     """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
     prepare(config.kernels)
-    from rich.console import Console
-
-    from rlhf_engine.rollout.answer import AnswerSession, summary
-    from rlhf_engine.rollout.generate import report_check
-
     with as_request_errors():
         begin_drawing(config)
         session = AnswerSession(config)
@@ -68,8 +63,6 @@ def _stream(session: AnswerSession) -> None:
 
 
 def _collect(session: AnswerSession, printer: _Printer, errors: Console) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     with Progress(*columns, TimeElapsedColumn(), console=errors, disable=not errors.is_terminal) as progress:
         task = progress.add_task("answers", total=len(session.texts), completed=len(session.done), speed="")

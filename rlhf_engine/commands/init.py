@@ -119,8 +119,8 @@ def _hidden_size(base: str) -> int:
 def _make_small_model(config: InitConfig, folder: Path) -> None:
     """The demo's model before any training, and data of its task."""
     from rlhf_engine.commands.common import prepare
-    from rlhf_engine.commands.demo.stages import DemoSize, write_data, write_model, write_rows
-    from rlhf_engine.commands.demo.task import DemoTask
+    from rlhf_engine.commands.demo import DemoSize, write_data, write_model, write_rows
+    from rlhf_engine.commands.demo_task import DemoTask
 
     prepare("auto")
     task = DemoTask(config.seed)

@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rlhf_kernels.linear import packed
+from rlhf_kernels.runtime import cores, kernel_table, native, registry
+
 from rlhf_engine import __version__
 from rlhf_engine.commands.common import prepare
 from rlhf_engine.config import BenchConfig, DoctorConfig
 from rlhf_engine.config.launch import version_of
 from rlhf_engine.errors import as_request_errors
+from rlhf_engine.hydra import varlen
+from rlhf_engine.runs.text import summary_table
 
 _CORE = ("torch", "transformers", "peft", "accelerate", "safetensors", "datasets", "triton")
 _OPTIONAL = {
@@ -38,12 +45,6 @@ def doctor(config: DoctorConfig) -> int:
 
 def examine() -> dict[str, Any]:
     """Versions, device, threads, extension and the backend of each op, as plain data."""
-    import torch
-    from rlhf_kernels.linear import packed
-    from rlhf_kernels.runtime import cores, native, registry
-
-    from rlhf_engine.hydra import varlen
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "version": __version__,
@@ -68,12 +69,6 @@ def examine() -> dict[str, Any]:
 
 def print_examination(state: dict[str, Any]) -> None:
     """Print an examination for people, with how to get what is missing."""
-    from rich.console import Console
-    from rlhf_kernels.linear import packed
-    from rlhf_kernels.runtime import cores
-
-    from rlhf_engine.runs.text import summary_table
-
     print(f"rlhf-engine {state['version']}, Python {state['python']}, {state['device']}")
     print(", ".join(f"{n} {v or 'missing'}" for n, v in state["versions"].items()))
     cpu = dict(state["cpu"])
@@ -102,7 +97,6 @@ def print_examination(state: dict[str, Any]) -> None:
 def measure_kernels(path: Path) -> None:
     """Time our own backends here for half a minute and write a kernel table, which is used where it is named."""
     from rlhf_bench.kernel_table import measure
-    from rlhf_kernels.runtime import kernel_table
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"measure: expected the path of a file in a folder that is there, got {str(path)!r}")

@@ -23,7 +23,7 @@ import rlhf_engine
 from rlhf_engine import config as configs
 from rlhf_engine.config.launch import launched, launched_rank
 from rlhf_engine.config.parser import Options
-from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
+from rlhf_engine.errors import ConfigError, EngineError, RewardError, as_request_errors, notes
 
 _COMMANDS: dict[str, tuple[type[Options], str]] = {
     "demo": (configs.DemoConfig, "demo:run"),
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
         cls, place = _COMMANDS[name]
         config = configs.parse_config(cls, rest, prog=f"rlhf-engine {name}")
-        code: int = pkgutil.resolve_name(f"rlhf_engine.commands.{place}")(config)
+        with as_request_errors():  # the environment may name an instruction set that is not there
+            command = pkgutil.resolve_name(f"rlhf_engine.commands.{place}")
+        code: int = command(config)
         return code
     except KeyboardInterrupt:
         print(

@@ -5,24 +5,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rlhf_kernels.runtime import registry
+
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import EvaluateConfig, ExportConfig, ReportConfig
+from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import as_request_errors
+from rlhf_engine.runs.metrics import run_record, write_json_atomic
+from rlhf_engine.tools.candidates import PAGE_FILE, RESULTS_FILE
+from rlhf_engine.tools.evaluate import Evaluation
+from rlhf_engine.tools.results import summarise, table, write_page
 
 
 def evaluate(config: EvaluateConfig) -> int:
     """Compare several models on the same prompts."""
     prepare(config.kernels)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-    from rlhf_kernels.runtime import registry
-
-    from rlhf_engine.devices import DTYPES, resolve_device
-    from rlhf_engine.runs.metrics import run_record, write_json_atomic
-    from rlhf_engine.tools.candidates import PAGE_FILE, RESULTS_FILE
-    from rlhf_engine.tools.evaluate import Evaluation
-    from rlhf_engine.tools.results import summarise, table, write_page
-
     with as_request_errors():
         device_type = begin_drawing(config)
         evaluation = Evaluation(config)

@@ -7,27 +7,32 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
-from rlhf_engine.config import RewardConfig, SFTConfig, TrainConfig
+from rlhf_engine.config import ExportConfig, RewardConfig, SFTConfig, TrainConfig
+from rlhf_engine.config.commands import Format
 from rlhf_engine.config.launch import asked_to_shard, launched_rank
+from rlhf_engine.config.run import TrainingOptions
+from rlhf_engine.devices import DTYPES, World, resolve_device
 from rlhf_engine.errors import RunStopped, as_request_errors
+from rlhf_engine.hub import require_push
+from rlhf_engine.io import remove
+from rlhf_engine.runs.folder import CURVES_FILE, FINAL_FOLDER, METRICS_FILE, SAMPLES_FILE
+from rlhf_engine.runs.page import PAGE_FILE
+from rlhf_engine.runs.progress import StopSignals, describe_budgets, exit_summary
+from rlhf_engine.runs.text import format_value
+from rlhf_engine.training.reward_model.trainer import RewardTrainer
+from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.run import Run
+from rlhf_engine.training.sft import SftTrainer
 
-if TYPE_CHECKING:
-    from rlhf_engine.config.run import TrainingOptions
-    from rlhf_engine.devices import World
-    from rlhf_engine.training.rl import RlTrainer
-    from rlhf_engine.training.run import Run
-
-C = TypeVar("C", bound="TrainingOptions")
+C = TypeVar("C", bound=TrainingOptions)
 
 
 def sft(config: SFTConfig) -> int:
     """Fine-tune, with a reward head."""
     with _launched(config) as (config, world):
-        from rlhf_engine.training.sft import SftTrainer
-
         with as_request_errors():
             trainer = SftTrainer(config, world)
         results = {"base" if config.mode == "full" else "slot": config.output_dir}
@@ -37,10 +42,6 @@ def sft(config: SFTConfig) -> int:
 def reward(config: RewardConfig) -> int:
     """Train a reward model, on an adapter slot or whole."""
     with _launched(config) as (config, world):
-        from rlhf_engine.runs.folder import FINAL_FOLDER
-        from rlhf_engine.runs.text import format_value
-        from rlhf_engine.training.reward_model.trainer import RewardTrainer
-
         with as_request_errors():
             trainer = RewardTrainer(config, world)
         share = trainer.trained_parameters / trainer.base_parameters
@@ -62,9 +63,6 @@ def train(config: TrainConfig) -> int:
     """Train by RL on one frozen backbone."""
     with contextlib.ExitStack() as stack:
         config, world = stack.enter_context(_launched(config))
-        from rlhf_engine.runs.folder import FINAL_FOLDER, SAMPLES_FILE
-        from rlhf_engine.training.rl import RlTrainer
-
         with as_request_errors():
             connect = None
             if config.async_mode == "ray":
@@ -82,9 +80,6 @@ def train(config: TrainConfig) -> int:
 def _launched(config: C) -> Iterator[tuple[C, World]]:
     """Options of a run, with what a launcher adds to them, and the ranks that it has started, while the run lasts."""
     prepare(config.kernels)
-    from rlhf_engine.devices import DTYPES, World, resolve_device
-    from rlhf_engine.hub import require_push
-
     with as_request_errors():
         check_kernels(config.kernels, resolve_device(config.device).type, DTYPES[config.dtype])
     if config.push_to_hub is not None and launched_rank() == 0:
@@ -97,10 +92,6 @@ def _launched(config: C) -> Iterator[tuple[C, World]]:
 
 def _run(name: str, trainer: Run, results: Callable[[], Mapping[str, Any]], *, notes: Iterable[str] = ()) -> int:
     """Make a trainer's remaining steps with its progress shown, and print where `results` lie; the exit code."""
-    from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
-    from rlhf_engine.runs.page import PAGE_FILE
-    from rlhf_engine.runs.progress import exit_summary
-
     finished, output = trainer.world.gather(trainer.finished())[0], trainer.output
     if not trainer.world.is_main:
         return 0 if finished else _run_until_stopped(name, trainer)
@@ -124,8 +115,6 @@ def _run(name: str, trainer: Run, results: Callable[[], Mapping[str, Any]], *, n
 
 def _run_until_stopped(name: str, trainer: Run) -> int:
     """Make the remaining steps until a signal comes; 0, or the exit code where one has stopped the run."""
-    from rlhf_engine.runs.progress import StopSignals
-
     with StopSignals() as signals:
         try:
             trainer.run(stop=signals.asked)
@@ -138,8 +127,6 @@ def _run_until_stopped(name: str, trainer: Run) -> int:
 
 def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
     """Export a run's result to the folder `hub` in its own, and upload it; the address of the commit."""
-    from rlhf_engine.config.commands import ExportConfig, Format
-    from rlhf_engine.io import remove
     from rlhf_engine.tools.export import export
 
     is_full = getattr(config, "mode", None) == "full" or getattr(config, "method", None) == "full_ppo"
@@ -152,8 +139,6 @@ def _push(name: str, config: TrainingOptions, output: Path) -> str | None:
 
 def _measure(trainer: RlTrainer) -> int:
     """Print seconds and peak memory by phase of a step; the one before it makes the optimizer's state."""
-    from rlhf_engine.runs.progress import describe_budgets
-
     config = trainer.config
     with trainer.resources(), trainer.steps():
         trainer.step()
