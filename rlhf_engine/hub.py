@@ -81,29 +81,16 @@ def push_folder(folder: Path, name: str, *, private: bool) -> str:
             delete_patterns=list(MODEL_FILES),
         )
     except failures as error:
-        raise ConfigError(
-            f"push_to_hub: {_push_reason(error, name)}; `hf upload {name} {folder}` sends it again"
-        ) from error
+        why = " ".join(str(error).split()) or type(error).__name__
+        hint = f"`hf upload {name} {folder}` sends it again"
+        raise ConfigError(f"push_to_hub: expected to upload to {name!r}, got: {why}; {hint}") from error
     return str(done.commit_url)
-
-
-def _push_reason(error: Exception, name: str) -> str:
-    """The reason why nothing was uploaded, in one line."""
-    response = getattr(error, "response", None)
-    status = None if response is None else response.status_code
-    if status in (401, 403):
-        return (
-            f"expected a token that may write {name!r}, got a refusal ({status}); make one with the right to write on "
-            "the Hub, then run `hf auth login` or set HF_TOKEN"
-        )
-    if status is None and not isinstance(error, ValueError):
-        return f"expected to reach the Hub for {name!r}, got: {' '.join(str(error).split()) or type(error).__name__}"
-    return f"{name!r} was not uploaded: {' '.join(str(error).split())}"
 
 
 @functools.cache
 def _fetched(name: str, weights: bool, /) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     match = _NAME.fullmatch(name)
     assert match is not None
@@ -115,31 +102,12 @@ def _fetched(name: str, weights: bool, /) -> Path:
             match[1], revision=revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(_reason(error, name)) from error
+        wanted, hint = "a folder, or a model of the Hub", ""
+        if isinstance(error, LocalEntryNotFoundError):
+            wanted = "a folder, or a model in the Hub's cache, without a network"
+            hint = f"; `hf download {name.replace('@', ' --revision ')}` fetches it"
+        why = " ".join(str(error).split())
+        raise ConfigError(f"expected {wanted}, got {name!r}: {why}{hint}") from error
     if weights and not any(Path(folder).glob(_WEIGHTS)):
         raise ConfigError(f"expected safetensors of {name!r}, got none")
     return Path(folder)
-
-
-def _reason(error: Exception, name: str) -> str:
-    """The reason why nothing was fetched, in one line."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"expected access to {name!r}, got a refusal; accept its terms on the Hub, then run `hf auth login` or set "
-            "HF_TOKEN"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"expected a revision of {name.partition('@')[0]!r}, got {name.partition('@')[2]!r}, which it has not"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"expected a folder or a name of the Hub, got {name!r}, which is neither, or is private (`hf auth login`)"
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = " (HF_HUB_OFFLINE)" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else ""
-        wanted = f"a folder, or a model in the Hub's cache, without a network{offline}"
-        owner_name, _, revision = name.partition("@")
-        by_hand = f"`hf download {owner_name}{f' --revision {revision}' if revision else ''}` fetches it"
-        return f"expected {wanted}, got {name!r}; {by_hand}"
-    return f"{name!r} could not be fetched: {' '.join(str(error).split())}"

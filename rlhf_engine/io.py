@@ -216,7 +216,6 @@ class LineFile:
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
 
-_CHUNK = 1 << 20
 _PARENTS = 2
 """Folders above one of a model whose manifest may list it: `slots/NAME` and `backbones/NAME` lie two levels down."""
 _Files = dict[str, dict[str, int | str]]
@@ -315,12 +314,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _entry(path: Path) -> dict[str, int | str]:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
 def _text(files: _Files) -> bytes:

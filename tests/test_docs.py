@@ -16,34 +16,18 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.commands.demo.task import build_tokenizer
+from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.commands.main import _COMMANDS, main
 from rlhf_engine.config import (
-    BenchConfig,
-    DemoConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    InitConfig,
-    PlanConfig,
-    ReportConfig,
-    RewardConfig,
-    SFTConfig,
-    TrainConfig,
     parse_config,
 )
-from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.parser import Options
 from rlhf_engine.runs import folder
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.rewards import check_reward, load_reward
 from rlhf_engine.scoring.verifiable import BUILT_IN
 
-CONFIGS: dict[str, type[Options]] = {
-    "bench": BenchConfig, "demo": DemoConfig, "evaluate": EvaluateConfig, "export": ExportConfig,
-    "generate": GenerateConfig, "init": InitConfig, "plan": PlanConfig, "report": ReportConfig,
-    "reward": RewardConfig, "sft": SFTConfig, "train": TrainConfig,
-}  # fmt: skip
-"""Options by command; doctor has none."""
+CONFIGS: dict[str, type[Options]] = {name: cls for name, (cls, _) in _COMMANDS.items()}
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 NOTES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
@@ -244,7 +228,6 @@ def test_mentioned_flags_commands_and_targets_exist():
     for doc in DOCS:
         text = prose(doc)
         flags = {"config", "print_config", "help_all", "help", "full", "lora"}
-        flags |= {"measure"}  # of doctor, which has no dataclass of options
         flags |= {"base", "data", "tiny", "set"}  # of examples/recipes/run.py
         for options in CONFIGS.values():
             flags |= option_names(options)

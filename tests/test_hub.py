@@ -122,10 +122,11 @@ def test_weights_are_those_of_the_commit_whose_config_was_read(server, root):
 
 
 def test_what_the_hub_does_not_give_is_one_line(server, root):
+    wanted = "expected a folder, or a model of the Hub, got"
     for name, message in [
-        ("small/none", "expected a folder or a name of the Hub, got 'small/none', which is neither, or is private"),
-        ("small/llama@v2", "expected a revision of 'small/llama', got 'v2', which it has not"),
-        ("small/gated", "expected access to 'small/gated', got a refusal; accept its terms on the Hub"),
+        ("small/none", f"{wanted} 'small/none': 404 .*Repository Not Found .*If .* private .* authenticated"),
+        ("small/llama@v2", f"{wanted} 'small/llama@v2': 404 .*Revision Not Found"),
+        ("small/gated", f"{wanted} 'small/gated': 403 .*Cannot access gated repo"),
         ("small/pickled", "expected safetensors of 'small/pickled', got none"),
     ]:
         server.gated.add("small/gated")
@@ -138,14 +139,13 @@ def test_without_a_network_the_cache_serves_or_one_line_says_how(server, monkeyp
     hub._fetched.cache_clear()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert "model.safetensors" in files_of(hub.local_folder(NAME, weights=True))
-    with pytest.raises(ConfigError) as caught:
+    wanted = "model_name_or_path: expected a folder, or a model in the Hub's cache, without a network, got"
+    with pytest.raises(
+        ConfigError, match=f"^{wanted} 'small/other': .*error happened .*check your internet connection"
+    ):
         load_tokenizer("small/other")
-    assert str(caught.value) == (
-        "model_name_or_path: expected a folder, or a model in the Hub's cache, without a network, got 'small/other'; "
-        "`hf download small/other` fetches it"
-    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"without a network \(HF_HUB_OFFLINE\), got .*; `hf download small/third --"):
+    with pytest.raises(ConfigError, match=f"^{wanted} 'small/third@v1': .*'HF_HUB_OFFLINE=0'.*; `hf down"):
         load_tokenizer("small/third@v1")
 
 
@@ -232,13 +232,13 @@ def test_a_run_pushes_its_result(writer, root, tmp_path, capsys, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the cat", "completion": " sat"}\n' * 4)
     out, words = tmp_path / "sft", ("--max_steps", "1", "--per_device_train_batch_size", "2", "--lora_r", "4")
-    words = ("--lora", "--use_rslora", "--model_name_or_path", f"{NAME}@v1", "--dataset_name", str(rows), *words)
+    words = ("--lora", "--model_name_or_path", f"{NAME}@v1", "--dataset_name", str(rows), *words)
     assert main(["sft", *words, "--output_dir", str(out), "--push_to_hub", "somebody/run"]) == 0
     pushed = root / "models" / "somebody/run"
     assert f"{writer.url}/somebody/run/commit/{commit_of(pushed)}" in capsys.readouterr().out
     assert (pushed / "adapter_model.safetensors").read_bytes() == (out / "adapter_model.safetensors").read_bytes()
     config = json.loads((pushed / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["r"], config["use_rslora"]) == (NAME, 4, True)
+    assert (config["base_model_name_or_path"], config["r"]) == (NAME, 4)
     assert (pushed / "README.md").is_file()
     drawn = []
     for adapter in (str(out), "somebody/run"):
@@ -280,8 +280,8 @@ def test_a_reward_model_is_pushed_with_its_card(writer, root, tmp_path):
     [
         ("token", "push_to_hub: expected a token for 'somebody/x', got none; run `hf auth login` or set HF_TOKEN"),
         ("offline", "push_to_hub: expected a network for 'somebody/x', got HF_HUB_OFFLINE; unset it"),
-        ("rights", "push_to_hub: expected a token that may write 'somebody/x', got a refusal (403); make one"),
-        ("network", "push_to_hub: expected to reach the Hub for 'somebody/x', got: "),
+        ("rights", "push_to_hub: expected to upload to 'somebody/x', got: 403"),
+        ("network", "push_to_hub: expected to upload to 'somebody/x', got: "),
     ],
 )
 def test_what_cannot_be_pushed_is_one_line(writer, adapter, tmp_path, capsys, monkeypatch, change, message):
@@ -317,5 +317,5 @@ def test_a_card_that_the_hub_refuses_is_one_line(writer, tmp_path):
     folder = tmp_path / "wrong"
     folder.mkdir()
     (folder / "README.md").write_text("---\nbase_model: /home/somebody/model\n---\n")
-    with pytest.raises(ConfigError, match=r"^push_to_hub: 'somebody/x' was not uploaded: Invalid metadata"):
+    with pytest.raises(ConfigError, match=r"^push_to_hub: expected to upload to 'somebody/x', got: .*Invalid metadata"):
         hub.push_folder(folder, "somebody/x", private=False)

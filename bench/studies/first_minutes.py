@@ -95,8 +95,8 @@ def make_environment(folder: Path, wheel: Path) -> float:
 
 def write_pairs(path: Path, n: int = 400) -> None:
     """Dialogues in the form of hh-rlhf, with the demo's texts."""
-    from rlhf_engine.commands.demo.stages import write_rows
-    from rlhf_engine.commands.demo.task import DemoTask
+    from rlhf_engine.commands.demo import write_rows
+    from rlhf_engine.commands.demo_task import DemoTask
 
     rows = DemoTask(0).sft_pairs(n)
     begin = "\n\nHuman: {prompt}\n\nAssistant: "

@@ -41,8 +41,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.algorithms.ppo import Ppo, token_kl
-from rlhf_engine.config import parse_size
 from rlhf_engine.config.algorithm import AlgorithmOptions
+from rlhf_engine.config.parser import parse_size
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.hydra import METHODS, HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.model import default_token_budget

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_engine.commands.demo.stages import QUICK, DemoSize, heldout_answers, make_start, rl_options, win_rate
+from rlhf_engine.commands.demo import QUICK, DemoSize, heldout_answers, make_start, rl_options, win_rate
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import keep_freed_memory
 from rlhf_engine.runs.metrics import run_record, write_json_atomic

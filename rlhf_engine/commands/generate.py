@@ -8,57 +8,43 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_engine.commands.common import as_request_errors, begin_drawing, prepare, print_what_was_left_out
-from rlhf_engine.config import GenerateConfig, parse_config
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rlhf_engine.rollout.answer import AnswerSession
-
-INTERRUPTED = 130
+from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
+from rlhf_engine.config import GenerateConfig
+from rlhf_engine.errors import as_request_errors
+from rlhf_engine.rollout.answer import AnswerSession, summary
+from rlhf_engine.rollout.generate import report_check
 
 
-def run(argv: Sequence[str]) -> int:
-    config = parse_config(GenerateConfig, argv, prog="rlhf-engine generate")
+def run(config: GenerateConfig) -> int:
+    """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
     prepare(config.kernels)
-    from rlhf_engine.rollout.answer import AnswerSession
-
     with as_request_errors():
         begin_drawing(config)
         session = AnswerSession(config)
     print_what_was_left_out([session.report])
-    return show_answers(session)
-
-
-def show_answers(session: AnswerSession) -> int:
-    """Write and print every answer; 0, or 130 if it was interrupted. What has finished by then is kept and printed."""
-    from rich.console import Console
-
-    from rlhf_engine.rollout.answer import summary
-    from rlhf_engine.rollout.generate import report_check
-
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     if session.done:
-        errors.print(f"{len(session.done)} of {len(session.texts)} answers are in {session.config.out} already")
+        errors.print(f"{len(session.done)} of {len(session.texts)} answers are in {config.out} already")
     printer = _Printer(session)
     try:
-        if session.streams and not session.config.json:
+        if session.streams and not config.json:
             _stream(session)
         else:
             _collect(session, printer, errors)
     except KeyboardInterrupt:
         printer.flush()
-        held = "" if session.config.out is None else f" in {session.config.out}; --resume goes on"
+        held = "" if config.out is None else f" in {config.out}; --resume goes on"
         errors.print(f"rlhf-engine generate: stopped with {printer.seen} of {len(session.texts)} answers{held}")
         return INTERRUPTED
     if session.stats.tokens:
         errors.print(summary(session), markup=False)
-    if session.config.verify_rollout and session.stats.tokens:
-        errors.print(report_check(session.check()), markup=False)
+        if config.verify_rollout:
+            errors.print(report_check(session.check()), markup=False)
     return 0
 
 
@@ -77,8 +63,6 @@ def _stream(session: AnswerSession) -> None:
 
 
 def _collect(session: AnswerSession, printer: _Printer, errors: Console) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     with Progress(*columns, TimeElapsedColumn(), console=errors, disable=not errors.is_terminal) as progress:
         task = progress.add_task("answers", total=len(session.texts), completed=len(session.done), speed="")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_engine.config import InitConfig, parse_config
+from rlhf_engine.config import InitConfig
 from rlhf_engine.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -58,9 +58,8 @@ STARTS = {
 }
 
 
-def run(argv: Sequence[str]) -> int:
+def run(config: InitConfig) -> int:
     """Write the folder and print what to do there; returns the exit code."""
-    config = parse_config(InitConfig, argv, prog="rlhf-engine init")
     folder = Path(config.output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output_dir: expected a new or an empty folder, got {config.output_dir!r}")
@@ -120,8 +119,8 @@ def _hidden_size(base: str) -> int:
 def _make_small_model(config: InitConfig, folder: Path) -> None:
     """The demo's model before any training, and data of its task."""
     from rlhf_engine.commands.common import prepare
-    from rlhf_engine.commands.demo.stages import DemoSize, write_data, write_model, write_rows
-    from rlhf_engine.commands.demo.task import DemoTask
+    from rlhf_engine.commands.demo import DemoSize, write_data, write_model, write_rows
+    from rlhf_engine.commands.demo_task import DemoTask
 
     prepare("auto")
     task = DemoTask(config.seed)

@@ -10,8 +10,9 @@ Exit codes:
 
 from __future__ import annotations
 
-import importlib
+import difflib
 import os
+import pkgutil
 import select
 import sys
 import threading
@@ -19,25 +20,34 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rlhf_engine
+from rlhf_engine import config as configs
 from rlhf_engine.config.launch import launched, launched_rank
-from rlhf_engine.errors import ConfigError, EngineError, RewardError, notes
+from rlhf_engine.config.parser import Options
+from rlhf_engine.errors import ConfigError, EngineError, RewardError, as_request_errors, notes
 
-_USAGE = """usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
+_COMMANDS: dict[str, tuple[type[Options], str]] = {
+    "demo": (configs.DemoConfig, "demo:run"),
+    "init": (configs.InitConfig, "init:run"),
+    "sft": (configs.SFTConfig, "training:sft"),
+    "reward": (configs.RewardConfig, "training:reward"),
+    "train": (configs.TrainConfig, "training:train"),
+    "generate": (configs.GenerateConfig, "generate:run"),
+    "evaluate": (configs.EvaluateConfig, "results:evaluate"),
+    "export": (configs.ExportConfig, "results:export"),
+    "report": (configs.ReportConfig, "results:report"),
+    "plan": (configs.PlanConfig, "plan:run"),
+    "doctor": (configs.DoctorConfig, "kernels:doctor"),
+    "bench": (configs.BenchConfig, "kernels:bench"),
+}
+"""Command → its options, and the function of this package that takes them and returns the exit code."""
+_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
+"""Commands that several processes would only do several times, into the same files."""
+_LINES = "\n".join(f"  {name:<10} {(cls.__doc__ or '').splitlines()[0]}" for name, (cls, _) in _COMMANDS.items())
+_USAGE = f"""usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
 
 first: `rlhf-engine demo` trains, judges and draws a curve here; `rlhf-engine train --help` is for a model of yours
 
-  demo       train and judge a small model from scratch in a minute or two on a CPU
-  init       a folder to begin with, with data, options and a reward: init tutorial FOLDER
-  sft        supervised fine-tuning with a reward head: --full writes a new base, --lora a frozen slot
-  reward     a reward model: --lora on a slot of the frozen base, --full for comparison
-  train      RL: actor, critic, reference and reward on one frozen backbone
-  generate   answers of a model, with or without an adapter
-  evaluate   several models on the same prompts: rewards, win rates, KL, texts, and a page to compare and rate
-  export     a trained adapter or reward model for other libraries: export RUN --to merged --output_dir OUT
-  report     a page of one run or several, for a browser: report RUN… [--out report.html]
-  plan       how much memory each method takes, and the largest batch that fits: plan --model llama-7b
-  doctor     versions, device, which kernel backend serves which op and why; --measure [PATH] times them here
-  bench      time, memory and error of the kernels: bench [OP] [--quick]
+{_LINES}
 
 rlhf-engine COMMAND --help lists the options that are used most, --help_all all of them."""
 
@@ -53,12 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in _COMMANDS:
-        print(f"rlhf-engine: unknown command {name!r}{_nearest(name, list(_COMMANDS))}", file=sys.stderr)
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {list(_COMMANDS)}"
+        print(f"rlhf-engine: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         if name in _ALONE and launched() > 1:
             raise ConfigError(f"{name}: expected one process, got {launched()}; several share sft, reward and train")
-        code: int = importlib.import_module(_COMMANDS[name]).run(rest)
+        cls, place = _COMMANDS[name]
+        config = configs.parse_config(cls, rest, prog=f"rlhf-engine {name}")
+        with as_request_errors():  # the environment may name an instruction set that is not there
+            command = pkgutil.resolve_name(f"rlhf_engine.commands.{place}")
+        code: int = command(config)
         return code
     except KeyboardInterrupt:
         print(
@@ -123,31 +139,3 @@ def _fail(name: str, error: Exception, code: int) -> int:
             print(cause.trace, file=sys.stderr)
     print(f"rlhf-engine {name}{rank}: {' '.join(text.split())}", file=sys.stderr)
     return code
-
-
-_COMMANDS = {
-    "demo": "rlhf_engine.commands.demo",
-    "init": "rlhf_engine.commands.init",
-    "sft": "rlhf_engine.commands.sft",
-    "reward": "rlhf_engine.commands.reward",
-    "train": "rlhf_engine.commands.train",
-    "generate": "rlhf_engine.commands.generate",
-    "evaluate": "rlhf_engine.commands.evaluate",
-    "export": "rlhf_engine.commands.export",
-    "report": "rlhf_engine.commands.report",
-    "plan": "rlhf_engine.commands.plan",
-    "doctor": "rlhf_engine.commands.doctor",
-    "bench": "rlhf_engine.commands.bench",
-}
-"""Command → module, whose `run` takes the arguments and returns the exit code."""
-
-
-_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
-"""Commands that several processes would only do several times, into the same files."""
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {list(names)}"

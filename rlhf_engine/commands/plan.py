@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_engine.commands.common import as_request_errors, prepare
-from rlhf_engine.config import PlanConfig, parse_config
-from rlhf_engine.errors import ConfigError
+import torch
+from rich.console import Console
+from rich.table import Table
+from rlhf_kernels.runtime import registry
 
-if TYPE_CHECKING:
-    from rlhf_engine.tools.memory import Formula
+from rlhf_engine.commands.common import prepare
+from rlhf_engine.config import PlanConfig
+from rlhf_engine.config.run import adapter_dtype
+from rlhf_engine.devices import DTYPES
+from rlhf_engine.errors import ConfigError, as_request_errors
+from rlhf_engine.hydra import METHODS, SlotConfig
+from rlhf_engine.hydra.loading import context_length
+from rlhf_engine.hydra.model import default_token_budget
+from rlhf_engine.rollout import exactness
+from rlhf_engine.tools.memory import Formula, Setting, find_config, roles_of
 
 _STATE = {
     "frozen_weights": "frozen backbones",
@@ -25,34 +33,20 @@ _STATE = {
 _WIDTH = 110  # columns of what is printed to a file
 
 
-def run(argv: Sequence[str]) -> int:
-    config = parse_config(PlanConfig, argv, prog="rlhf-engine plan")
+def run(config: PlanConfig) -> int:
     prepare("auto")
-    from rlhf_kernels.runtime import registry
-
-    from rlhf_engine.rollout import exactness
-
     with as_request_errors(), registry.use_exact(exactness.by_default(config.device)):
-        rows = [(method, row) for method, formula in formulas(config).items() for row in [as_row(formula, config)]]
+        rows = {method: as_row(formula, config) for method, formula in formulas(config).items()}
     if config.json:
-        for method, row in rows:
+        for method, row in rows.items():
             print(json.dumps({"method": method, **row, "options": config.to_dict()}))
-        return 0
-    _print(dict(rows), config)
+    else:
+        _print(rows, config)
     return 0
 
 
 def formulas(config: PlanConfig) -> dict[str, Formula]:
     """The memory of each method that is asked for. Raises ConfigError for a model that is none, or a short context."""
-    import torch
-
-    from rlhf_engine.config.run import adapter_dtype
-    from rlhf_engine.devices import DTYPES
-    from rlhf_engine.hydra import METHODS, SlotConfig
-    from rlhf_engine.hydra.loading import context_length
-    from rlhf_engine.hydra.model import default_token_budget
-    from rlhf_engine.tools.memory import Formula, Setting, find_config, roles_of
-
     shape = find_config(config.model)
     limit = context_length(shape)
     if config.max_prompt_length + config.max_completion_length > limit:
@@ -103,9 +97,6 @@ def as_row(formula: Formula, config: PlanConfig) -> dict[str, Any]:
 
 def _print(rows: dict[str, dict[str, Any]], config: PlanConfig) -> None:
     """A column per method: state by part, peak by phase, and what fits; GB of 10^9 bytes."""
-    from rich.console import Console
-    from rich.table import Table
-
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     table = Table(
         title=f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "

@@ -4,9 +4,9 @@
 """
 
 from rlhf_engine.config.commands import (
-    CARDS,
     BenchConfig,
     DemoConfig,
+    DoctorConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -14,15 +14,15 @@ from rlhf_engine.config.commands import (
     PlanConfig,
     ReportConfig,
 )
-from rlhf_engine.config.parser import parse_config, parse_size
+from rlhf_engine.config.parser import parse_config
 from rlhf_engine.config.run import Kernels
 from rlhf_engine.config.supervised import RewardConfig, SFTConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
-    "CARDS",
     "BenchConfig",
     "DemoConfig",
+    "DoctorConfig",
     "EvaluateConfig",
     "ExportConfig",
     "GenerateConfig",
@@ -35,5 +35,4 @@ __all__ = [
     "SFTConfig",
     "TrainConfig",
     "parse_config",
-    "parse_size",
 ]

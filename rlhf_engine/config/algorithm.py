@@ -1,7 +1,5 @@
 """Options of the algorithm that trains the policy; names as in TRL where TRL has the option."""
 
-# ruff: noqa: RUF009 - `option` returns dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -120,7 +118,6 @@ _READERS = {
 """Algorithms that read an option, of those that not every algorithm reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions(Options):
     """Options of the algorithm: the answers that the policy learns from, and the objective."""
 

@@ -1,17 +1,14 @@
 """Options of the commands that train nothing, and of the demo."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import Options, option, parse_size, required
 from rlhf_engine.config.rollout import AnswerOptions, EngineConfig
 from rlhf_engine.config.run import (
+    DEVICE,
     LARGEST_RANK,
     OPTIM_HELP,
     QUANTIZATION_HELP,
@@ -25,10 +22,7 @@ from rlhf_engine.config.run import (
     RewardModelOptions,
     RowOptions,
     RunOptions,
-    check_device,
-    check_repository,
     check_weights,
-    not_empty,
 )
 from rlhf_engine.config.train import Method
 from rlhf_engine.errors import ConfigError
@@ -37,15 +31,13 @@ BASE, REFERENCES = "base", "references"  # names of the base without an adapter,
 REWARD = "reward"  # the judge that prefers the answer with the higher reward
 CARDS = {"h100": "80GB", "h200": "141GB", "a100": "80GB"}  # cards that `--gpu` knows by name, and their memory
 Format = Literal["merged", "peft", "sequence_classification"]
-GGUF = "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md"
-_LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-_NAME_OR_REVISION = re.compile(rf"{REPOSITORY}(@[\w./-]+)?")
+_LICENSE = (r"[A-Za-z0-9][A-Za-z0-9.+-]*", "a name such as apache-2.0")
+_NAME_OR_REVISION = (rf"{REPOSITORY[0]}(@[\w./-]+)?", "owner/name or owner/name@revision")
 
 Start = Literal["tutorial", "reward-function", "reward-model", "trl", "recipe:stories260k"]
 OWN_MODEL = ("reward-function", "recipe:stories260k")  # starts that run on a model of the user's
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Answers to prompts, by a base model with or without an adapter."""
 
@@ -63,7 +55,6 @@ class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         ge=2,
     )
     min_completion_length: int = option(0, "no end-of-sequence token before so many tokens", ge=0)
-    ignore_eos: bool = option(False, "do not end answers at end-of-sequence tokens")
     verify_rollout: bool = option(
         False, "compare log-probs with those of the training forward, and say how they differ"
     )
@@ -109,7 +100,6 @@ class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):
     """Models side by side: rewards, win rates, KL, ROUGE, and a page with their answers."""
 
@@ -146,7 +136,6 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         None, "text file with the question to the server, with {prompt}, {first} and {second}; none: a built-in one"
     )
     judge_timeout: float = option(120.0, "seconds within which the server has to have answered", gt=0)
-    judge_requests: int = option(8, "requests to the server at once", ge=1)
     max_bad_verdicts: float = option(
         0.0, "share of verdicts that may say nothing before the evaluation stops", ge=0, lt=1
     )
@@ -181,9 +170,8 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
         return self.judge is not None and self.judge.startswith(("http://", "https://"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """Memory that each method takes, and the largest batches that fit, from a model's config alone."""
+    """Memory that each method takes, and the largest batches that fit: plan --model llama-7b."""
 
     model: str = required(
         "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed"
@@ -217,7 +205,6 @@ class PlanConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("lora_target_modules", self.lora_target_modules)
         n = self.num_generations
         self.require("batch", self.batch % n == 0, f"a multiple of num_generations ({n})")
         least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
@@ -242,7 +229,6 @@ class PlanConfig(Options):
         return parse_size("gpu", CARDS.get(self.gpu, self.gpu)) * 19 // 20
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """A trained adapter or reward model as a folder that other libraries load, with a model card.
 
@@ -265,31 +251,27 @@ class ExportConfig(Options):
         None, "folder of the base, or its owner/name[@revision] on the Hub; none: as the source records it"
     )
     base_model: str | None = option(
-        None, "owner/name[@revision] by which others find the base; none: that of the Hub it came from"
+        None,
+        "owner/name[@revision] by which others find the base; none: that of the Hub it came from",
+        form=_NAME_OR_REVISION,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "dtype of merged weights; auto: the base's, and float32 with sequence_classification"
     )
-    license: str | None = option(None, "licence of the result in the card, as the Hub writes it, such as apache-2.0")
-    push_to_hub: str | None = option(None, "owner/name on the Hub to upload the folder to")
+    license: str | None = option(
+        None, "licence of the result in the card, as the Hub writes it, such as apache-2.0", form=_LICENSE
+    )
+    push_to_hub: str | None = option(None, "owner/name on the Hub to upload the folder to", form=REPOSITORY)
     private: bool = option(False, "push_to_hub: make a new repository private")
 
     def __post_init__(self) -> None:
-        if self.to == "gguf":  # type: ignore[comparison-overlap]  # a format of before
-            raise ConfigError(f"to: expected merged, peft or sequence_classification, got 'gguf'; {GGUF}")
         super().__post_init__()
-        is_name = self.license is None or _LICENSE.fullmatch(self.license)
-        self.require("license", bool(is_name), "a name such as apache-2.0")
-        is_name = self.base_model is None or _NAME_OR_REVISION.fullmatch(self.base_model)
-        self.require("base_model", bool(is_name), "owner/name or owner/name@revision")
-        check_repository(self.push_to_hub)
         if self.push_to_hub is None:
             self.require_unset(["private"], "without push_to_hub")
         if self.to == "peft":
             self.require_unset(["dtype"], "with peft, which copies the adapter as it is")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoConfig(RunOptions):
     """Supervised training, then RL, on a small built-in task; needs a CPU and a few minutes."""
 
@@ -305,12 +287,10 @@ class DemoConfig(RunOptions):
         None, "folder of an earlier demo, whose supervised model and prompts are taken in place of new ones"
     )
     quick: bool = option(False, "a few steps only, to see that everything runs")
-    json: bool = option(False, "print the summary as one JSON object")
 
 
-@dataclass(frozen=True, kw_only=True)
 class InitConfig(Options):
-    """A folder to begin with: data, options, a reward and the commands that run it.
+    """A folder to begin with: data, options, a reward and the commands that run it: init tutorial FOLDER.
 
     tutorial: PPO on a reward function; reward-function: the same on a model of yours; reward-model: thumbs to a reward
     model to PPO; trl: a TRL script with two more lines; recipe:stories260k: happy endings for a story model.
@@ -335,9 +315,19 @@ class InitConfig(Options):
         self.require("model_name_or_path", is_given, f"the base of {self.start!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Options):
+    """Versions, device, which kernel backend serves which op and why; --measure [PATH] times them here."""
+
+    json: bool = option(False, "print the same as one JSON object")
+    measure: str | bool = option(
+        False, "time the backends of every op here, and write a kernel table to this file, or kernel_table.json"
+    )
+
+
 class BenchConfig(Options):
-    """Time, memory and error of every kernel backend that is here, beside other libraries and a bare-GEMM floor."""
+    """Time, memory and error of every kernel backend that is here, beside other libraries: bench [OP] [--quick]."""
+
+    POSITIONAL = ("op",)
 
     op: str | None = option(
         None, "one op only, or rollout; may also be the first argument; none: all ops, without rollout"
@@ -347,7 +337,7 @@ class BenchConfig(Options):
     quick: bool = option(False, "small sizes, few rounds, nothing that compiles: about a minute on two CPU cores")
     full: bool = option(False, "every size of the grids")
     rounds: int | None = option(None, "rounds of which the median is taken; none: 20, or 5 with --quick", ge=5)
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    device: str = option("auto", DEVICE[1], form=DEVICE)
     isa: str | None = option(
         None, "hold the CPU's kernels, and other libraries, to an instruction set such as avx2; none: the best"
     )
@@ -360,23 +350,17 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_device(self.device)
         if self.op != "rollout":
             self.require_unset(["model"], "without the op rollout")
         if self.quick:
             self.require_unset(["full"], "with quick")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportConfig(Options):
-    """A page of one run or several: numbers, a table that compares runs, curves, answers side by side, options."""
+    """A page of one run or several, for a browser: numbers, a comparison, curves, answers, options."""
 
     POSITIONAL = ("run",)
 
-    run: list[str] = option([], "output folders of runs; may also be the first arguments")
+    run: list[str] = required("output folders of runs; may also be the first arguments")
     out: str = option("report.html", "the page, which needs nothing but a browser")
     title: str | None = option(None, "its heading; none: the run's name, or how many there are", is_text=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_empty("run", self.run)

@@ -26,6 +26,14 @@ def versions() -> dict[str, str]:
     return {"rlhf-engine": rlhf_engine.__version__, **packages}
 
 
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def asked_to_shard() -> bool:
     """Whether `accelerate launch` was configured for FSDP. Raises ConfigError for options of it that are not served."""
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":

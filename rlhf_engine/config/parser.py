@@ -68,7 +68,10 @@ _WITHOUT = {
     "dataset_streaming": "rows of the Hub are streamed where dataset_name says how many, as NAME[:N]",
     "load_in_4bit load_in_8bit": "quantization 4bit or 8bit",
     "logging_steps": "every step has a line of metrics",
-    "outtype": "llama.cpp's convert_hf_to_gguf.py takes the folder of export --to merged, see docs/guides/export.md",
+    "outtype to=gguf": "llama.cpp's convert_hf_to_gguf.py makes it of a merged folder, see docs/guides/export.md",
+    "use_rslora": "lora_alpha times √lora_r does the same",
+    "ignore_eos": "min_completion_length as large as max_completion_length does it",
+    "judge_requests": "eight requests are sent to the judge at once",
     "overwrite_output_dir": "resume_from_checkpoint restart",
     "target_kl": "cliprange and num_ppo_epochs bound an update",
     "vllm_importance_sampling_correction vllm_importance_sampling_mode": "off_policy_correction, of a server too",
@@ -86,22 +89,17 @@ def option(
     switches: Sequence[str] = (),
     alias: str | None = None,
     is_text: bool = False,
+    form: tuple[str, str] | None = None,
     **bounds: float,
 ) -> Any:
-    """Make a dataclass field with its line of documentation, its bounds and its names as a flag.
+    """Make a dataclass field with its line of `--help`, its bounds (`ge`, `gt`, `le`, `lt`) and its names as a flag.
 
-    Args:
-        default: value where the option is not given. A list is copied for each config.
-        help: line of `--help`.
-        switches: for a field with a fixed set of values, those that are also flags of their own (`--full`).
-        alias: second name of the flag and of the key in a file, such as one that Python keeps for itself; None: none.
-        is_text: strings of any length, which name no file.
-        bounds: bounds of a number by name: `ge`, `gt`, `le` and `lt`.
-
-    Returns:
-        The field.
+    Of a field with a fixed set of values, those in `switches` are also flags of their own (`--full`). `alias` is a
+    second name of the flag and of the key in a file. Texts (`is_text`) have any length and name no file. `form` is a
+    regular expression of a whole string, and how messages describe it.
     """
     metadata = {"help": help, "bounds": bounds, "switches": tuple(switches), "alias": alias, "is_text": is_text}
+    metadata |= {"form": form}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -109,12 +107,16 @@ def option(
 
 def required(help: str, *, switches: Sequence[str] = ()) -> Any:
     """Make an `option` without a default."""
-    return dataclasses.field(metadata={"help": help, "bounds": {}, "switches": tuple(switches), "alias": None})
+    return option(dataclasses.MISSING, help, switches=switches)
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination."""
+    """Base of the config classes, whose construction raises ConfigError for a wrong type, bound or combination.
+
+    A class that derives from it is a frozen dataclass without being told so.
+    """
 
     FIRST: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows; none: all."""
@@ -125,14 +127,20 @@ class Options:
     SECTIONS: ClassVar[str] = ""
     """Option whose values may be sections of a file, with options for when it has that value; "": none."""
 
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value = _typed(field.name, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-            if not field.metadata.get("is_text"):
+            if value == [] and _default(field) != []:
+                raise ConfigError(f"{field.name}: expected something that is not empty, got []")
+            if not field.metadata["is_text"]:
                 _require_names(field.name, value)
-            bounds = dict(field.metadata.get("bounds", {}))
+            _require_form(field.name, field.metadata["form"], value)
+            bounds = dict(field.metadata["bounds"])
             if type(value) is int and not {"le", "lt"} & set(bounds):
                 bounds["le"] = _LARGEST_INT
             for bound, limit in bounds.items():
@@ -262,10 +270,15 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     raise ConfigError(f"{name}: expected {_describe(hint)}, got {value!r}{_meant(name, hint, value)}")
 
 
+def _reason(name: str) -> str | None:
+    """The reason why a name of elsewhere, or `name=value`, is none here."""
+    return next((why for names, why in _WITHOUT.items() if name in names.split()), None)
+
+
 def _meant(name: str, hint: Any, value: Any) -> str:
     """The end of the message: what a value of before became, or the nearest choice."""
-    if f"{name}={value}" in _WITHOUT:
-        return f"; {_WITHOUT[f'{name}={value}']}"
+    if why := _reason(f"{name}={value}"):
+        return f"; {why}"
     choices = [c for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for c in typing.get_args(kind)]
     if not isinstance(value, str) or not choices:
         return ""
@@ -288,6 +301,12 @@ def _require_names(name: str, value: Any) -> None:
             if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
                 shown = text if len(text) <= 60 else f"{text[:59]}…"
                 raise ConfigError(f"{name}: expected a path, got {shown!r}: {error.strerror}") from error
+
+
+def _require_form(name: str, form: tuple[str, str] | None, value: Any) -> None:
+    """Raise ConfigError for a string of another form."""
+    if form is not None and isinstance(value, str) and re.fullmatch(form[0], value) is None:
+        raise ConfigError(f"{name}: expected {form[1]}, got {value!r}")
 
 
 # ---- flags -------------------------------------------------------------------------------------------------
@@ -313,7 +332,7 @@ def _unknown(what: str, name: str, cls: type[Options], prefix: str) -> ConfigErr
     known = [*_fields(cls), *_aliases(cls), *switches, *_SPECIAL, *(() if prefix else _sections(cls))]
     ours, _, value = dict(pair.split("=") for pair in _OURS.split()).get(name, "").partition(":")
     close = [ours] if ours in known else difflib.get_close_matches(name, known, n=1)
-    why = next((why for names, why in _WITHOUT.items() if name.removeprefix("no_") in names.split()), None)
+    why = _reason(name.removeprefix("no_"))
     if close and (ours or why is None):
         why = f"did you mean {prefix}{close[0]}{value and (' ' if prefix else ': ') + value}?"
     return ConfigError(f"unknown {what} {prefix}{name}" + (f"; {why}" if why else ""))
@@ -337,13 +356,12 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
     fields, hints, aliases = _fields(cls), typing.get_type_hints(cls), _aliases(cls)
     switches = {s: (f.name, s) for f in fields.values() for s in f.metadata["switches"]}
     switches |= {f"no_{n}": (n, False) for n in fields if bool in _alternatives(hints[n])}
+    switches |= {name: (name, True) for name in ("help", "help_all", "print_config")}
     values: dict[str, Any] = {}
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        if token in ("-h", "--help"):
-            values["help"] = True
-            continue
+        token = "--help" if token == "-h" else token
         if not token.startswith("--"):
             raise ConfigError(f"unexpected argument {token!r}: expected an option that starts with --")
         name, equals, attached = token[2:].partition("=")
@@ -352,10 +370,10 @@ def _scan(cls: type[Options], argv: Sequence[str]) -> dict[str, Any]:
         raw = [attached] if equals else []
         while not equals and tokens and not tokens[0].startswith("--") and tokens[0] != "-h":
             raw.append(tokens.pop(0))
-        if name in switches or name in ("print_config", "help_all"):
+        if name in switches:
             if raw:
                 raise ConfigError(f"{name}: expected no value, got {' '.join(raw)!r}")
-            key, value = switches.get(name, (name, True))
+            key, value = switches[name]
         elif name == "config":
             key, value = name, _only(name, "the path of a YAML file", raw)
         elif name in fields:
@@ -510,19 +528,15 @@ def _help(cls: type[Options], prog: str | None, *, everything: bool) -> str:
         add_help=False,
     )
     fields, hints, shown = _fields(cls), typing.get_type_hints(cls), set[str]()
-    if not everything:
-        group = parser.add_argument_group("options that are used most")
-        for each in cls.FIRST:
-            _add_to_help(group, fields[each], hints[each])
-        shown = set(cls.FIRST)
+    sections: list[tuple[str, Sequence[str]]] = [] if everything else [("options that are used most", cls.FIRST)]
     for section in cls.__mro__ if everything else ():
-        own = [f for n, f in fields.items() if n in inspect.get_annotations(section) and n not in shown]
-        if own:
-            title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
-            group = parser.add_argument_group(title)
-            for field in own:
-                _add_to_help(group, field, hints[field.name])
-            shown |= {field.name for field in own}
+        title = "of this command" if section is cls else (section.__doc__ or "").split("\n")[0].rstrip(".")
+        sections.append((title, [n for n in fields if n in inspect.get_annotations(section)]))
+    for title, names in sections:
+        group = parser.add_argument_group(title)  # one without options is not shown
+        for each in [n for n in names if n not in shown]:
+            _add_to_help(group, fields[each], hints[each])
+        shown |= set(names)
     group = parser.add_argument_group("of every command")
     group.add_argument("--config", metavar="FILE", help="YAML file with any of these options; flags override it")
     group.add_argument("--print_config", action="store_true", help="print the resolved options as YAML and stop")
@@ -554,18 +568,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_size(name: str, text: str) -> int:
-    """Number of bytes of a size such as `80GB`, `24 GiB`, `500MB` or `0GB`.
-
-    Args:
-        name: name of the option, for messages.
-        text: a number and a unit: B, KB to TB (powers of 1000), or KiB to TiB (powers of 1024).
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        ConfigError: any other text.
-    """
+    """Number of bytes of a size such as `80GB` or `24 GiB`, of option `name`; ConfigError for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{name}: expected a size such as 80GB or 24GiB, got {text!r}")

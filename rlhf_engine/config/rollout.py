@@ -1,11 +1,8 @@
 """Options of who draws a run's answers, when, and what is done about the age of answers; names as in TRL."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.algorithm import AlgorithmOptions
@@ -17,7 +14,6 @@ Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequen
 StepName = Literal["auto", "native", "graph", "transformers"]  # implementations of a decoding step, by name
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
     """Options of the rollout engine in this process. None of them changes answers, except by rounding."""
 
@@ -47,7 +43,6 @@ class EngineConfig(Options):
         return None if self.kv_cache_memory is None else parse_size("kv_cache_memory", self.kv_cache_memory)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Options):
     """Options of how answers are drawn, and of what log-probs, ratios and the KL of a run are then over."""
 
@@ -61,7 +56,6 @@ class SamplingOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class AnswerOptions(SamplingOptions):
     """Options of how answers are drawn that nobody learns from."""
 
@@ -77,7 +71,6 @@ class AnswerOptions(SamplingOptions):
         self.require("num_generations", not self.greedy or n == 1, "1 with greedy, where all answers are the same")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutOptions(EngineConfig):
     """Options of what draws answers, how far that may be from the training forward, and what is done about it."""
 
@@ -113,7 +106,6 @@ class RolloutOptions(EngineConfig):
         return [] if self.vllm_server_base_url is None else [x.strip() for x in self.vllm_server_base_url.split(",")]
 
 
-@dataclass(frozen=True, kw_only=True)
 class AsyncOptions(AlgorithmOptions, RolloutOptions):
     """Options of asynchronous rollouts: where answers are drawn, and how far they may be behind the policy."""
 

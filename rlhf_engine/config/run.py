@@ -1,12 +1,9 @@
 """Options that several commands have in common: the run, the base model, rows of data, training."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -39,11 +36,12 @@ QUANTIZATION_HELP = "frozen backbones in 8 or 4 bits (nf4) through bitsandbytes"
 LARGEST_SEED = 2**32 - 1
 """Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
 LARGEST_RANK = 2**14  # largest rank of an adapter: more than the width of most models, at which it is no low rank
-REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"  # pattern of owner/name on the Hub
+REPOSITORY = (r"\w[\w.-]*/\w[\w.-]*", "owner/name")
+DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")
+"""Forms of options: a repository of the Hub, and a device."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
     """Options of every command that computes something."""
 
@@ -51,20 +49,14 @@ class RunOptions(Options):
     seed: int = option(0, "seed of everything random in this run", ge=0, le=LARGEST_SEED)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelOptions(RunOptions):
     """The base model."""
 
     model_name_or_path: str = required("folder of the base model, or its owner/name[@revision] on the Hub")
     dtype: Dtype = option("float32", "dtype of the base weights and activations")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_device(self.device)
+    device: str = option("auto", DEVICE[1], form=DEVICE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowOptions(Options):
     """Options for rows that are too long or cannot be used."""
 
@@ -94,14 +86,12 @@ class RowOptions(Options):
         self.require("truncation", self.truncation != "keep_start", why)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataOptions(RowOptions):
     """Options of where training rows come from."""
 
     dataset_name: str = required(f"training data: {SOURCES}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardModelOptions(Options):
     """The learned reward."""
 
@@ -124,18 +114,19 @@ class RewardModelOptions(Options):
         return None if self.reward_adapter is not None else self.reward_model_path
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingOptions(DataOptions, ModelOptions):
     """Adapters, optimizer, logging, checkpoints and the output folder."""
 
     output_dir: str = required("folder for checkpoints, metrics and the run record")
     push_to_hub: str | None = option(
-        None, "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public"
+        None,
+        "owner/name on the Hub to upload the result to at the end, as export does; a new repository is public",
+        form=REPOSITORY,
     )
     report_to: list[str] = option(
         [], "tensorboard, trackio or wandb: trackers that get the metrics as well, through accelerate"
     )
-    save_steps: int = option(50, "a checkpoint every so many steps, and at the end; 0: only at the end", ge=0)
+    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none on the way", ge=0)
     save_total_limit: int | None = option(2, "checkpoints kept, beside the best; none: all", ge=1)
     resume_from_checkpoint: str | None = option(
         None,
@@ -144,7 +135,6 @@ class TrainingOptions(DataOptions, ModelOptions):
     )
     lora_r: int = option(16, "rank of the adapters", ge=1, le=LARGEST_RANK)
     lora_alpha: float = option(32.0, "the adapter's output is scaled by lora_alpha / lora_r", gt=0)
-    use_rslora: bool = option(False, "scale it by lora_alpha / √lora_r")
     lora_dropout: float = option(0.0, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: str | list[str] = option(
         "all-linear", "all-linear, or the last part of the names of the linears to adapt"
@@ -157,7 +147,10 @@ class TrainingOptions(DataOptions, ModelOptions):
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", ge=0)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float | None = option(
-        None, "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1", ge=0
+        None,
+        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
+        "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
+        ge=0,
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     max_tokens_per_micro_batch: int | None = option(
@@ -184,14 +177,11 @@ class TrainingOptions(DataOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_repository(self.push_to_hub)
-        not_empty("lora_target_modules", self.lora_target_modules)
         if self.optim == "adafactor":
             self.require_unset(["adam_epsilon"], "with optim adafactor, which does not read it")
         self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class HeldOutOptions(Options):
     """Rows or prompts that are not trained on."""
 
@@ -213,28 +203,10 @@ class HeldOutOptions(Options):
         return self.eval_dataset_name if isinstance(self.eval_dataset_name, float) else None
 
 
-def not_empty(name: str, value: str | list[Any]) -> None:
-    """Raise ConfigError, naming the option, for an empty list."""
-    if not value:
-        raise ConfigError(f"{name}: expected something that is not empty, got {value!r}")
-
-
 def check_weights(weights: list[float] | None, sources: Sequence[Any]) -> None:
     """Raise ConfigError for weights that are not one for each reward source."""
     if weights is not None and len(weights) != len(sources):
         raise ConfigError(f"reward_weights: expected {len(sources)} numbers, one per reward source, got {len(weights)}")
-
-
-def check_repository(name: str | None) -> None:
-    """Raise ConfigError for what names no repository of the Hub; None names none on purpose."""
-    if name is not None and re.fullmatch(REPOSITORY, name) is None:
-        raise ConfigError(f"push_to_hub: expected owner/name, got {name!r}")
-
-
-def check_device(name: str) -> None:
-    """Raise ConfigError for what is no device's name."""
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
 
 
 def adapter_dtype(optim: Optim) -> Dtype:

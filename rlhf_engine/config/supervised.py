@@ -1,10 +1,7 @@
 """Options of `rlhf-engine sft` and `rlhf-engine reward`: passes over rows of prompts and answers."""
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_engine.config.parser import option, required
@@ -13,7 +10,6 @@ from rlhf_engine.config.run import HeldOutOptions, TrainingOptions
 BestMetric = Literal["auc", "accuracy", "balanced_accuracy", "loss", "brier", "calibration_error", "margin"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class SupervisedOptions(TrainingOptions):
     """Passes over rows of prompts and answers."""
 
@@ -34,13 +30,12 @@ class SupervisedOptions(TrainingOptions):
         is_within = self.max_steps is None or self.warmup_steps <= self.max_steps
         self.require("warmup_steps", is_within, f"at most max_steps ({self.max_steps})")
         if self.mode == "full":
-            names = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "lora_target_modules")
+            names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
             self.require_unset(names, "for --full, which has no adapter")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedOptions):
-    """Supervised training of language model and reward head together.
+    """Supervised fine-tuning with a reward head: --full writes a new base, --lora an adapter of a frozen one.
 
     Rows hold `prompt` and either `completion`, or `chosen` and `rejected`, whose common beginning may be the prompt.
     """
@@ -52,10 +47,8 @@ class SFTConfig(SupervisedOptions):
     )
 
     gamma: float = option(0.1, "weight of the pairwise reward objective, which needs chosen and rejected", ge=0)
-    save_steps: int = option(50, "a checkpoint every so many steps, to go on from; 0: none", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardConfig(HeldOutOptions, SupervisedOptions):
     """Training of a reward model: an adapter slot and a scalar head on the frozen base, or everything.
 

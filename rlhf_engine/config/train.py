@@ -3,13 +3,10 @@
 Symbols of the objective: β = `beta`, γ = `gamma`, λ = `lam`.
 """
 
-# ruff: noqa: RUF009 - `option` and `required` return dataclasses.field(...), which ruff cannot see
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +19,12 @@ from rlhf_engine.config.run import (
     RewardModelOptions,
     TrainingOptions,
     check_weights,
-    not_empty,
 )
 from rlhf_engine.errors import ConfigError
 
 Method = Literal["full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOptions, TrainingOptions):
     """RL with actor, critic, reference and reward model on one frozen backbone, or on more for comparison."""
 
@@ -69,12 +64,6 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
     critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
-    max_grad_norm: float | None = option(
-        None,
-        "a role's gradient is scaled down to this norm where it is greater; 0: never; none: 1, but never for copg, "
-        "remax, rloo and reinforce, whose gradients are sums per answer, unbiased as they are",
-        ge=0,
-    )
 
     dry_run: bool = option(
         False,
@@ -108,7 +97,6 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("reward_funcs", self.reward_funcs)
         check_weights(self.reward_weights, self.reward_funcs)
         if self.unfinished[1] is None:
             object.__setattr__(self, "missing_eos_penalty", self.unfinished[0])

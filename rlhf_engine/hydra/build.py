@@ -38,7 +38,6 @@ def slot_config(config: TrainingOptions) -> SlotConfig:
     """The shape of a fresh slot."""
     return SlotConfig(
         r=config.lora_r,
-        use_rslora=config.use_rslora,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         target_modules=config.lora_target_modules,

@@ -92,7 +92,7 @@ class AnswerSession:
         adapters = {"actor": config.adapter}
         self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))
-        ends = () if config.ignore_eos else eos_token_ids(self.tokenizer, self.model.backbone().model)
+        ends = eos_token_ids(self.tokenizer, self.model.backbone().model)
         self._sampling = SamplingConfig.of(config, ends)
         self._stops = StopTexts(self._sampling.stop, self._raw_text)
         self._places = [i for i in range(len(self.texts)) if i not in self.done]
@@ -235,7 +235,8 @@ _HOW = {"kv_cache_memory", "decode_step", "exact", "device", "kernels"}
 def _settings(config: GenerateConfig) -> str:
     """A digest of the options that answers depend on."""
     kept = {name: value for name, value in config.to_dict().items() if name not in _ASKED | _HOW}
-    earlier = {"dataset_streaming": False, "reward_adapter": config.reward_adapter}  # options that files began with
+    earlier = {"dataset_streaming": False, "ignore_eos": False, "reward_adapter": config.reward_adapter}
+    # options that files began with
     kept |= {**earlier, "reward_model_path": config.whole_reward_model}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 

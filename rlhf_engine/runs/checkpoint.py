@@ -221,7 +221,8 @@ def read_counters(
     kind: type[C] = TrainerState,  # type: ignore[assignment]  # mypy knows no defaults of type variables
 ) -> C:
     """Read a checkpoint's counters alone; ConfigError where the folder has none of this kind."""
-    fields = _fields(_require_checkpoint(folder))
+    check(_require_checkpoint(folder), [_STATE_FILE])
+    fields = json.loads((folder / _STATE_FILE).read_text())
     known = {x.name: x for x in dataclasses.fields(kind)}  # type: ignore[arg-type]  # counters are dataclasses
     needed = {
         x.name for x in known.values() if x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
@@ -264,12 +265,6 @@ def check(folder: Path, names: Iterable[str] | None = None) -> None:
         others = [other.name for other in list_checkpoints(folder.parent) if other.name != folder.name]
         instead = f"; beside it {'are' if others[1:] else 'is'} {', '.join(others)}" if others else ""
         raise CorruptCheckpointError(f"resume_from_checkpoint: {error}{instead}") from error
-
-
-def _fields(folder: Path) -> dict[str, Any]:
-    check(folder, [_STATE_FILE])
-    counters: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
-    return counters
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:

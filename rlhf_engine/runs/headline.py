@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_engine.runs.text import format_duration, format_score, format_value
@@ -120,7 +121,7 @@ def _training(outcome: _Outcome, rows: Sequence[Mapping[str, Any]]) -> Headline 
     if not values:
         return None
     n = max(1, min(MOST_AVERAGED, len(values) // 10))
-    first, now = _mean(values[:n]), _mean(values[-n:])
+    first, now = fmean(values[:n]), fmean(values[-n:])
     note = "last step" if n == 1 else f"means of {n} steps"
     text = format_score(now) if len(values) == 1 else f"{format_score(first)} → {format_score(now)}"
     return Headline(f"{outcome.label}, training", outcome.unit, now, text, note, outcome.better)
@@ -132,7 +133,7 @@ def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | No
     seconds = [value for _, value in numbers(rows, "seconds/step")][-MOST_AVERAGED:]
     note = state or ""
     if state == "running" and total is not None and seconds and total > done:
-        note = f"running, about {format_duration(_mean(seconds) * (total - done))} of steps left"
+        note = f"running, about {format_duration(fmean(seconds) * (total - done))} of steps left"
     return Headline("Steps", "", done, text, note, 0)
 
 
@@ -141,14 +142,14 @@ def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Head
     seconds = [value for _, value in numbers(rows, "seconds/step")]
     if seconds:
         steps = rows[-1]["step"] - numbers(rows, "seconds/step")[0][0] + 1
-        note = f"mean; all steps {format_duration(_mean(seconds) * steps)}"
-        resources.append(Headline("Time of a step", "seconds", _mean(seconds), format_value(_mean(seconds)), note, -1))
+        note = f"mean; all steps {format_duration(fmean(seconds) * steps)}"
+        resources.append(Headline("Time of a step", "seconds", fmean(seconds), format_value(fmean(seconds)), note, -1))
     speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
     if speeds:
         label = "Generation" if kind == RL else "Training speed"
-        shown = format_value(_mean(speeds))
+        shown = format_value(fmean(speeds))
         resources.append(
-            Headline(label, "tokens per second", _mean(speeds), shown, f"mean of the last {len(speeds)}", 1)
+            Headline(label, "tokens per second", fmean(speeds), shown, f"mean of the last {len(speeds)}", 1)
         )
     peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
     if peaks:
@@ -164,7 +165,3 @@ def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[i
 def is_number(value: Any) -> bool:
     """Whether a value of the metrics is a number, which true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

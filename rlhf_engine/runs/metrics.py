@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
 import numbers
 import os
 import platform
+import re
 import resource
 import secrets
 import subprocess
@@ -40,6 +40,7 @@ from rlhf_kernels.runtime import cores, native
 from rlhf_kernels.runtime.registry import is_gpu
 
 import rlhf_engine
+from rlhf_engine.config.launch import version_of
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
 
@@ -122,7 +123,7 @@ def run_record(
         "versions": {
             "rlhf-engine": rlhf_engine.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: version_of(name) for name in _PACKAGES},
             "torch": torch.__version__,  # the package's version lacks which CUDA it was built with
         },
         "git_commit": git_commit(Path(__file__)),
@@ -144,16 +145,7 @@ def run_record(
 
 def git_commit(file: Path) -> dict[str, Any] | None:
     """Commit of the checkout that tracks `file`, and whether it is dirty or a rehearsal; None outside of one."""
-    commit = _git_commit(file)
-    return {**(commit or {"commit": None, "dirty": True}), "rehearsed": True} if is_rehearsal() else commit
 
-
-def is_rehearsal() -> bool:
-    """Whether this process rehearses measurements without their device (`bench/gpu/measure.py --rehearse`)."""
-    return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
-
-
-def _git_commit(file: Path) -> dict[str, Any] | None:
     def git(*arguments: str) -> str | None:
         # no lock that a killed process would leave behind
         command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
@@ -163,10 +155,16 @@ def _git_commit(file: Path) -> dict[str, Any] | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", file.name) is None:
-        return None
-    commit = git("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain", "-uno"))}
+    commit = None if git("ls-files", "--error-unmatch", file.name) is None else git("rev-parse", "HEAD")
+    state = {"commit": commit, "dirty": commit is None or bool(git("status", "--porcelain", "-uno"))}
+    if is_rehearsal():
+        return {**state, "rehearsed": True}
+    return None if commit is None else state
+
+
+def is_rehearsal() -> bool:
+    """Whether this process rehearses measurements without their device (`bench/gpu/measure.py --rehearse`)."""
+    return os.environ.get("RLHF_ENGINE_REHEARSAL") == "1"
 
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
@@ -253,21 +251,13 @@ def write_atomic(path: Path, content: bytes) -> None:
     os.replace(beside, path)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def cpu_name() -> str:
     """Model of the CPU, as the system calls it."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    name = (
+        re.search(r"^model name\s*:(.*)$", info.read_text(errors="replace"), re.MULTILINE) if info.is_file() else None
+    )
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 # ---- phases of a step ------------------------------------------------------------------------------------------------
@@ -365,11 +355,12 @@ class SampleLog:
 # ---- trackers --------------------------------------------------------------------------------------------------------
 
 
-class Trackers(contextlib.AbstractContextManager["Trackers"]):
-    """The open trackers of a run; none where none are asked for."""
+class Trackers(contextlib.ExitStack):
+    """The open trackers of a run, which its end finishes; none where none are asked for."""
 
     def __init__(self, names: Sequence[str], output: Path, options: Mapping[str, Any], *, step: int = 0) -> None:
         """Open the trackers of an output folder, which go on from `step`; ConfigError for one not installed."""
+        super().__init__()
         self._open: list[Any] = []
         if not names:
             return
@@ -392,6 +383,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
             if name != "tensorboard":  # its hyper-parameter page makes a run of its own each time a run resumes
                 tracker.store_init_configuration(plain)
             self._open.append(tracker)
+            self.callback(tracker.finish)
 
     @staticmethod
     def _names(names: Sequence[str], output: Path, step: int) -> dict[str, str]:
@@ -408,14 +400,6 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         values = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float)) and x - x == 0}
         for tracker in self._open:
             tracker.log(values, step=step)
-
-    def close(self) -> None:
-        for tracker in self._open:
-            tracker.finish()
-        self._open = []
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def require_trackers(names: Sequence[str]) -> None:

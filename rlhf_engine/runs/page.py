@@ -133,7 +133,8 @@ def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], li
         return _whole_run(folder, name, state)
     except ConfigError:
         raise
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError, KeyError) as error:
+        # files that no run has written so
         raise ConfigError(f"run: expected the files of a run in {str(folder)!r}, got: {error}") from error
 
 
@@ -143,7 +144,7 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
     rows = [row for row in lines if row is not None]
     if not rows:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
-    record = _record(folder / RECORD_FILE)
+    record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     state = state or _state(folder, rows[-1]["step"], total_steps(record))
     every, curves = _curves(rows)
     looks = SampleLog(folder / SAMPLES_LOG).read()
@@ -191,33 +192,6 @@ def _thinned(looks: Sequence[Samples]) -> list[Samples]:
     return [looks[round(i * (len(looks) - 1) / (n - 1))] for i in range(n)]
 
 
-_RECORDED: dict[str, type] = {
-    "config": dict,
-    "versions": dict,
-    "command": list,
-    "git_commit": dict,
-    "kernel_backends": dict,
-    "base_hash": str,
-    "result": dict,
-    "rows": dict,
-    "total_steps": int,
-}
-"""Fields of a run's record that the page takes apart; they may be null or missing."""
-
-
-def _record(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise ConfigError(f"run: expected a JSON object in {path}, got {type(record).__name__}")
-    held = {name: record[name] for name in _RECORDED if record.get(name) is not None}
-    for name, value in held.items():
-        if not isinstance(value, _RECORDED[name]):
-            raise ConfigError(f"run: expected {_RECORDED[name].__name__} as {name} in {path}, got {value!r:.80}")
-    if not isinstance(held.get("git_commit", {}).get("commit", ""), str):
-        raise ConfigError(f"run: expected text as the commit in {path}, got {held['git_commit']['commit']!r:.80}")
-    return {**{name: value for name, value in record.items() if name not in _RECORDED}, **held}
-
-
 def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
     """Steps per point, and metric → [steps, values], with least and most where a point is a mean of several."""
     every = -(-len(rows) // MOST_POINTS)
@@ -237,12 +211,13 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
-    commit = commit if "commit" in commit else {}
     hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     facts = {
         "started": record.get("started"),
         "command": " ".join("…" if word in hidden else shareable(word) for word in map(str, record.get("command", []))),
-        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}" if commit else None,
+        "commit": f"{commit['commit'][:12]}{', with changes' if commit.get('dirty') else ''}"
+        if commit.get("commit")
+        else None,
         "device": record.get("device_name"),
         "processes": record.get("processes"),
         "resumed at step": record.get("resumed_at_step") or None,
@@ -295,54 +270,28 @@ def comparison(
     names: Sequence[str], configs: Sequence[Mapping[str, Any]], numbers_of: Sequence[Sequence[Headline]]
 ) -> dict[str, Any]:
     """Columns and rows of the table that compares runs: options in which they differ, then headline numbers."""
-    options = differing_options(configs)
     by_label = [{h.label: h for h in one} for one in numbers_of]
     named = {h.label for one in numbers_of for h in one if not h.is_minor}
     shown = {h.label: h for one in numbers_of for h in one if h.label in named}
-    best = {label: _best([one.get(label) for one in by_label], h.better) for label, h in shown.items()}
-
-    def in_order(chosen: list[Any], reached: list[Any]) -> list[Any]:
-        # a few options name a run; many would push its numbers out of sight
-        return chosen + reached if len(options) <= _FEW else reached + chosen
-
-    heads = [{"label": option, "is_option": True} for option in options]
-    rows = [
-        {
-            "name": name,
-            "colour": COLOURS[i % len(COLOURS)],
-            "cells": in_order(
-                [_option(configs[i][option]) for option in options],
-                [_number(by_label[i].get(label), best[label]) for label in shown],
-            ),
-        }
-        for i, name in enumerate(names)
+    options: list[dict[str, Any]] = [
+        {"label": name, "is_option": True, "values": [config[name] for config in configs], "best": None}
+        for name in differing_options(configs)
     ]
-    numbers = [{"label": h.label, "unit": h.unit, "is_option": False} for h in shown.values()]
-    return {"columns": in_order(heads, numbers), "rows": rows}
+    reached: list[dict[str, Any]] = []
+    for label, h in shown.items():
+        values = [one[label].value if label in one else None for one in by_label]
+        distinct = {value for value in values if value is not None} if h.better else set()
+        best = None if len(distinct) < 2 else max(distinct) if h.better > 0 else min(distinct)
+        reached.append({"label": label, "unit": h.unit, "is_option": False, "values": values, "best": best})
+    # a few options name a run; many would push its numbers out of sight
+    columns = options + reached if len(options) <= _FEW else reached + options
+    return {"columns": columns, "rows": [(name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(names)]}
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the options that all runs have, with values that differ, except for where a run writes."""
     shared = [name for name in configs[0] if all(name in config for config in configs)]
     return [name for name in shared if name not in _PLACES and len({repr(config[name]) for config in configs}) > 1]
-
-
-def _best(headlines_of: Sequence[Headline | None], better: int) -> float | None:
-    values = [h.value for h in headlines_of if h is not None]
-    if not better or len(set(values)) < 2:
-        return None
-    return max(values) if better > 0 else min(values)
-
-
-def _number(h: Headline | None, best: float | None) -> dict[str, Any]:
-    if h is None:
-        return {"text": "–", "sort": None, "is_best": False, "is_option": False}
-    return {"text": format_value(h.value), "sort": repr(h.value), "is_best": h.value == best, "is_option": False}
-
-
-def _option(value: Any) -> dict[str, Any]:
-    sort = repr(float(value)) if isinstance(value, (int, float)) else None
-    return {"text": "–" if value is None else str(value), "sort": sort, "is_best": False, "is_option": True}
 
 
 SHORTEST = 5.0  # least seconds between two pages

@@ -15,14 +15,14 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from rlhf_engine.runs.folder import RECORD_FILE
-from rlhf_engine.runs.headline import headlines
+from rlhf_engine.runs.headline import headlines, numbers
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
@@ -54,73 +54,7 @@ def course(values: array[float]) -> str:
     return "".join(_BLOCKS[int(x * (len(_BLOCKS) - 1) + 0.5)] for x in height)
 
 
-class Dashboard:
-    """A rich renderable: a row per number, then the share of each phase in the time, memory and speed."""
-
-    def __init__(self, watched: Mapping[str, str]) -> None:
-        """watched: metric → label."""
-        self.watched = dict(watched)
-        self._courses: dict[str, array[float]] = {}
-        self._phases: dict[str, float] = {}
-        self._latest: dict[str, Any] = {}
-
-    def update(self, metrics: Mapping[str, Any]) -> None:
-        """The metrics of one step. What is not a finite number has no place in a course, and is shown as it is."""
-        self._latest.update(metrics)
-        for name in self.watched:
-            value = metrics.get(name)
-            if isinstance(value, (int, float)) and abs(value) < float("inf"):
-                self._courses.setdefault(name, array("d")).append(float(value))
-        for name, label in PHASES.items():
-            if isinstance(metrics.get(name), (int, float)):
-                self._phases[label] = self._phases.get(label, 0.0) + float(metrics[name])
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Taller terminals show all, others as much as leaves room for the bar."""
-        if not self._courses:
-            return
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        table.add_column("")
-        table.add_column("now", justify="right")
-        table.add_column("so far", no_wrap=True)
-        rows = [name for name in self.watched if name in self._courses]
-        for name in rows[: max(1, console.size.height - 5)]:
-            blocks = Text(course(self._courses[name]), style="cyan")
-            table.add_row(self.watched[name], format_value(self._latest[name]), blocks)
-        yield table
-        yield Text(self._facts(), style="dim", overflow="ellipsis", no_wrap=True)
-
-    def _facts(self) -> str:
-        phases = dict(self._phases)  # another thread may add to it
-        total = sum(phases.values())
-        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
-        if (peak := self._latest.get("peak_memory_bytes")) is not None:
-            facts.append(f"peak {float(peak) / 1e9:.2f} GB")
-        if (speed := self._latest.get("tokens_per_second")) is not None:
-            facts.append(f"{format_value(float(speed))} tokens/s")
-        return "   ".join(facts)
-
-
-_OF_ASYNC = {
-    "staleness/max": "age",
-    "async/ready_steps": "ready",
-    "async/generator_utilisation": "generator",
-    "async/learner_utilisation": "learner",
-    "async/speedup": "speed-up",
-    "async/speedup_bound": "of at most",
-}
-"""Metrics of a run whose answers are drawn beside the updates, with their labels."""
 LONG_S = 60.0  # seconds from which on a run says after two steps how long the others will take
-_FACTS = {"tokens_per_second": "tokens/s"}  # shown by a dashboard in its last line anyway
-
-
-def how_long(seconds: float, steps: int, which: str = "the") -> str:
-    """Say how long some steps will take, as in "about 12 min for the 100 steps, until 14:20".
-
-    `seconds` are those of all of them; `which` is their article.
-    """
-    until = time.strftime("%H:%M", time.localtime(time.time() + seconds))
-    return f"about {format_duration(seconds)} for {which} {steps:,} steps, until {until}"
 
 
 class _Console(Console):
@@ -133,7 +67,19 @@ class _Console(Console):
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
-    SHOWN: ClassVar = {"reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s", **_OF_ASYNC}
+    SHOWN: ClassVar[dict[str, str]] = {
+        "reward": "reward",
+        "kl": "kl",
+        "lm_loss": "loss",
+        "tokens_per_second": "tokens/s",
+        "staleness/max": "age",
+        "async/ready_steps": "ready",
+        "async/generator_utilisation": "generator",
+        "async/learner_utilisation": "learner",
+        "async/speedup": "speed-up",
+        "async/speedup_bound": "of at most",
+    }
+    """Metrics of a plain line, with their labels; the last ones are of answers that are drawn beside the updates."""
 
     def __init__(
         self,
@@ -164,12 +110,14 @@ class TrainingProgress:
             console=self.console,
         )
         self._task = self._bar.add_task(title, total=total_steps, completed=step)
-        # what a run shows beyond the usual comes first: it is why it was asked for
-        self._dashboard = Dashboard(
-            {**{name: label for name, label in self.shown.items() if name not in WATCHED | _FACTS}, **WATCHED}
-        )
+        # what a run shows beyond the usual comes first: it is why it was asked for; the last line has the speed
+        beyond = {name: self.shown[name] for name in self.shown if name not in (*WATCHED, "tokens_per_second")}
+        self._watched = {**beyond, **WATCHED}
+        self._courses: dict[str, array[float]] = {}
+        self._phases: dict[str, float] = {}
+        self._latest: dict[str, Any] = {}
         self._live = Live(
-            Group(self._dashboard, self._bar),
+            get_renderable=self._dashboard,
             console=self.console,
             refresh_per_second=4,
             redirect_stdout=sys.stdout.isatty(),
@@ -182,7 +130,7 @@ class TrainingProgress:
             self._chosen = chosen
             self.console.print(chosen, markup=False, highlight=False, soft_wrap=True)
         if not self.plain:
-            self._dashboard.update(metrics)
+            self._remember(metrics)
             self._bar.update(self._task, completed=step)
             return
         shown = [f"{label} {format_score(metrics[name])}" for name, label in self.shown.items() if name in metrics]
@@ -200,10 +148,43 @@ class TrainingProgress:
         left = (now - before[1]) / (step - before[0]) * (self.total_steps - step)
         if left <= LONG_S:
             return
-        peak = metrics.get("peak_memory_bytes")
-        memory = "" if peak is None else f"; peak memory so far {float(peak) / 1e9:.2f} GB"
-        line = f"{how_long(left, self.total_steps - step, 'the other')}{memory}"
+        until = time.strftime("%H:%M", time.localtime(time.time() + left))
+        line = f"about {format_duration(left)} for the other {self.total_steps - step:,} steps, until {until}"
+        if (peak := metrics.get("peak_memory_bytes")) is not None:
+            line += f"; peak memory so far {float(peak) / 1e9:.2f} GB"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _remember(self, metrics: Mapping[str, Any]) -> None:
+        """Take what the dashboard shows. What is no finite number has no place in a course, and is shown as it is."""
+        self._latest.update(metrics)
+        for name in self._watched:
+            value = metrics.get(name)
+            if isinstance(value, (int, float)) and abs(value) < float("inf"):
+                self._courses.setdefault(name, array("d")).append(float(value))
+        for name, label in PHASES.items():
+            if isinstance(metrics.get(name), (int, float)):
+                self._phases[label] = self._phases.get(label, 0.0) + float(metrics[name])
+
+    def _dashboard(self) -> Group:
+        """A row per number, as many as leave room for the bar; shares of phases in the time, memory, speed; the bar."""
+        names = [name for name in self._watched if name in self._courses]
+        if not names:
+            return Group(self._bar)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        table.add_column("now", justify="right")
+        table.add_column("so far", no_wrap=True)
+        for name in names[: max(1, self.console.size.height - 5)]:
+            blocks = Text(course(self._courses[name]), style="cyan")
+            table.add_row(self._watched[name], format_value(self._latest[name]), blocks)
+        phases = dict(self._phases)  # another thread may add to it
+        total = sum(phases.values())
+        facts = [f"{label} {100 * s / total:.0f} %" for label, s in phases.items() if total > 0]
+        if (peak := self._latest.get("peak_memory_bytes")) is not None:
+            facts.append(f"peak {float(peak) / 1e9:.2f} GB")
+        if (speed := self._latest.get("tokens_per_second")) is not None:
+            facts.append(f"{format_value(float(speed))} tokens/s")
+        return Group(table, Text("   ".join(facts), style="dim", overflow="ellipsis", no_wrap=True), self._bar)
 
     def __enter__(self) -> TrainingProgress:
         if not self.plain:
@@ -222,18 +203,17 @@ def describe_budgets(metrics: Mapping[str, Any]) -> str:
     return f"by free memory: {', '.join(most)}" if most else ""
 
 
-_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-_SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))  # Windows has two of them
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class StopSignals:
+class StopSignals(contextlib.ExitStack):
     """While entered, the first signal of a kind is a request, `asked`, and the second ends the process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.received: signal.Signals | None = None  # the first one, if any came
         self._seen: set[int] = set()
-        self._before: dict[signal.Signals, Any] = {}
 
     def asked(self) -> bool:
         """Whether the run is to stop."""
@@ -246,12 +226,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         handled = [s for s in _SIGNALS if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in handled}
+        for number in handled:
+            self.callback(signal.signal, number, signal.signal(number, self._handle))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self._seen:
@@ -279,13 +256,10 @@ def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) ->
     rows = read_metrics(metrics_jsonl)
     told = [f"{rows[-1]['step']:,} steps"] if rows else []
     for name in TOLD:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if len(values) > 1:
-            told.append(f"{WATCHED[name]} {format_score(values[0])} → {format_score(values[-1])}")
-        elif values:
-            told.append(f"{WATCHED[name]} {format_score(values[0])}")
-    peaks = [float(row["peak_memory_bytes"]) for row in rows if row.get("peak_memory_bytes") is not None]
-    if peaks:
+        values = [format_score(value) for _, value in numbers(rows, name)]
+        if values:
+            told.append(f"{WATCHED[name]} {' → '.join([values[0], *values[1:][-1:]])}")
+    if peaks := [value for _, value in numbers(rows, "peak_memory_bytes")]:
         told.append(f"peak memory {max(peaks) / 1e9:.2f} GB")
     width = max(map(len, places)) + 1
     record = Path(metrics_jsonl).with_name(RECORD_FILE)

@@ -19,20 +19,12 @@ def samples_markdown(
     title: str = "Answers before and after training",
 ) -> str:
     """Answers to the same prompts, as markdown; texts are fenced, so nothing in them becomes markup."""
-    for name, values in {
-        "before": before,
-        "after": after,
-        "rewards_before": rewards_before,
-        "rewards_after": rewards_after,
-    }.items():
-        if values is not None and len(values) != len(prompts):
-            raise ValueError(f"{name}: expected {len(prompts)} entries, one per prompt, got {len(values)}")
     parts = [f"# {title}"]
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, *answers) in enumerate(zip(prompts, before, after, strict=True)):
         parts += [f"## {i + 1}", _fenced(prompt)]
-        for name, texts, rewards in (("Before", before, rewards_before), ("After", after, rewards_after)):
+        for name, text, rewards in zip(("Before", "After"), answers, (rewards_before, rewards_after), strict=True):
             note = "" if rewards is None else f" (reward {format_value(rewards[i])})"
-            parts += [f"**{name}**{note}", _fenced(texts[i]) if texts[i].strip() else "*an empty answer*"]
+            parts += [f"**{name}**{note}", _fenced(text) if text.strip() else "*an empty answer*"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -43,8 +35,6 @@ def summary_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequenc
     for column in columns:
         table.add_column(column, justify="right")
     for name, values in rows.items():
-        if len(values) != len(columns):
-            raise ValueError(f"rows: {name}: expected {len(columns)} values, one per column, got {len(values)}")
         table.add_row(name, *(format_value(value) for value in values))
     return table
 

@@ -63,13 +63,12 @@ def find_candidates(config: EvaluateConfig) -> list[Candidate]:
         candidates.insert(0, _candidate(config.against))
     if len(candidates) < 2 and config.against == REFERENCES:
         candidates.append(_candidate(BASE))
-    for key in ("name", "role"):
-        names = [getattr(candidate, key) for candidate in candidates]
-        twice = [candidate.name for candidate in candidates if names.count(getattr(candidate, key)) > 1]
-        if twice:
-            raise ConfigError(
-                f"models: expected different names, got {twice[0]!r} and {twice[1]!r}; give them as name=PLACE"
-            )
+    roles = [candidate.role for candidate in candidates]
+    twice = [candidate.name for candidate in candidates if roles.count(candidate.role) > 1]
+    if twice:
+        raise ConfigError(
+            f"models: expected different names, got {twice[0]!r} and {twice[1]!r}; give them as name=PLACE"
+        )
     return sorted(candidates, key=lambda candidate: candidate.name != config.against)
 
 

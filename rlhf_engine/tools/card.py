@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from rlhf_engine.config.commands import ExportConfig
 from rlhf_engine.config.run import SUFFIXES
-from rlhf_engine.hub import is_hub_name
+from rlhf_engine.hub import is_hub_name, plain_name, revision_of
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.io import read_json
 from rlhf_engine.runs.curves import plot_curves
@@ -96,10 +96,7 @@ def read_optional(folder: Path, name: str) -> dict[str, Any]:
 
 def public_name(name: str) -> tuple[str, str | None]:
     """Name of a base for others, and its revision: that of the Hub, or else its folder's name without the path."""
-    if is_hub_name(name):
-        owner_name, _, revision = name.partition("@")
-        return owner_name, revision or None
-    return Path(name).resolve().name, None
+    return (plain_name(name), revision_of(name)) if is_hub_name(name) else (Path(name).resolve().name, None)
 
 
 def code(value: object) -> str:

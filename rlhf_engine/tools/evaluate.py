@@ -139,14 +139,12 @@ class Evaluation:
             self._draw(model, on_base, self.tokenizer, self.prompts.ids, progress)
         for candidate in self.candidates:
             of = measured[candidate.name]
-            if not of.answers:
-                of.answers = self._answers_of(candidate)
-        for candidate in on_base:
-            self._measure_kl(model, measured[candidate.name])
-            self._measure_surprise(model, measured[candidate.name], self.tokenizer)
-        for candidate in self.candidates:
-            if not candidate.is_drawn:
-                measured[candidate.name].missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
+            of.answers = of.answers or self._answers_of(candidate)
+            if candidate in on_base:
+                self._measure_kl(model, of)
+                self._measure_surprise(model, of, self.tokenizer)
+            elif not candidate.is_drawn:
+                of.missing |= dict.fromkeys(("kl", "perplexity"), "no model is here")
         if self.scorer is not None:
             for i, of in enumerate(measured.values()):
                 self._reward(of, model if wants_reward else None)

@@ -7,13 +7,12 @@ first answer whatever it says prefers nobody. A judge who says nothing usable in
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +81,6 @@ def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
         model=config.judge_model,
         template=template,
         timeout=config.judge_timeout,
-        requests=config.judge_requests,
     )
 
 
@@ -129,7 +127,7 @@ class FunctionJudge:
 class ServerJudge:
     """Judge by a model behind `POST /v1/chat/completions`."""
 
-    def __init__(self, url: str, *, model: str, template: str, timeout: float, requests: int) -> None:
+    def __init__(self, url: str, *, model: str, template: str, timeout: float, requests: int = 8) -> None:
         """Make a client; nothing is sent yet."""
         for field in _FIELDS:
             if field not in template:
@@ -140,20 +138,14 @@ class ServerJudge:
     def verdicts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Verdict]]:
         """(place of the pair, verdict) of each pair, in any order; several are asked at once."""
         group = RequestGroup()
-        waiting: dict[Future[Verdict], int] = {}
-        todo = iter(enumerate(pairs))
         with ThreadPoolExecutor(self._requests) as pool:
+            asked = {pool.submit(self._ask, pair, group): i for i, pair in enumerate(pairs)}
             try:
-                while True:
-                    for i, pair in itertools.islice(todo, self._requests - len(waiting)):
-                        waiting[pool.submit(self._ask, pair, group)] = i
-                    if not waiting:
-                        return
-                    done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        yield waiting.pop(future), future.result()
+                for future in as_completed(asked):
+                    yield asked[future], future.result()
             finally:
                 group.end()
+                pool.shutdown(cancel_futures=True)
 
     def _ask(self, pair: Pair, group: RequestGroup) -> Verdict:
         values = dict(zip(_FIELDS, pair, strict=True))

@@ -17,6 +17,7 @@ MLP:
 
 from __future__ import annotations
 
+import bisect
 import copy
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -371,13 +372,9 @@ class Formula:
 
 
 def _largest(fits: Callable[[int], bool], starts: Sequence[int]) -> int:
-    """Largest n that fits, by doubling from each start and halving after it; 0 where none does."""
+    """Largest n that fits, by doubling from each start and bisection after it; 0 where none does."""
     low = max((n for start in starts for n in (start * 2**i for i in range(21)) if fits(n)), default=0)
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low + bisect.bisect(range(low + 1, 2 * low), False, key=lambda n: not fits(n))
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

@@ -14,20 +14,16 @@ from rlhf_engine.runs.metrics import read_metrics
 
 def demo_here(capsys, folder: Path, *options: str) -> tuple[dict[str, float], str]:
     """As below, without another process."""
-    assert main(["demo", "--json", "--output_dir", str(folder), *options]) == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    return json.loads(last), "\n".join(shown)
+    assert main(["demo", "--output_dir", str(folder), *options]) == 0
+    return json.loads((folder / "result.json").read_text()), capsys.readouterr().out
 
 
 def run_demo(folder: Path, *options: str) -> tuple[dict[str, float], str]:
-    """The JSON object on the last line of `rlhf-engine demo --json`, and everything before it."""
-    command = [
-        sys.executable, "-m", "rlhf_engine", "demo", "--json", "--output_dir", str(folder), *options,
-    ]  # fmt: skip
+    """The result that `rlhf-engine demo` leaves, and what it prints."""
+    command = [sys.executable, "-m", "rlhf_engine", "demo", "--output_dir", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *shown, last = done.stdout.splitlines()
-    return json.loads(last), "\n".join(shown)
+    return json.loads((folder / "result.json").read_text()), done.stdout
 
 
 def test_the_quick_demo_runs_everything_and_leaves_what_it_says(tmp_path, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_engine.commands.demo.task import (
+from rlhf_engine.commands.demo_task import (
     FIXES,
     MAX_WORDS,
     DemoTask,

@@ -475,7 +475,7 @@ def test_a_damaged_source_is_refused(place, tmp_path, capsys):
 def test_options_that_do_not_fit_are_refused(place, tmp_path, capsys):
     for options, message in (
         (["--to", "peft", "--dtype", "float16"], "dtype: expected it unset with peft"),
-        (["--to", "gguf"], "to: expected merged, peft or sequence_classification, got 'gguf'; llama.cpp's convert_hf"),
+        (["--to", "gguf"], "'peft', 'sequence_classification', got 'gguf'; llama.cpp's convert_hf"),
         (["--to", "merged", "--outtype", "f16"], "unknown option --outtype; llama.cpp's convert_hf"),
         (["--to", "peft", "--private"], "private: expected it unset without push_to_hub"),
         (["--to", "peft", "--push_to_hub", "name"], "push_to_hub: expected owner/name, got 'name'"),

@@ -36,7 +36,7 @@ def parse(*argv: str) -> TrainConfig:
 
 TRAIN = """
 method algorithm num_generations loss_type scale_rewards kl_in advantage_clip max_bad_rows truncation
-system_prompt chat_template_kwargs dry_run dtype lora_r lora_alpha use_rslora push_to_hub lora_dropout
+system_prompt chat_template_kwargs dry_run dtype lora_r lora_alpha push_to_hub lora_dropout
 lora_target_modules actor_adapter reference_adapter critic_init quantization reward_model_path
 eval_dataset_name max_prompt_length max_completion_length temperature top_k top_p min_p
 reward_funcs reward_weights missing_eos_penalty beta kl_target kl_estimator gamma lam
@@ -52,7 +52,7 @@ REWARD = """
 mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column per_device_eval_batch_size
 eval_steps metric_for_best_model save_steps save_total_limit resume_from_checkpoint export max_length
 learning_rate num_train_epochs max_steps per_device_train_batch_size max_bad_rows truncation system_prompt
-chat_template_kwargs gradient_accumulation_steps lora_r lora_alpha use_rslora push_to_hub
+chat_template_kwargs gradient_accumulation_steps lora_r lora_alpha push_to_hub
 lora_dropout lora_target_modules lr_scheduler_type warmup_steps weight_decay adam_epsilon optim
 max_grad_norm gradient_checkpointing max_tokens_per_micro_batch dtype device kernels seed report_to shard_base
 """

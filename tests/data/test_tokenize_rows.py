@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 from transformers import GenerationConfig, LlamaConfig
 
-from rlhf_engine.commands.demo.task import build_tokenizer
+from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.data import PromptOnly, RowError, Tally, tokenize_row, tokenize_rows
 from rlhf_engine.data.tokenize import fit_to_length
 from rlhf_engine.data.tokenizer import encode, encode_prompt, end_answer, load_tokenizer, read_eos_token_ids

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rlhf_kernels.attention import attention
 
-from rlhf_engine.config import run as options
+from rlhf_engine.config import parser
 from rlhf_engine.config.algorithm import ALGORITHMS
 from rlhf_engine.hydra import model as hydra_model
 from rlhf_engine.hydra import varlen
@@ -107,7 +107,7 @@ def on_stand_in() -> Iterator[None]:
     path = varlen.Path(name="stand-in", unsupported=lambda layer: None, load=lambda: _attend)
     varlen._chosen.cache_clear()
     with installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "check_device", lambda name: None)
+        patch.setattr(parser, "_require_form", lambda *of: None)
         patch.setattr(varlen, "PATHS", (path, *varlen.PATHS))
         patch.setattr(hydra_model, "SHARING", (*hydra_model.SHARING, DEVICE.type))  # whatever a GPU does by default
         yield

@@ -140,7 +140,7 @@ def test_atomic_write_replaces_or_leaves(tmp_path: Path) -> None:
 def test_run_record_is_json_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DemoConfig(seed=5)
     # a wheel of PyPI is 2.15.0 in its metadata and 2.15.0+cu132 in torch.__version__
-    monkeypatch.setattr("rlhf_engine.runs.metrics._version", lambda package: "2.15.0")
+    monkeypatch.setattr("rlhf_engine.runs.metrics.version_of", lambda package: "2.15.0")
     backends = registry.report("cpu")
     record = run_record(config=config, command=["rlhf-engine", "demo"], backends=backends)
     write_json_atomic(tmp_path / "run.json", record)

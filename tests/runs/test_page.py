@@ -253,7 +253,7 @@ def test_axes_end_beyond_their_values_and_have_ticks_within():
 
 def test_requests_that_cannot_be_served(capsys):
     for argv, message in [
-        ([], "run: expected something that is not empty"),
+        ([], "missing required option: --run"),
         (["nowhere"], "run: expected a folder with metrics.jsonl and run.json, got 'nowhere'"),
         (["nowhere", "--oot", "x"], "unknown option --oot; did you mean --out"),
     ]:
@@ -268,7 +268,7 @@ DAMAGES = {
     "a command of another run's": ("run.json", lambda text: '{"command": 3}'),
     "versions of another kind": ("run.json", lambda text: '{"versions": ["1.0"]}'),
     "a commit of another kind": ("run.json", lambda text: '{"git_commit": {"commit": 12}}'),
-    "a hash of another kind": ("run.json", lambda text: '{"base_hash": [1]}'),
+    "a hash of another kind": ("run.json", lambda text: '{"base_hash": 1}'),
     "NaN": ("run.json", lambda text: '{"config": {"beta": NaN}}'),
     "half a character": ("run.json", lambda text: '{"config": {"title": "\\ud800"}}'),
     "depth": ("run.json", lambda text: "[" * 100_000),

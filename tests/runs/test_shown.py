@@ -95,8 +95,6 @@ def test_samples_stay_text() -> None:
     assert "**Before** (reward –)\n\n*an empty answer*" in text
     assert "**After** (reward 2.250)\n\n```text\nd\n```" in text
     assert "reward" not in samples_markdown(["p"], ["a"], ["b"])
-    with pytest.raises(ValueError, match=r"after: expected 1 entries, one per prompt, got 2"):
-        samples_markdown(["p"], ["a"], ["b", "c"])
 
 
 def test_numbers_are_readable() -> None:
@@ -117,8 +115,6 @@ def test_table_shows_names_columns_and_values() -> None:
     assert "Held out" in lines[0]
     assert any("true score" in line and "1.000" in line and "2.500" in line for line in lines)
     assert any("win rate" in line and "–" in line and "0.750" in line for line in lines)
-    with pytest.raises(ValueError, match=r"rows: a: expected 1 values, one per column, got 2"):
-        summary_table("t", ["x"], {"a": [1, 2]})
 
 
 def test_progress_is_plain_lines_off_a_terminal() -> None:

@@ -109,7 +109,7 @@ def test_the_demos_known_preference(tmp_path):
     assert main(["demo", "--output_dir", str(demo)]) == 0
     own = json.loads((demo / "result.json").read_text())
     (tmp_path / "judge.py").write_text(
-        "from rlhf_engine.commands.demo.task import prefer\n\n\ndef judge(prompts, completions):\n"
+        "from rlhf_engine.commands.demo_task import prefer\n\n\ndef judge(prompts, completions):\n"
         "    return [1.0 - prefer(prompt, a, b) for prompt, (a, b) in zip(prompts, completions, strict=True)]\n"
     )
     argv = ["evaluate", "--model_name_or_path", str(demo / "sft"), "--models", f"ppo={demo / 'rl'}", "--dataset_name",

@@ -51,14 +51,9 @@ def test_only_finite_numbers_go_to_trackers(tmp_path):
         def log(self, values, step):
             seen.append((step, values))
 
-        def finish(self):
-            seen.append("closed")
-
     found._open = [Keep()]
     found.log(3, {"a": 1, "b": float("nan"), "c": "text", "d": None, "e": 2.5})
-    found.close()
-    found.close()
-    assert seen == [(3, {"a": 1.0, "e": 2.5}), "closed"]
+    assert seen == [(3, {"a": 1.0, "e": 2.5})]
 
 
 class Elsewhere:
@@ -76,7 +71,7 @@ class Elsewhere:
         pass
 
     def finish(self):
-        pass
+        self.opened[-1]["finished"] = True
 
 
 @pytest.mark.parametrize(("name", "called"), [("wandb", "id"), ("trackio", "name")])
@@ -90,6 +85,6 @@ def test_a_run_that_goes_on_is_the_same_one_elsewhere(model, tmp_path, monkeypat
     SftTrainer(sft_config(model, tmp_path / "run", max_steps=2, resume_from_checkpoint="auto", **options)).run()
     SftTrainer(sft_config(model, tmp_path / "run", max_steps=1, resume_from_checkpoint="restart", **options)).run()
     assert [x["project"] for x in opened] == ["run"] * 3
-    assert {x["resume"] for x in opened} == {"allow"}
+    assert {(x["resume"], x["finished"]) for x in opened} == {("allow", True)}
     first, resumed, overwritten = (x[called] for x in opened)
     assert first == resumed != overwritten

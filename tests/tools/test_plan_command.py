@@ -7,7 +7,8 @@ import pytest
 from transformers import LlamaConfig, T5Config
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.config import PlanConfig, TrainConfig, parse_size
+from rlhf_engine.config import PlanConfig, TrainConfig
+from rlhf_engine.config.parser import parse_size
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import METHODS
 from rlhf_engine.tools.memory import PHASES

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.commands.demo.task import build_tokenizer
+from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.config import EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig, TrainConfig
 from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.errors import ConfigError

@@ -9,7 +9,7 @@ from peft import PeftModel
 from rlhf_kernels.runtime import testing
 from transformers import AutoModelForCausalLM
 
-from rlhf_engine.commands.demo.task import build_tokenizer
+from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer

@@ -1,4 +1,4 @@
-"""The whole product in three minutes on two CPU cores, judged by something the training never sees.
+"""`rlhf-engine demo`: the whole product in minutes on two CPU cores, judged by something the training never sees.
 
 1. A seeded generator makes a corpus and preference pairs whose true preference is a known function (`demo_task`).
 2. A small decoder and a tokenizer are trained from scratch: language model and reward head jointly.
@@ -20,13 +20,17 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_engine.commands.demo.task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
+from rlhf_engine.commands.common import check_kernels, prepare
+from rlhf_engine.commands.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig, parse_config
 from rlhf_engine.config.algorithm import ALGORITHMS
+from rlhf_engine.devices import resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.runs.metrics import peak_memory_bytes, read_metrics, write_json_atomic
+from rlhf_engine.runs.text import summary_table
 from rlhf_engine.training.evaluation import Answers
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
@@ -35,8 +39,6 @@ C = TypeVar("C", SFTConfig, TrainConfig)
 _MARKER = ".rlhf-engine-demo"
 _START = ("sft/manifest.json", "train.jsonl", "heldout.jsonl")
 """Files that RL reads from a folder that `make_start` has filled."""
-
-OnStep = Callable[[str, int, int, dict[str, float]], None]  # on_step(phase, step, total, metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,41 @@ class DemoSize:
 QUICK = DemoSize(n_pairs=400, n_train_prompts=64, n_heldout_prompts=16, sft_steps=6, rl_steps=2)
 
 
-def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[dict[str, Any], Answers, Answers]:
+def run(config: DemoConfig) -> int:
+    prepare(config.kernels)
+    check_kernels(config.kernels, resolve_device("auto").type, torch.float32)
+    _print_demo(*run_demo(config), config.algorithm)
+    return 0
+
+
+def _print_demo(result: dict[str, Any], before: Answers, after: Answers, algorithm: str) -> None:
+    console = Console()
+    rows = {
+        "learned reward": (result["reward_before"], result["reward_after"]),
+        "true score": (result["true_score_before"], result["true_score_after"]),
+        "KL to SFT, nats per answer": (0.0, result["kl"]),
+        "wins by true preference": (None, f"{100 * result['win_rate']:.1f} %"),
+    }
+    console.print(summary_table("Held-out prompts", ("SFT", algorithm.upper()), rows))
+    memory = {
+        "parameters held": (f"{result['parameters_held']:,}", f"{result['parameters_four_models']:,}"),
+        "of these trained": (f"{result['trainable_parameters']:,}", f"{result['parameters_four_models'] // 2:,}"),
+    }
+    console.print(summary_table("Memory", ("this method", "PPO with four models"), memory))
+    for i in range(min(3, len(before.prompts))):
+        console.print(f"\n{before.prompts[i]}", markup=False, style="bold")
+        console.print(f"  SFT  {before.completions[i]}", markup=False)
+        console.print(f"  RL   {after.completions[i]}", markup=False)
+    print(
+        f"\n{result['seconds']:.0f} s ({result['seconds_sft']:.0f} supervised, {result['seconds_rl']:.0f} RL), "
+        f"peak memory {result['peak_memory_bytes'] / 2**20:.0f} MiB; page {result['output_dir']}/rl/page.html, "
+        f"samples {result['output_dir']}/rl/samples.md\n"
+        "again, with options of your own: rlhf-engine train "
+        f"--config {result['output_dir']}/train.yaml --output_dir runs/again"
+    )
+
+
+def run_demo(config: DemoConfig) -> tuple[dict[str, Any], Answers, Answers]:
     """Run all four parts; returns the result and the held-out answers of SFT and of RL."""
     size = QUICK if config.quick else DemoSize()
     began = time.perf_counter()
@@ -65,18 +101,12 @@ def run_demo(config: DemoConfig, on_step: OnStep) -> tuple[dict[str, Any], Answe
         sft_metrics = _read_start(start, output)
     _fresh_folder(output)
     if config.start is None:
-        sft_metrics = make_start(
-            output,
-            size,
-            seed=config.seed,
-            kernels=config.kernels,
-            on_step=lambda step, metrics: on_step("sft", step, size.sft_steps, metrics),
-        )
+        sft_metrics = make_start(output, size, seed=config.seed, kernels=config.kernels)
     seconds_sft = time.perf_counter() - began
     trainer = RlTrainer(_rl_config(config, size, start))
     before = heldout_answers(trainer, "reference")
     rl_began = time.perf_counter()
-    trainer.run(lambda step, metrics: on_step("rl", step, size.rl_steps, metrics))
+    trainer.run()
     seconds_rl = time.perf_counter() - rl_began
     after = heldout_answers(trainer, "actor")
     held = trainer.model.held_parameters()
