@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from rlhf_engine.config import TrainConfig
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError, RolloutServerError
 from rlhf_engine.generators.scheduler import (
@@ -279,7 +278,10 @@ class _ByPast:
         for snapshot in self._after.values():
             self._store.add(snapshot)
         self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
-        self._threads = _generator_threads(config, model.role_backbone(BEHAVIOUR).device)
+        takes_threads = config.async_mode in ("replay", "overlap") and not config.vllm_servers
+        takes_threads = takes_threads and not is_gpu(model.role_backbone(BEHAVIOUR).device)
+        self._threads = max(1, torch.get_num_threads() // 2) if takes_threads else None
+        """Threads of the CPU that are a generator's; None where it takes none from the learner."""
         score = None  # by the learner, of what a server draws: no pass is made beside it
         if isinstance(rollouts, LocalRollouts):
             score = FrozenRoles(model, config, past=None if self._mixed else BEHAVIOUR, reward=reward)
@@ -440,10 +442,3 @@ def make_source(
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
     kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
     return kind(rollouts, prompts, past, version=version, reward=reward, connect=connect)
-
-
-def _generator_threads(config: TrainConfig, device: torch.device) -> int | None:
-    """Threads of the CPU that are a generator's; None where it takes none from the learner."""
-    if is_gpu(device) or config.async_mode not in ("replay", "overlap") or config.vllm_servers:
-        return None
-    return max(1, torch.get_num_threads() // 2)
