@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -95,3 +96,10 @@ def test_the_map_names_the_rooms_from_the_ground_up():
         room for room in ENGINE if room != "__main__"
     ]
     assert "docs/concepts/architecture.md#rooms" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_a_class_name_of_the_engine_has_one_meaning():
+    """A leading underscore makes no other name."""
+    trees = [ast.parse(path.read_text()) for path in modules("rlhf_engine").values()]
+    names = Counter(n.name.lstrip("_") for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert {name: count for name, count in names.items() if count > 1} == {}

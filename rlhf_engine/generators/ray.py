@@ -115,7 +115,7 @@ class Generator:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Worker:
+class _Process:
     name: str
     actor: Any
     place: str = "a process that has not come up"
@@ -149,7 +149,7 @@ class RayTransport(GeneratorTransport):
         self._lock = threading.RLock()
         self._notes: queue.SimpleQueue[Callable[[], Event | None]] = queue.SimpleQueue()
         self._held: dict[int, tuple[str, Any]] = {}  # digest by version, and the reference to the bytes in Ray's store
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _Process] = {}
         self._started = 0
         self.losses: list[Lost] = []  # so far
         for _ in range(generators):
@@ -218,7 +218,7 @@ class RayTransport(GeneratorTransport):
         """Start a process; its name."""
         self._started += 1
         options = {"num_cpus": self._room.cpus, "num_gpus": self._room.gpus, "max_restarts": 0}
-        worker = _Worker(name=f"generator {self._started}", actor=self._class.options(**options).remote())
+        worker = _Process(name=f"generator {self._started}", actor=self._class.options(**options).remote())
         self._workers[worker.name] = worker
 
         def built(place: tuple[int, str]) -> Event | None:
@@ -233,7 +233,7 @@ class RayTransport(GeneratorTransport):
         self._ask(worker, "build", *self._given, kernels, then=built)
         return worker.name
 
-    def _send(self, worker: _Worker, version: int) -> None:
+    def _send(self, worker: _Process, version: int) -> None:
         sent, data = self._held[version]
 
         def arrived(digest: str) -> None:
@@ -243,7 +243,7 @@ class RayTransport(GeneratorTransport):
 
         self._ask(worker, "hold", version, sent, data, then=arrived)
 
-    def _lose(self, worker: _Worker, cause: BaseException) -> Lost | None:
+    def _lose(self, worker: _Process, cause: BaseException) -> Lost | None:
         with self._lock:
             if self._workers.pop(worker.name, None) is None:
                 return None  # it was lost before, or all is closed
@@ -257,7 +257,7 @@ class RayTransport(GeneratorTransport):
         warnings.warn(text, stacklevel=2)
         return self.losses[-1]
 
-    def _ask(self, worker: _Worker, method: str, *arguments: Any, then: Callable[[Any], Event | None]) -> None:
+    def _ask(self, worker: _Process, method: str, *arguments: Any, then: Callable[[Any], Event | None]) -> None:
         """Call a method of a generator; `then` gets its result, unless the generator is lost by then."""
         call = getattr(worker.actor, method)
         if method == "beat":  # in a thread of its own there, since the other one draws
@@ -290,7 +290,7 @@ class RayTransport(GeneratorTransport):
                     worker.ask_at = math.inf
                     self._ask(worker, "beat", then=functools.partial(self._has_answered, worker))
 
-    def _has_answered(self, worker: _Worker, age: float) -> None:
+    def _has_answered(self, worker: _Process, age: float) -> None:
         now = time.monotonic()
         worker.seen = max(worker.seen, now - age)
         worker.ask_at = now + self._beat

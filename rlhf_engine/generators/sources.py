@@ -295,7 +295,7 @@ class _ByPast:
         return self._present
 
     def _hold(self, policy: Snapshot) -> dict[str, float]:
-        """Put a policy where the learner scores answers by it, and check that a server draws by it; metrics by name."""
+        """Copy a policy into the slot that the learner scores by, and compare a server's with it; metrics by name."""
         put(policy, self._model.role_backbone(PAST).slot(PAST))
         return self._worker.rollouts.check(policy.version)
 
@@ -330,7 +330,7 @@ class PastPolicies(_ByPast):
         return PastState(policies=dict(self._after))
 
     def close(self) -> None:
-        """Give the learner all threads back, and let go of what draws."""
+        """Give the learner all threads of the CPU back, and close the rollouts."""
         self._worker.rollouts.close()
         torch.set_num_threads(self._all_threads or torch.get_num_threads())
         self._all_threads = None

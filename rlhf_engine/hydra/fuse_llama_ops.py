@@ -209,7 +209,7 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
     if not _agrees(same):
         return None
 
-    def turned(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def rotated(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         if len(arguments) == 4 and not named:
             q, k, cos, sin = arguments
             whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] and not cos.requires_grad
@@ -218,7 +218,7 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
                 return rotary(q, k, cos, sin, backend=backend)
         return turn(*arguments, **named)
 
-    return _with_global(cls.forward, _ROTARY, turned)
+    return _with_global(cls.forward, _ROTARY, rotated)
 
 
 def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any] | None:

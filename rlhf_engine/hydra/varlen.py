@@ -123,7 +123,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A way through attention."""
+    """An implementation of attention that may serve a layer."""
 
     name: str
     unsupported: Callable[[Layer], str | None]

@@ -31,7 +31,7 @@ class Headline(NamedTuple):
     """Whether it matters only beside runs that have nothing better: the run has a held-out number as well."""
 
 
-class _Outcome(NamedTuple):
+class _Ending(NamedTuple):
     label: str
     unit: str
     held_out: str | None  # metric of the held-out rows or prompts
@@ -41,18 +41,18 @@ class _Outcome(NamedTuple):
 
 _OUTCOMES = {
     RL: (
-        _Outcome("Reward", "score per answer", "eval/reward", "reward", 1),
-        _Outcome("KL to the reference", "nats per answer", "eval/kl", "kl", 0),
+        _Ending("Reward", "score per answer", "eval/reward", "reward", 1),
+        _Ending("KL to the reference", "nats per answer", "eval/kl", "kl", 0),
     ),
     REWARD_MODEL: (
-        _Outcome("Accuracy", "fraction of rows", "eval/accuracy", "reward_accuracy", 1),
-        _Outcome("Margin", "reward", "eval/margin", "reward_margin", 1),
-        _Outcome("Area under the ROC curve", "0.5 is chance", "eval/auc", None, 1),
-        _Outcome("Loss", "nats per row", "eval/loss", "reward_loss", -1),
+        _Ending("Accuracy", "fraction of rows", "eval/accuracy", "reward_accuracy", 1),
+        _Ending("Margin", "reward", "eval/margin", "reward_margin", 1),
+        _Ending("Area under the ROC curve", "0.5 is chance", "eval/auc", None, 1),
+        _Ending("Loss", "nats per row", "eval/loss", "reward_loss", -1),
     ),
     SUPERVISED: (
-        _Outcome("Cross-entropy", "nats per token", None, "lm_loss", -1),
-        _Outcome("Reward head's accuracy", "fraction of pairs", None, "reward_accuracy", 1),
+        _Ending("Cross-entropy", "nats per token", None, "lm_loss", -1),
+        _Ending("Reward head's accuracy", "fraction of pairs", None, "reward_accuracy", 1),
     ),
 }
 
@@ -88,7 +88,7 @@ def total_steps(record: Mapping[str, Any]) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
+def _held_out(outcome: _Ending, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
     if outcome.held_out is None:
         return None
     test = outcome.held_out.replace("eval/", "test/")  # of rows that choose no step, where there are such
@@ -116,7 +116,7 @@ def _held_out(outcome: _Outcome, rows: Sequence[Mapping[str, Any]], record: Mapp
     return Headline(f"{outcome.label}, held out", outcome.unit, points[now], text, note, outcome.better)
 
 
-def _training(outcome: _Outcome, rows: Sequence[Mapping[str, Any]]) -> Headline | None:
+def _training(outcome: _Ending, rows: Sequence[Mapping[str, Any]]) -> Headline | None:
     values = [value for _, value in numbers(rows, outcome.training)]
     if not values:
         return None

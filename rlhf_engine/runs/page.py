@@ -66,7 +66,7 @@ def write_page(
     """Write the page of runs' output folders, whole; its path. refresh: seconds after which it is read again."""
     folders = [_run_folder(Path(run)) for run in runs]
     names = _names(folders)
-    whole = [_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
+    whole = [_read_run(folder, name, state) for folder, name in zip(folders, names, strict=True)]
     text = _render(whole, title or (names[0] if len(names) == 1 else f"{len(names)} runs"), refresh)
     out = Path(out)
     if out.is_dir():
@@ -128,7 +128,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(path.parts[-parts:]) for path in paths]
 
 
-def _run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
+def _read_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
     try:
         return _whole_run(folder, name, state)
     except ConfigError:

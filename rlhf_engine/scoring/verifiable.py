@@ -39,8 +39,8 @@ def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
 
 
-def _opened(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:
-    """Whether each prompt ends with <think>; None for TRL's conversations, whose template is not seen."""
+def _ends_with_think(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:
+    """Whether each prompt ends with <think>; None where TRL gives a conversation without its template."""
     return [p.rstrip().endswith("<think>") if isinstance(p, str) else None for p in prompts] if prompts else [False] * n
 
 
@@ -135,7 +135,7 @@ class Format(Judged):
             raise ConfigError(f"reward_funcs: format: expected a regular expression, got {got}") from error
 
     def __call__(self, completions: Texts, prompts: Sequence[Any] | None = None, **columns: Any) -> list[float | None]:
-        opened = _opened(prompts, len(completions))
+        opened = _ends_with_think(prompts, len(completions))
         return self._judge([(text_of(c), self.pattern, o) for c, o in zip(completions, opened, strict=True)])
 
 
@@ -255,7 +255,7 @@ class Math(Judged):
         if self.column not in columns:
             raise ConfigError(f"reward_funcs: math: expected a column {self.column!r}, got {sorted(columns)}")
         golds = [str(gold).rpartition("####")[2].strip() for gold in columns[self.column]]
-        opened = _opened(prompts, len(completions))
+        opened = _ends_with_think(prompts, len(completions))
         return self._judge([(text_of(c), g, o) for c, g, o in zip(completions, golds, opened, strict=True)])
 
 

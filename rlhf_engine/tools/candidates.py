@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Name of its role on the base's backbone."""
+        """Name of the role that its adapter has on the base."""
         return "of_" + re.sub(r"[^A-Za-z0-9_\-]", "_", self.name)
 
 

@@ -378,7 +378,7 @@ class Evaluation:
 
 
 def pairs(mine: Sequence[T], theirs: Sequence[T]) -> list[tuple[T, T]]:
-    """Pair what two models have for a prompt. All of it counts: the shorter list is gone through again."""
+    """Pairs of two models' answers to a prompt; the shorter list is repeated."""
     return [(mine[k % len(mine)], theirs[k % len(theirs)]) for k in range(max(len(mine), len(theirs)))]
 
 

@@ -376,7 +376,7 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
             notes.append(f"prompts that are in dataset_name and in eval_dataset_name: {len(both)}")
 
     def _note_best(self, value: float | None) -> bool:
-        """Whether this evaluation is better than all before; of equal ones the first stays."""
+        """Keep an evaluation that is better than all before; whether it is. Of equal ones the first stays."""
         if value is None:
             return False
         sign = -1.0 if self.best_metric in reward_metrics.LOWER_IS_BETTER else 1.0

@@ -288,7 +288,7 @@ class HydraTrainer(GRPOTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the place in the rollout, too: on every process, before anything is pushed."""
+        """Save the position in the rollout beside the state of random numbers, on every process, before a push."""
         super()._save_rng_state(output_dir)
         folder, rank = Path(output_dir), self.accelerator.process_index
         draws_anew = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
@@ -385,7 +385,7 @@ class HydraTrainer(GRPOTrainer):
         self, ids: list[list[int]], inputs: Any, prompts: Any, completions: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Total rewards [N], and whether there is one [N]."""
-        shown = self._shown(ids, talks=not isinstance(completions[0], str))
+        shown = self._as_rewarded(ids, talks=not isinstance(completions[0], str))
         answers, self._scores = self._score(ids, [REWARD_ROLE] if self._uses_reward_model else [])
         # what reward functions tell of answers that TRL knows nothing of would stand beside others in its tables
         told = {name: getattr(self, name) for name in ("_pending_extra_logs", "_pending_metrics")}
@@ -396,7 +396,7 @@ class HydraTrainer(GRPOTrainer):
             self.__dict__.update(told)
         return self._weigh(gathered, answers)
 
-    def _shown(self, ids: list[list[int]], *, talks: bool) -> list[Any]:
+    def _as_rewarded(self, ids: list[list[int]], *, talks: bool) -> list[Any]:
         """Answers as reward functions get them: decoded as TRL decodes those that it knows."""
         if talks and any(getattr(self._tokenizer, name, None) for name in ("response_template", "response_schema")):
             pairs = zip(self._prompt_ids, ids, strict=True)

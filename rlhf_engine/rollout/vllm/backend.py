@@ -115,7 +115,7 @@ def require_servable(model: HydraModel, role: str = "actor") -> None:
         raise ConfigError(f"lora_r: expected at most {_HIGHEST_RANK} for a vLLM server, got {slot.config.r}")
 
 
-class _Drawn(NamedTuple):
+class _ServedAnswer(NamedTuple):
     """Tokens that the server has drawn at one version, and their log-probs [M]."""
 
     tokens: list[tuple[int, ...]]
@@ -149,7 +149,7 @@ class Canary:
         self.sampling = SamplingConfig(
             max_completion_length=min(_CANARY_TOKENS, max_tokens), eos_token_ids=(), temperature=temperature
         )
-        self._last: _Drawn | None = None
+        self._last: _ServedAnswer | None = None
 
     def ask(
         self,
@@ -166,7 +166,7 @@ class Canary:
     def check(self, name: str, answers: list[Completion]) -> dict[str, float]:
         """Compare answers of an adapter with the policy in the role's slot now; mean and largest |difference|."""
         tokens = [answer.tokens for answer in answers]
-        drawn = _Drawn(
+        drawn = _ServedAnswer(
             tokens=tokens,
             server=torch.tensor([x for answer in answers for x in answer.logprobs]),
             ours=self._score(tokens, self.sampling.temperature),
@@ -185,7 +185,7 @@ class Canary:
         assert logprobs_M is not None
         return logprobs_M.float().cpu()
 
-    def _require_new(self, name: str, drawn: _Drawn) -> None:
+    def _require_new(self, name: str, drawn: _ServedAnswer) -> None:
         """The server's answers must not be those of the version before where our log-probs of them are not."""
         last = self._last
         if last is None or drawn.tokens != last.tokens or not torch.equal(drawn.server, last.server):
@@ -198,7 +198,7 @@ class Canary:
                 "still serves the old adapter, or none"
             )
 
-    def _message(self, name: str, drawn: _Drawn) -> str:
+    def _message(self, name: str, drawn: _ServedAnswer) -> str:
         text = (
             f"vllm_server_base_url {self.client.url}: expected the actor's log-probs from adapter {name!r}, within "
             f"{self.bound:g} on average (rollout_mismatch_bound), got ones that differ by "
