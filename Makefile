@@ -36,7 +36,7 @@ SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # bitsandbytes lies beside .venv rather than in it: PEFT imports it wherever it finds it, which takes a second each time
 test: $(INSTALLED) $(QUANTISED)
 ifeq ($(ARGS),)
-	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py tests/policy/test_adamw.py \
+	PYTHONPATH=$(dir $(QUANTISED)) $(TEST) tests/hydra/test_quantised.py tests/hydra/test_adamw.py \
 		-k "quantised or 8bit"
 	$(TEST) -m "alone and not long and not gpu" $(ALONE)
 	! $(VENV)/python -c 'import triton' || TRITON_INTERPRET=1 $(TEST) tests/kernels/triton -m "not long and not gpu" $(SPREAD)
