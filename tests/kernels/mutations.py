@@ -862,8 +862,8 @@ MUTATIONS = read("""
 @ cpu kernels/rlhf_kernels/lora/__init__.py
 # copies kept | test_lora_native.py::test_decoding_follows_its_tensors
 -        if decoder.lasting:
--            self._decoder, self._default = decoder, default
-+        self._decoder, self._default = decoder, default
+-            self._decoder, self._asked = decoder, asked
++        self._decoder, self._asked = decoder, asked
 
 == decode_step
 @ cpu csrc/cpu/decode_step_body.inc.h cpu/variants/portable.cpp
