@@ -17,18 +17,19 @@ class AlgorithmFacts:
     reads: tuple[str, ...]
     """Options that it reads, of those that not every algorithm reads. Set with another one, they are refused."""
     generations: int = 4  # default of `num_generations`, a greedy answer included
-    with_greedy: bool = False  # whether one answer to each prompt is the greedy one, which nothing is learned from
-    least_drawn: int = 2  # scored answers that a prompt needs to be learned from
+    with_greedy: bool = False  # whether one answer to each prompt is greedy: a baseline, and not learned from
+    least_drawn: int = 2  # least answers with a reward of a prompt that is learned from; other prompts are left out
     one_unit_per_prompt: bool = False
     """Whether an answer or a pair is chosen for each prompt, so that minibatches are made of prompts."""
     sums_per_answer: bool = False
     """Whether the policy's loss sums over an answer's tokens, so that its gradient grows with the answer's length.
 
-    One that is scaled down whenever it is greater than a constant is another estimate, and a biased one.
+    Clipping such a gradient to a constant norm would bias it.
     """
     maximises_reward: bool = True
     """Whether a sum of the reward and beta times the KL is maximised. Answers can then be weighed by a ratio."""
     has_token_ratio: bool = False  # whether its loss has the ratio of two policies for each token
+    whitens: bool = False  # whether `scale_rewards` gives advantages mean 0 and variance 1 over the batch
     answers_together: int = 1  # answers that go through the model together, whatever the micro-batch
     loss_types: tuple[str, ...] = ()  # values of `loss_type`; the first is the default
     repeats: int = 1  # default of `num_mini_batches` and of `num_ppo_epochs`
@@ -81,6 +82,7 @@ ALGORITHMS = {
         generations=1,
         least_drawn=1,
         has_token_ratio=True,
+        whitens=True,
         repeats=4,
     ),
     "reinforce": AlgorithmFacts(
@@ -229,7 +231,7 @@ class AlgorithmOptions(Options):
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages get mean 0 and variance 1 over the tokens of a rollout."""
-        return self.scale_rewards == "group" and self.algorithm == "ppo"
+        return self.scale_rewards == "group" and self.facts.whitens
 
     @property
     def has_ratio(self) -> bool:
@@ -271,7 +273,7 @@ class AlgorithmOptions(Options):
     def check_algorithm(self) -> None:
         """Raise ConfigError for options that contradict the algorithm, or that are set and not read."""
         name = self.algorithm
-        least = 1 if self.has_critic else 2
+        least = min(2, self.facts.generations)
         self.require("num_generations", self.generations >= least, f"at least {least} for {name}")
         is_multiple = self.generation_batch_size % self.generations == 0
         self.require("generation_batch_size", is_multiple, f"a multiple of num_generations ({self.generations})")

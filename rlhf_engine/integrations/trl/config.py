@@ -254,7 +254,7 @@ class HydraConfig(GRPOConfig):
         checks: Checks = {}
         if facts.with_greedy:
             checks["num_generations"] = (self.num_generations == 1, "1")
-        elif not facts.has_critic and not self.hidden_answers:
+        elif facts.generations > 1 and not self.hidden_answers:
             checks["num_generations"] = ((self.num_generations or 0) >= 2, "at least 2")
         if facts.maximises_reward and not options.has_ratio:
             if options.loss_type == "vanilla":
