@@ -234,8 +234,6 @@ class RlTrainer(Run[TrainerState]):
 
     def save(self, past: PastState | None = None) -> Path:
         """Write a checkpoint of the current step on the main rank, `past` None: as it is now; its folder."""
-        if not self.world.is_main:
-            return self.output / f"checkpoint-{self.state.step}"
         past = self.source.state() if past is None else past
         state = replace(
             self.state,
@@ -243,9 +241,7 @@ class RlTrainer(Run[TrainerState]):
             drawn_by={str(step): version for step, version in past.drawn_by.items()},
         )
         policies = {policy.version: policy for policy in past.policies.values()}
-        folder = self.policy.save(self.output, state=state, past=policies)
-        self._saved_step = self.state.step
-        return folder
+        return self._save(state, policies)
 
     def make_saver(self) -> Callable[[], object]:
         """Make a function that writes a checkpoint with the source of answers as it is now, before a draw fails."""

@@ -331,11 +331,14 @@ class Run(ABC, Generic[State]):
 
     def save(self) -> Path:
         """Write a checkpoint of the current step, where this is the main rank; its folder."""
-        if not self.world.is_main:
-            return self.output / f"checkpoint-{self.state.step}"
-        folder = self.policy.save(self.output)
-        self._saved_step = self.state.step
-        return folder
+        return self._save(self.state)
+
+    def _save(self, state: State, past: Mapping[int, Snapshot] | None = None) -> Path:
+        """`save`, of these counters and with the policies of the `past` that the run needs to go on."""
+        if self.world.is_main:
+            self.policy.save(self.output, state=state, past=past)
+            self._saved_step = state.step
+        return self.output / f"checkpoint-{state.step}"
 
     def _save_once(self, writer: MetricsWriter | None) -> None:
         """A checkpoint of the current step, unless there is one."""
