@@ -379,7 +379,4 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize

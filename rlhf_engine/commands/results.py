@@ -58,10 +58,10 @@ def evaluate(config: EvaluateConfig) -> int:
 def export(config: ExportConfig) -> int:
     """Write a trained adapter or reward model in the format of another library."""
     prepare("auto")
-    from rlhf_engine.tools.export import export
+    from rlhf_engine.tools.export import export as write_export
 
     with as_request_errors():
-        url, notes = export(config)
+        url, notes = write_export(config)
     for note in notes:
         print(f"note: {note}")
     print(f"{config.to:<8} {config.output_dir}")

@@ -179,7 +179,7 @@ def unpack_bits(bits: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def count_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Number of bits that are set, int64 [n] of bits [n, W]: pairs, then fours, then eights are added up."""
+    """Count the bits that are set in each row of int32 [n, W]: int64 [n]. Pairs, fours and eights are added up."""
     x = bits.long()
     x = (x & 0x55555555) + (x >> 1 & 0x55555555)
     x = (x & 0x33333333) + (x >> 2 & 0x33333333)

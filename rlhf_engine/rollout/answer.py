@@ -235,8 +235,8 @@ _HOW = {"kv_cache_memory", "decode_step", "exact", "device", "kernels"}
 def _settings(config: GenerateConfig) -> str:
     """A digest of the options that answers depend on."""
     kept = {name: value for name, value in config.to_dict().items() if name not in _ASKED | _HOW}
-    earlier = {"dataset_streaming": False, "ignore_eos": False, "reward_adapter": config.reward_adapter}
     # options that files began with
+    earlier = {"dataset_streaming": False, "ignore_eos": False, "reward_adapter": config.reward_adapter}
     kept |= {**earlier, "reward_model_path": config.whole_reward_model}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 

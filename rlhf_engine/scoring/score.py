@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from rlhf_kernels.runtime import registry
@@ -39,7 +40,7 @@ def score(
     """Score as `HydraModel.score` does, in groups of at most `most` tokens; one that does not fit, in smaller ones."""
     most = most or budget.tokens or model.token_budget
     options: dict[str, Any] = {"temperature": temperature, "exact_kl": exact_kl}
-    lanes = max(Counter(next(zip(*fold_lanes(model.roles, roles), strict=True))).values())  # of a backbone
+    lanes = max(Counter(map(itemgetter(0), fold_lanes(model.roles, roles))).values())  # of one backbone
     parts: list[Scores] = []
     for part in model.parts(batch, most):
         rows = model.count_rows(part)
