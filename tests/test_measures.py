@@ -35,7 +35,7 @@ CEILINGS = {
     "engine: arrows between rooms": 94,
     "engine: files": 141,
     "engine: lines of code": 19846,
-    "engine: lines of the core": 18453,
+    "engine: lines of the core": 18454,
     "engine: lines": 31051,
     "engine: longest file": 800,
     "engine: longest function": 82,
