@@ -66,6 +66,10 @@ class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""
 
 
+class PolicyRemovedError(EngineError, LookupError):
+    """A policy was removed while a request or a step of it waited."""
+
+
 def notes(error: BaseException) -> list[str]:
     """Lines that were added to an error by `add_note`."""
     return list(getattr(error, "__notes__", []))

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
 from rlhf_engine.hydra.adapters import AdapterSlot, LmHead, LoraPair, SlotConfig
-from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
-from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
+from rlhf_engine.hydra.batch import PackedBatch, SharedRows
 from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
 from rlhf_engine.hydra.gated_linear import (
     GatedHead,
@@ -239,6 +239,35 @@ class Backbone(nn.Module):
 
         return forward() if self.in_turn is None else self.in_turn(forward)
 
+    def run_lanes(
+        self, lanes: Sequence[tuple[PackedBatch, SharedRows | None, str | None]], dropout_seed: int | None = None
+    ) -> list[torch.Tensor]:
+        """Hidden states [T, H] of each batch in its slot, of one forward.
+
+        Where rows are given by which prompts stand once, those go through. dropout_seed: keys the masks of dropout.
+        """
+        tokens, positions, starts = list[torch.Tensor](), list[torch.Tensor](), [0]
+        lengths, parents = list[int](), list[int]()
+        for batch, shared, _ in lanes:
+            rows = slice(None) if shared is None else shared.rows
+            tokens.append(batch.tokens_T[rows])
+            positions.append(batch.positions_T[rows])
+            starts.append(starts[-1] + len(tokens[-1]))
+            before, own = len(lengths), [-1] * batch.n_sequences if shared is None else shared.parents
+            parents += [p if p < 0 else p + before for p in own]
+            lengths += batch.lengths if shared is None else shared.lengths
+        slots = tuple(slot for _, _, slot in lanes)
+        table = gate.SlotTable(starts=tuple(starts[:-1]), ends=tuple(starts[1:]), slots=slots)
+        dropout = None
+        if dropout_seed is not None:
+            ids = torch.cat([batch.row_ids_T for batch, _, _ in lanes])
+            dropout = gate.DropoutKey(seed=dropout_seed, row_ids_T=ids)
+        shares = any(shared is not None for _, shared, _ in lanes)
+        plan = plan_packed(lengths, self.device, parents=parents if shares else None)
+        hidden = self.run(torch.cat(tokens), torch.cat(positions), table, plan, dropout).split([len(x) for x in tokens])
+        pairs = zip(hidden, lanes, strict=True)
+        return [h if shared is None else h.index_select(0, shared.places_T) for h, (_, shared, _) in pairs]
+
     def require_served(self, name: str, batch: PackedBatch) -> None:
         """Raise ValueError for a sequence beyond the context or an id outside the vocabulary, where reading is free."""
         longest, limit = max(batch.lengths), self.context_length
@@ -268,7 +297,15 @@ class Backbone(nn.Module):
             pair = LoraPair(config.r, layer.in_features, layer.out_features, self.device, dtype)
             pair.reset(generator)
             pairs[path] = pair
-        slot = AdapterSlot(name, config, pairs, trainable)
+        return self.adopt_slot(name, AdapterSlot(name, config, pairs, trainable))
+
+    def adopt_slot(self, name: str, slot: AdapterSlot) -> AdapterSlot:
+        """Take a slot that was made for this base; ValueError for one of another base."""
+        for path, pair in slot.items():
+            layer = self.linears.get(path)
+            own = None if layer is None else (layer.out_features, layer.in_features)
+            if own != (pair.B.shape[0], pair.A.shape[1]):
+                raise ValueError(f"slot: expected one that was made for this base, got {name!r} with {path!r}")
         self.slots[name] = slot
         self._slots = {**self._slots, name: slot}  # another dict: a call in another thread may read the one it has
         return slot

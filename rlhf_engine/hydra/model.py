@@ -26,11 +26,10 @@ from transformers import PreTrainedModel
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
-from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
+from rlhf_engine.hydra.adapters import AdapterSlot, ScalarHead, SlotConfig, warn_if_zero
+from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
-from rlhf_engine.hydra.gate import DropoutKey, SlotTable
 from rlhf_engine.hydra.gated_linear import is_quantised
 from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
@@ -292,12 +291,13 @@ class HydraModel(nn.Module):
         model._load_heads()
         return model
 
-    def add_roles(self, roles: Roles, slots: Mapping[str, SlotConfig] | None = None) -> None:
+    def add_roles(self, roles: Roles, slots: Mapping[str, SlotConfig | AdapterSlot] | None = None) -> None:
         """Add roles while the model lives, with the slots and heads that they need and that are not there yet.
 
         Args:
             roles: name → role, on backbones of this model. The names are free.
-            slots: new slot → its shape and origin; None, or a slot that is left out: the defaults of `SlotConfig`.
+            slots: new slot → its shape and origin, or a slot of a model `beside` this one, then one of both. None, or a
+                slot that is left out: the defaults of `SlotConfig`.
 
         Raises:
             ValueError: a name that is taken, or anything else that does not fit together; nothing was added then.
@@ -491,18 +491,30 @@ class HydraModel(nn.Module):
                 if states.requires_grad:
                     hidden[role] = states.view_as(states)  # its own among the roles of a lane
                     hidden[role].register_hook(functools.partial(watch, role))
-        used = dict(zip(names, map(self.roles.__getitem__, names), strict=True))
-        states_by_role = HiddenStates(
-            batch=batch,
-            hidden_T=hidden,
-            lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
-            scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
-        )
+        states_by_role = self.states(batch, hidden)
         results = []
         with self.backbone(next(iter(self.backbones))).kernels.used():
             for output in outputs:  # no comprehension, which would be a frame on the way to a kernel
                 results.append(output.compute(states_by_role))
         return tuple(results)
+
+    def states(self, batch: PackedBatch, hidden: Mapping[str, torch.Tensor]) -> HiddenStates:
+        """Put the heads of roles beside their hidden states.
+
+        Args:
+            batch: N sequences.
+            hidden: role → hidden states [T, H] of the batch in the role's lane.
+
+        Returns:
+            What outputs compute from.
+        """
+        used = {name: self.roles[name] for name in hidden}
+        return HiddenStates(
+            batch=batch,
+            hidden_T=hidden,
+            lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
+            scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
+        )
 
     def score(
         self,
@@ -650,38 +662,15 @@ class HydraModel(nn.Module):
         """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
         by_lane: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(backbone for backbone, _ in lanes):
-            group = [lane for lane in lanes if lane[0] == name]
-            calls = [group] if self._fits(batch, len(group), budget) else [[lane] for lane in group]
-            for call in calls:
-                hidden = self._backbone_call(batch, self.backbone(name), [slot for _, slot in call], dropout_seed)
-                by_lane |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
+            group, backbone = [lane for lane in lanes if lane[0] == name], self.backbone(name)
+            for call in [group] if self._fits(batch, len(group), budget) else [[lane] for lane in group]:
+                slots = [backbone.slot(slot) for _, slot in call if slot is not None]
+                drops = dropout_seed is not None and any(slot.config.dropout for slot in slots)
+                # a mask belongs to a sequence, so that with dropout the copies of a prompt differ
+                shared = None if drops else self.shared_rows(batch)
+                rows = [(batch, shared, slot) for _, slot in call]
+                by_lane |= dict(zip(call, backbone.run_lanes(rows, dropout_seed if drops else None), strict=True))
         return [by_lane[lane] for lane in lanes]
-
-    def _backbone_call(
-        self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
-    ) -> torch.Tensor:
-        """Hidden states [len(slots) · T, H]: the batch's rows once per slot; prompts go through once where they can."""
-        drops = dropout_seed is not None and any(backbone.slot(s).config.dropout for s in slots if s is not None)
-        # a mask belongs to a sequence, so that with dropout the copies of a prompt differ
-        shared = None if drops else self.shared_rows(batch)
-        n, t = len(slots), batch.n_tokens if shared is None else len(shared.rows)
-        lengths, parents = (batch.lengths, None) if shared is None else (shared.lengths, shared.parents)
-        tokens, positions = batch.tokens_T, batch.positions_T
-        if shared is not None:
-            tokens, positions = tokens[shared.rows], positions[shared.rows]
-        table = SlotTable(
-            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
-        )
-        dropout = None
-        if drops and dropout_seed is not None:
-            dropout = DropoutKey(seed=dropout_seed, row_ids_T=batch.row_ids_T.repeat(n))
-        if parents is not None:
-            parents = tuple(p if p < 0 else p + i * len(lengths) for i in range(n) for p in parents)
-        plan = plan_packed(lengths * n, batch.device, parents=parents)
-        hidden = backbone.run(tokens.repeat(n), positions.repeat(n), table, plan, dropout)
-        if shared is None:
-            return hidden
-        return hidden.index_select(0, torch.cat([shared.places_T + i * t for i in range(n)]))
 
     def _trains_slot(self, lane: Lane) -> bool:
         backbone, slot = self.backbone(lane[0]), lane[1]
@@ -694,22 +683,25 @@ class HydraModel(nn.Module):
 
     # ---- building --------------------------------------------------------------------------------------------------
 
-    def _add_slots(self, slots: Mapping[str, SlotConfig], roles: Roles) -> None:
+    def _add_slots(self, slots: Mapping[str, SlotConfig | AdapterSlot], roles: Roles) -> None:
         """Make the slots of some roles, as far as they are not there yet."""
         for name in self.backbones:
             backbone = self.backbone(name)
             used = dict.fromkeys(r.slot for r in roles.values() if r.backbone == name and r.slot is not OFF)
             new = [slot for slot in used if slot not in backbone.slots]
             trained = trainable_slots(self.roles, name)
-            for slot in new:
+            made = [slot for slot in new if not isinstance(slots.get(slot), AdapterSlot)]
+            for slot in set(new) - set(made):
+                backbone.adopt_slot(slot, slots[slot])  # type: ignore[arg-type]
+            for slot in made:
                 backbone.add_slot(
                     slot,
-                    slots.get(slot, SlotConfig()),
+                    slots.get(slot, SlotConfig()),  # type: ignore[arg-type]
                     trainable=slot in trained,
                     dtype=self.adapter_dtype,
                     generator=self._generator,
                 )
-            for slot in new:
+            for slot in made:
                 self._initialise(backbone, slot)
 
     def _add_heads(self) -> None:
@@ -736,7 +728,7 @@ class HydraModel(nn.Module):
             peft_io.load_slot(slot, origin, backbone)
 
 
-def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, SlotConfig]) -> None:
+def _check_names(model: HydraModel, roles: Roles, slots: Mapping[str, object]) -> None:
     """Raise ValueError for roles and slots that do not fit together, or on the model's backbones."""
     used = {r.slot for r in roles.values() if r.slot is not OFF}
     unused = sorted(set(slots) - used)

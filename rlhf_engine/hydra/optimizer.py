@@ -138,6 +138,13 @@ class AdamW:
         for group, rate in zip(self._inner.param_groups, rates, strict=True):
             group["lr"] = rate
 
+    def set_options(self, **options: Any) -> None:
+        """Set betas, eps or weight decay of every group; an optimizer that has no such option ignores it."""
+        for group in self._inner.param_groups:
+            group.update(
+                {name: value for name, value in options.items() if name in group and self.optim != "adafactor"}
+            )
+
     @torch.no_grad()
     def step(self) -> None:
         """Apply the gradients of all parameters and clear them."""
@@ -351,6 +358,11 @@ class RoleOptimizer:
     def set_lr_factor(self, factor: float) -> None:
         """Scale every role's learning rate."""
         self.adamw.set_lr([self.learning_rates[role] * factor for role in self.groups])
+
+    def set_options(self, *, max_grad_norm: float | None, **options: Any) -> None:
+        """Set options of the next steps: the largest norm of a role's gradient, and those of `AdamW.set_options`."""
+        self.max_grad_norm = max_grad_norm
+        self.adamw.set_options(**options)
 
     def step(self) -> dict[str, float]:
         """Clip each role's gradient, apply, clear; norms, and 1 where clipped. NonFiniteError applies nothing."""

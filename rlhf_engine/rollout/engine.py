@@ -11,15 +11,14 @@ position) and on the row's own logits only, so who shares a batch changes answer
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
 import math
 import threading
 import time
 import weakref
-from array import array
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -30,11 +29,12 @@ from rlhf_engine.config.rollout import EngineConfig, StepName
 from rlhf_engine.devices import is_eager, is_gpu, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache
+from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import exactness
+from rlhf_engine.rollout.admission import Admission, blocks_of_each
 from rlhf_engine.rollout.request import (
     Decode,
     FinishReason,
@@ -52,173 +52,7 @@ from rlhf_engine.rollout.sampler import NextTokens, Sampler
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, RolloutStep, TransformersStep
-
-
-class Admission:
-    """The requests that wait, and the blocks of the cache."""
-
-    def __init__(self, weights: Callable[[str | None], object]) -> None:
-        """weights: gives what is the same for a slot as long as its weights are."""
-        self.pool = BlockPool()
-        self.waiting = deque[AnswerRow]()
-        self._weights = weights
-        self._members: Counter[tuple[str | None, tuple[int, ...]]] = Counter()
-        """Number of waiting rows by slot and prompt."""
-        self._prefixes: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
-        """Blocks of prompts that several requests share, for as long as some of them wait."""
-        self._hidden: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
-        """Hidden states [H] of their last tokens, once they are in the cache."""
-        self._read_by: dict[str | None, object] = {}
-        """Weights by which the slots' blocks were written."""
-        self.kept: OrderedDict[bytes, tuple[str | None, int]] = OrderedDict()
-        """Slot and block by what is in the block and before it, the least recently used first."""
-
-    def add(self, rows: Sequence[AnswerRow]) -> None:
-        """Let rows wait; those with a prompt in common follow each other."""
-        groups: dict[object, list[AnswerRow]] = {}
-        for row in rows:
-            groups.setdefault(row.prefix, []).append(row)
-        self.waiting += [row for members in groups.values() for row in members]
-        self._members.update(row.prefix for row in rows)
-
-    def remove(self, row: AnswerRow) -> None:
-        """A waiting row goes."""
-        self.waiting.remove(row)
-        self._leave(row)
-        if not self._members[row.prefix] and row.prefix in self._prefixes:
-            self._drop([row.prefix])
-
-    def next_rows(
-        self, most: int, held: Set[str | None], *, alone: bool
-    ) -> tuple[list[AnswerRow], list[AnswerRow], list[tuple[int, int]]]:
-        """The next rows that fit, up to so many; those of them whose prompts are not in the cache; blocks to copy then.
-
-        held: slots that no answer may begin with now. alone: no row is alive. Blocks of older weights are forgotten.
-        """
-        self._forget_old()
-        rows, new, copies, tokens = list[AnswerRow](), list[AnswerRow](), list[tuple[int, int]](), 0
-        while len(rows) < most:
-            row = next((row for row in self.waiting if row.holds or not held & {row.slot, None}), None)
-            if row is None:
-                break
-            arrives = row.prefix not in self._prefixes
-            if arrives and tokens and tokens + len(row.prompt) > PREFILL_TOKENS:
-                break
-            if not self._take_blocks(row, copies):
-                if rows or not alone or not self._prefixes:
-                    break
-                self._drop(list(self._prefixes))  # else nobody would ever give a block back
-                continue
-            if arrives:
-                new.append(row)
-                tokens += len(row.prompt)
-            self.waiting.remove(row)
-            rows.append(row)
-            self._leave(row)
-        return rows, new, copies
-
-    def last_states(
-        self, rows: Sequence[AnswerRow], new: Sequence[AnswerRow], hidden: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Hidden states [N, H] of the rows' last prompt tokens; `hidden` has those of the new prompts."""
-        if hidden is not None and len(new) == len(rows) and not self._prefixes:
-            return hidden
-        own = {} if hidden is None else {row.prefix: hidden[i] for i, row in enumerate(new)}
-        self._hidden |= {prefix: state for prefix, state in own.items() if prefix in self._prefixes}
-        states = self._hidden | own
-        every = dict.fromkeys(row.prefix for row in rows)
-        self._drop([prefix for prefix in every if prefix in self._hidden and not self._members[prefix]])
-        return torch.stack([states[row.prefix] for row in rows])
-
-    def release(self, row: AnswerRow) -> None:
-        """A row has ended. What it keeps stays until the room is needed, or the weights change."""
-        if row.keep and row.read_by == self._weights(row.slot):
-            written = (*row.prompt, *row.tokens)[:-1]
-            for key, block in reversed(list(zip(_chain(row.slot, written), row.blocks, strict=False))):
-                if key not in self.kept:
-                    self.pool.share([block])
-                    self.kept[key] = row.slot, block
-                self.kept.move_to_end(key)  # blocks before it are used later than it is: it goes first
-        self.pool.give_back(row.blocks)
-        row.blocks = []
-
-    def blocks_needed(self, most_rows: int) -> int:
-        """Blocks that so many waiting rows may need at once."""
-        shared = sum(len(prompt) // BLOCK * (n - 1) for (_, prompt), n in self._members.items())
-        every = sum(row.blocks_needed for row in self.waiting) - shared
-        if len(self.waiting) <= most_rows:  # else each `submit` would read all prompts that wait
-            return every
-        return min(every, sum(sorted(_blocks_of_each(self.waiting), reverse=True)[:most_rows]))
-
-    def _leave(self, row: AnswerRow) -> None:
-        self._members[row.prefix] -= 1
-        if not self._members[row.prefix]:
-            del self._members[row.prefix]
-
-    def _drop(self, prefixes: Sequence[tuple[str | None, tuple[int, ...]]]) -> None:
-        for prefix in prefixes:
-            self.pool.give_back(self._prefixes.pop(prefix))
-            self._hidden.pop(prefix, None)
-
-    def _forget_old(self) -> None:
-        """Forget what slots have written by other weights than they have now."""
-        slots = {slot for slot, _ in self._members}
-        now = {slot: self._weights(slot) for slot in slots}
-        old = {slot for slot in slots if self._read_by.get(slot, now[slot]) != now[slot]}
-        self._read_by |= now
-        self._drop([prefix for prefix in self._prefixes if prefix[0] in old])
-        for key in [key for key, (slot, _) in self.kept.items() if slot in old]:
-            self.pool.give_back([self.kept.pop(key)[1]])
-
-    def _take_blocks(self, row: AnswerRow, copies: list[tuple[int, int]]) -> bool:
-        """Give a row its blocks if there are enough, and note what has to be copied into them."""
-        prefix, need = self._prefixes.get(row.prefix), row.blocks_needed
-        full, held = len(row.prompt) // BLOCK, -(-len(row.prompt) // BLOCK)
-        blocks = self._take(self._found(row) if prefix is None else prefix[:full], need)
-        if blocks is None:
-            return False
-        row.blocks, row.read_by = blocks, self._read_by[row.slot]
-        if prefix is None and self._members[row.prefix] > 1:
-            self._prefixes[row.prefix] = blocks[:held]
-            self.pool.share(blocks[:held])
-        elif prefix is not None and held > full:  # with what the first row may have written behind the prompt
-            copies.append((prefix[full], blocks[full]))
-        return True
-
-    def _take(self, held: list[int], need: int) -> list[int] | None:
-        """Blocks in use, with one more holder each, and free ones up to `need`; None where not so many are free."""
-        self.pool.share(held)
-        own = need - len(held)
-        while own > self.pool.free and self.kept:
-            self.pool.give_back([self.kept.popitem(last=False)[1][1]])
-        if own > self.pool.free:
-            self.pool.give_back(held)
-            return None
-        return [*held, *self.pool.take(own)]
-
-    def _found(self, row: AnswerRow) -> list[int]:
-        """The blocks that are kept of a row's prompt, from the first on; its last token always goes through again."""
-        keys = list(itertools.takewhile(self.kept.__contains__, _chain(row.slot, row.prompt[:-1]))) if row.keep else []
-        for key in reversed(keys):
-            self.kept.move_to_end(key)
-        row.cached = len(keys) * BLOCK
-        return [self.kept[key][1] for key in keys]
-
-
-def _chain(slot: str | None, tokens: Sequence[int]) -> Iterator[bytes]:
-    """Names of whole blocks of tokens: the slot, and every token up to the block's last."""
-    digest = repr(slot).encode()
-    for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        digest = hashlib.sha256(digest + array("q", tokens[i : i + BLOCK]).tobytes()).digest()
-        yield digest
-
-
-def _blocks_of_each(rows: Iterable[AnswerRow]) -> list[int]:
-    """Blocks of every row, and one more where a part of a shared prompt stands beside the row's copy of it."""
-    counts = Counter(row.prefix for row in rows)
-    return [row.blocks_needed + int(counts[row.prefix] > 1 and len(row.prompt) % BLOCK > 0) for row in rows]
-
+from rlhf_engine.rollout.steps.transformers import RolloutStep, TransformersStep
 
 _BURST = 8  # tokens between two looks at what a device has drawn
 _AHEAD = 8
@@ -304,6 +138,7 @@ class RolloutEngine:
     """Draws answers on one backbone, in the lanes of their roles. Calls from several threads take turns."""
 
     _queued: _Burst | None = None  # what live rows draw that is not read yet
+    _step: RolloutStep | None = None
 
     def __init__(self, model: HydraModel, backbone: str = "base", *, options: EngineOptions | None = None) -> None:
         """Take a backbone; nothing is allocated before the first request.
@@ -346,6 +181,14 @@ class RolloutEngine:
         if engine is None or not engine.finished or engine._options != given:
             engine = engines[backbone] = cls(weakref.proxy(model), backbone, options=given)  # type: ignore[arg-type]
         return engine
+
+    def between_steps(self) -> contextlib.AbstractContextManager[object]:
+        """Make a block in which no step runs, on whichever thread.
+
+        Returns:
+            The block. The thread that is in it may call the engine.
+        """
+        return self._lock
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -406,7 +249,7 @@ class RolloutEngine:
                 for number, (request, how) in enumerate(asked, start=self._next)
             ]
             step = _choose_step(self._options, self.backbone)
-            most_blocks = _most_blocks(self._options, self.backbone, max(_blocks_of_each(rows)))
+            most_blocks = _most_blocks(self._options, self.backbone, max(blocks_of_each(rows)))
             if self.finished:
                 self._begin(step)
             self._next += len(rows)
@@ -432,6 +275,28 @@ class RolloutEngine:
                 self._admission.release(row)
                 self._live.drop_ended()
             self._rest()
+
+    def forget(self, slot: str) -> list[int]:
+        """Drop a slot's requests and all that is kept of it, before it leaves the backbone.
+
+        Args:
+            slot: slot of the backbone. One that no request has had is left alone.
+
+        Returns:
+            Numbers of the requests that were dropped.
+        """
+        with self._lock:
+            rows = [row for row in itertools.chain(self._admission.waiting, self._live.rows) if row.slot == slot]
+            for number in dict.fromkeys(row.index for row in rows):
+                self.cancel(number)
+            self._admission.forget(slot)
+            for named in (self._renewals, self._written, self.versions, self._tensors, self._bound):
+                named.pop(slot, None)
+            if slot in self._live.slots:
+                self._live.forget(slot)
+                self._step = None
+                self._sampler = Sampler(self.backbone)
+            return [row.index for row in rows]
 
     def renew(self, slot: str | None, version: int, write: Callable[[], object] | None = None) -> None:
         """Give a slot new weights in place, between two steps.
@@ -523,8 +388,10 @@ class RolloutEngine:
         self.cache = KVCache(blocks=0)
         engine = weakref.proxy(self)  # no cycle: what is dropped gives its cache back at once
         self._admission, self._live = Admission(lambda slot: engine._weights(slot)), LiveRows(self.backbone.device)
-        self._step: RolloutStep | None = None
+        self._step = None
+        self._tensors: dict[str | None, list[torch.Tensor]] = {}  # parameters of each slot since the last rest
         self._reads: tuple[object, ...] = ()
+        self._bound: dict[str, tuple[object, ...]] = {}  # what rows' slots were when they got their numbers
         self._burst = _BURST if is_gpu(self.backbone.device) else 1
         self._ahead = _AHEAD if is_gpu(self.backbone.device) else math.inf
         self._queued = None
@@ -532,16 +399,16 @@ class RolloutEngine:
     def _begin(self, step: StepName) -> None:
         """Settle what may have changed since the engine last rested."""
         self._captures = step == "graph" or (step == "native" and _no_graphs(self.backbone) is None)
-        addresses = [p.data_ptr() for p in self.backbone.parameters()] if self._captures else []
-        where = (self.backbone.device, self.backbone.dtype, *self.backbone._slots.values())
+        addresses = [p.data_ptr() for p in self.backbone.model.parameters()] if self._captures else []
+        where = (self.backbone.device, self.backbone.dtype)
         kernels = registry.effective()
         reads = (step, kernels.exact, kernels.backend, *sorted(kernels.of_op.items()), *where, *addresses)
-        if reads != self._reads:
+        if reads != self._reads or any(self._where(slot) != where for slot, where in self._bound.items()):
             self._clear()
             self._reads, self._kind = reads, step
         if isinstance(self._step, GraphStep):
             self._step.begin()
-        self._tensors: dict[str | None, list[torch.Tensor]] = {}
+        self._tensors = {}
         self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)
         self._admission.pool.most_used = self._admission.pool.size - self._admission.pool.free
@@ -561,13 +428,18 @@ class RolloutEngine:
             columns = 1 << (columns - 1).bit_length()
         live.widen(max(live.columns, columns))
         for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
-            live.slots[slot] = len(live.slots)
+            live.slots[slot], self._bound[slot] = len(live.slots), self._where(slot)
             if self.backbone.adapts_head(slot):
                 live.head_slots.add(slot)
         blocks = sum(len(row.blocks) for row in live.rows) + self._admission.blocks_needed(self._max_rows)
         pool.grow(max(pool.size, blocks if most_blocks is None else min(blocks, most_blocks)))
         if had != (live.columns, len(live.slots), pool.size):
             self._step = None
+
+    def _where(self, slot: str) -> tuple[object, ...]:
+        """A slot's object, and where its weights are if addresses are captured; None once it is gone."""
+        adapter = self.backbone._slots.get(slot)
+        return (adapter, *(p.data_ptr() for p in adapter.parameters() if self._captures)) if adapter else (None,)
 
     def _rest(self) -> None:
         """Keep, without requests, what is bound to addresses: graphs, and a cache on a GPU."""

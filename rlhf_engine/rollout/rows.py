@@ -172,6 +172,13 @@ class LiveRows:
         """Make room for rows of so many blocks."""
         self.state.table_NB = torch.nn.functional.pad(self.state.table_NB, (0, columns - self.columns))
 
+    def forget(self, slot: str) -> None:
+        """Give up the number of a slot that no row carries; the slots behind it move up."""
+        self.slots = {name: i for i, name in enumerate(name for name in self.slots if name != slot)}
+        self.head_slots.discard(slot)
+        numbers = [-1 if row.slot is None else self.slots[row.slot] for row in self.rows]
+        self.state.slots_N = queued(torch.tensor(numbers, dtype=torch.int64), self._device)
+
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
         tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]

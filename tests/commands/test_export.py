@@ -68,7 +68,7 @@ def our_logits(folder: Path, base: Path, slot: str = "actor") -> torch.Tensor:
     """Logits [3, 8, V] in the lane of a slot of what `save_pretrained` wrote."""
     model = load_pretrained(folder, base=base).eval()
     with torch.no_grad():
-        hidden = model._backbone_call(BATCH, model.backbone(), [slot], None)
+        hidden = model.backbone().run_lanes([(BATCH, None, slot)])[0]
     return head_logits(hidden, model.backbone().lm_head_in(slot)).unflatten(0, (3, 8))
 
 

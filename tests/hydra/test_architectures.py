@@ -67,7 +67,7 @@ def hydra(name: str, **slot: object) -> HydraModel:
 def logits(model: HydraModel, batch: PackedBatch, slot: str | None) -> torch.Tensor:
     """[T, V] in a slot's lane."""
     with torch.no_grad():
-        hidden = model._backbone_call(batch, model.backbone(), [slot], None)
+        hidden = model.backbone().run_lanes([(batch, None, slot)])[0]
     return head_logits(hidden, model.backbone().lm_head_in(slot))
 
 
@@ -106,7 +106,7 @@ def test_off_is_the_plain_model_bit_for_bit_on_the_reference_and_at_the_tiers_el
         expected = plain(tokens, use_cache=False).logits
         theirs = base_model(plain)(tokens, use_cache=False).last_hidden_state
         with registry.use_backend("reference"):
-            ours = model._backbone_call(batch, model.backbone(), [None], None)
+            ours = model.backbone().run_lanes([(batch, None, None)])[0]
             found = head_logits(ours, model.backbone().lm_head)
         exact = in_double(plain, batch)
     assert torch.equal(ours, theirs.flatten(0, 1))

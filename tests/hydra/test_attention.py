@@ -27,7 +27,7 @@ LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))  # buckets
 
 def off_logits(model: HydraModel, batch: PackedBatch) -> torch.Tensor:
     with torch.no_grad():
-        hidden = model._backbone_call(batch, model.backbone(), [None], None)
+        hidden = model.backbone().run_lanes([(batch, None, None)])[0]
     return head_logits(hidden, model.backbone().lm_head)
 
 

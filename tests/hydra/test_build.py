@@ -158,7 +158,7 @@ def last_values(ours: HydraModel, batch: PackedBatch) -> torch.Tensor:
     """The critic's value of each whole sequence [N], read where rewards are read."""
     critic = ours.roles["critic"]
     with torch.no_grad():
-        hidden = ours._backbone_call(batch, ours.backbone(critic.backbone), [critic.slot], None)
+        hidden = ours.backbone(critic.backbone).run_lanes([(batch, None, critic.slot)])[0]
         return ours.heads["value"](hidden[batch.last_rows_N])
 
 
@@ -206,8 +206,8 @@ def test_the_reference_on_a_slot_is_where_the_actor_starts(model, lora, tmp_path
         ours = build(model, tmp_path, method=method, reference_adapter=str(lora))
         scores = ours.score(batch, ("actor", "reference"))
         torch.testing.assert_close(scores.logprobs_M, scores.ref_logprobs_M, rtol=1e-5, atol=1e-5)
-        plain = ours._backbone_call(batch, ours.backbone(), [None], None)
-        assert not torch.allclose(plain, ours._backbone_call(batch, ours.backbone(), ["actor"], None))
+        plain = ours.backbone().run_lanes([(batch, None, None)])[0]
+        assert not torch.allclose(plain, ours.backbone().run_lanes([(batch, None, "actor")])[0])
 
 
 def test_contradictory_options():

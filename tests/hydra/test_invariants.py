@@ -83,11 +83,11 @@ def test_off_rows_are_untouched_by_adapters_in_the_same_call():
     model, batch = build(), random_batch()
     lanes = [None, "actor", "critic"]
     with torch.no_grad():
-        mixed = model._backbone_call(batch, model.backbone(), lanes, None)
+        mixed = torch.cat(model.backbone().run_lanes([(batch, None, slot) for slot in lanes]))
         for slot in ("actor", "critic"):
             for p in model.backbone().slot(slot).parameters():
                 p.mul_(-3)
-        again = model._backbone_call(batch, model.backbone(), lanes, None)
+        again = torch.cat(model.backbone().run_lanes([(batch, None, slot) for slot in lanes]))
     t = batch.n_tokens
     assert torch.equal(mixed[:t], again[:t])
     assert not torch.equal(mixed[t : 2 * t], again[t : 2 * t])

@@ -152,7 +152,7 @@ def test_exact_kl_of_two_lm_heads(base):
     with torch.no_grad():
         logits = [
             torch.nn.functional.linear(
-                model._backbone_call(batch, model.backbone(name), [None], None)[rows],
+                model.backbone(name).run_lanes([(batch, None, None)])[0][rows],
                 model.backbone(name).lm_head.weight,
             )
             for name in ("base", "reference")

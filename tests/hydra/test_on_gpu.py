@@ -36,7 +36,7 @@ def test_off_is_the_plain_model_bit_for_bit(name, dtype):
     tokens = torch.randint(3, VOCAB, (3, 12), generator=torch.Generator().manual_seed(0)).cuda()
     batch = PackedBatch.from_lists(tokens[:, :4].tolist(), tokens[:, 4:].tolist(), device="cuda")
     with torch.no_grad(), registry.use_backend("reference"):  # whose attention is the plain model's, in bf16 as well
-        ours = model._backbone_call(batch, model.backbone(), [None], None)
+        ours = model.backbone().run_lanes([(batch, None, None)])[0]
         theirs = base_model(plain)(tokens, use_cache=False).last_hidden_state.flatten(0, 1)
         logits = head_logits(ours, model.backbone().lm_head)
     assert torch.equal(ours, theirs)

@@ -43,7 +43,7 @@ ACTOR = {"actor": hydra_roles()["actor"]}
 def slot_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
     """Logits [3, 8, V] of the batch's sequences in a slot's lane."""
     with torch.no_grad():
-        hidden = model._backbone_call(BATCH, model.backbone(), [slot], None)
+        hidden = model.backbone().run_lanes([(BATCH, None, slot)])[0]
     return head_logits(hidden, model.backbone().lm_head_in(slot)).unflatten(0, (3, 8))
 
 

@@ -51,7 +51,7 @@ def make(base, bits: str, **options) -> HydraModel:
 
 def lane_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
     with torch.no_grad():
-        hidden = model._backbone_call(BATCH, model.backbone(), [slot], None)
+        hidden = model.backbone().run_lanes([(BATCH, None, slot)])[0]
     return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
 
 

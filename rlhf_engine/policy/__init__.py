@@ -1,0 +1,1 @@
+"""Many policies on one frozen base: their life, joint passes, and the thread that draws for all of them."""
