@@ -66,6 +66,10 @@ class MemoryLimitError(EngineError, MemoryError):
     """Work that cannot be split any further does not fit into memory; nothing of its step was applied."""
 
 
+class BusyError(EngineError, RuntimeError):
+    """As much waits already as may wait; the same request may be served later."""
+
+
 class PolicyRemovedError(EngineError, LookupError):
     """A policy was removed while a request or a step of it waited."""
 

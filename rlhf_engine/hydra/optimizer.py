@@ -139,11 +139,10 @@ class AdamW:
             group["lr"] = rate
 
     def set_options(self, **options: Any) -> None:
-        """Set betas, eps or weight decay of every group; an optimizer that has no such option ignores it."""
+        """Set betas, eps or weight decay of every group; Adafactor has none but its weight decay."""
+        known = ("weight_decay",) if self.optim == "adafactor" else tuple(options)
         for group in self._inner.param_groups:
-            group.update(
-                {name: value for name, value in options.items() if name in group and self.optim != "adafactor"}
-            )
+            group.update({name: options[name] for name in known})
 
     @torch.no_grad()
     def step(self) -> None:

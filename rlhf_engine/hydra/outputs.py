@@ -20,11 +20,12 @@ from rlhf_kernels.linear_logprob import LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
+from rlhf_kernels.vocab.logits import row_chunks
 from torch.nn import functional as F
 
 from rlhf_engine.hydra.adapters import LmHead, ScalarHead
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.truncation import have_one_head, head_options, logprobs, pair
+from rlhf_engine.hydra.truncation import have_one_head, head_options, logprobs, pair, wide_logits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,6 +180,100 @@ class Logprobs(_OfOneRole):
         if supports is not None:
             return logprobs(hidden, head, target_M, supports, **asked)
         return linear_logprob(hidden, head.weight, target_M, **asked, **head_options(head))
+
+
+class TargetResults(NamedTuple):
+    """Log-probs of targets, and the loss of those that are weighted."""
+
+    logprob: torch.Tensor
+    """fp32, in the shape of the targets; nats."""
+    loss: torch.Tensor | None
+    """0-d, − Σ weight · logprob; None without weights."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TargetLogprobs(_OfOneRole):
+    """Log-probs of any targets at any rows of a batch, and the weighted sum of them as a loss."""
+
+    role: str = "actor"
+    """A role with an LM head."""
+    rows_P: torch.Tensor
+    """int64 [P], rows of the batch whose hidden states predict."""
+    targets: torch.Tensor
+    """int64 [P] or [P, K], token ids; K of them at one row, such as the words that a teacher gives probability."""
+    weights: torch.Tensor | None = None
+    """Float, in the shape of the targets; None: no loss."""
+    temperature: float = 1.0
+    """Number > 0 that logits are divided by."""
+
+    def compute(self, states: HiddenStates) -> TargetResults:
+        """Compute log-probs and loss. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            fp32 log-probs in the shape of the targets, in nats, and the 0-d loss.
+
+        Raises:
+            ValueError: targets or weights of another shape, or a role without an LM head.
+        """
+        shape = self.targets.shape
+        if self.rows_P.dim() != 1 or shape[:1] != self.rows_P.shape or len(shape) > 2:
+            raise ValueError(f"targets: expected shape [P] or [P, K] for {len(self.rows_P)} rows, got {list(shape)}")
+        if self.weights is not None and self.weights.shape != shape:
+            raise ValueError(f"weights: expected the targets' shape {list(shape)}, got {list(self.weights.shape)}")
+        head, each = states.lm_head(self.role), shape[1] if len(shape) == 2 else 1
+        hidden = states.hidden_T[self.role].index_select(0, self.rows_P.repeat_interleave(each))
+        found = linear_logprob(
+            hidden, head.weight, self.targets.flatten(), temperature=self.temperature, **head_options(head)
+        ).logprob
+        assert found is not None
+        logprob = found.view(shape)
+        return TargetResults(logprob, None if self.weights is None else -(self.weights * logprob).sum())
+
+
+class TopResults(NamedTuple):
+    """The likeliest words of each row, in falling order."""
+
+    logprob: torch.Tensor
+    """fp32 [P, k], nats."""
+    token: torch.Tensor
+    """int64 [P, k]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopLogprobs(_OfOneRole):
+    """The k likeliest words at rows of a batch, without a gradient."""
+
+    role: str = "actor"
+    """A role with an LM head."""
+    rows_P: torch.Tensor
+    """int64 [P], rows of the batch whose hidden states predict."""
+    k: int
+    """Number of words, 1 to V."""
+
+    def compute(self, states: HiddenStates) -> TopResults:
+        """Compute the words and their log-probs at temperature 1. See `Output.compute`.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            fp32 log-probs [P, k] in nats, and int64 words [P, k].
+
+        Raises:
+            ValueError: a role without an LM head, or k out of its range.
+        """
+        head, parts = states.lm_head(self.role), []
+        if not 1 <= self.k <= len(head.weight):
+            raise ValueError(f"k: expected 1 to {len(head.weight)}, got {self.k}")
+        with torch.no_grad():
+            for rows in row_chunks(len(self.rows_P), len(head.weight)):
+                z = wide_logits(states.hidden_T[self.role].index_select(0, self.rows_P[rows]), head)
+                top = z.topk(self.k)
+                parts.append((top.values - z.logsumexp(-1, keepdim=True), top.indices))
+        return TopResults(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

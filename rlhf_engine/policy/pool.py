@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from rlhf_engine.config.run import Optim
-from rlhf_engine.errors import ConfigError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.errors import ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, peft_io
 from rlhf_engine.hydra.optimizer import RoleOptimizer, state_layout
 from rlhf_engine.hydra.persist import read_record
@@ -107,15 +108,16 @@ class Policies:
         max_policies: most policies in memory at once. memory: most bytes of them together, see `LivePolicy.n_bytes`.
         """
         if dict(host.roles) != {BASE: RoleSpec()}:
-            raise ValueError(
-                f"host: expected a model with the role {BASE!r} alone, adapter off, got {dict(host.roles)}"
-            )
+            raise ValueError(f"host: expected a model with the role {BASE!r} alone, adapter off, got {host.roles}")
         for name, limit in (("max_policies", max_policies), ("memory", memory)):
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}: expected None or at least 1, got {limit}")
         self.host, self.folder, self.max_policies, self.memory = host, state, max_policies, memory
         self.engine = RolloutEngine(host, options=options)
         self._held = {BASE: LivePolicy(name=BASE, key=BASE, model=host, optimizer=None)}
+        self._holding = threading.Lock()
+        self.heard: Callable[[LivePolicy], None] = lambda policy: None
+        """Called with a policy that leaves the host."""
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
         self.evicted: dict[str, Path] = {}
         """Name → checkpoint of the policies that are on disk alone."""
@@ -145,6 +147,17 @@ class Policies:
             policy = self._held[name]
             policy.used = next(self._uses)
             return policy
+
+    def hold(self, name: str) -> LivePolicy:
+        """A policy by its name as `get` does, which is not evicted before `release`."""
+        while True:
+            with self._holding:  # no wait for a step where it is in memory
+                policy = self._held.get(name)
+                if policy is not None:
+                    policy.holders += 1
+                    policy.used = next(self._uses)
+                    return policy
+            self.get(name)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -200,15 +213,15 @@ class Policies:
             own = f"{name}@{origin.state.step}"
             if own not in self._held:
                 self._enter(own, self._copy(origin, trainable=False), origin.state)
-            self._held[own].holders += 1
-            return self._held[own]
+            return self.hold(own)
 
     def release(self, policy: LivePolicy) -> None:
         """One holder less of a policy; a snapshot that nobody holds any more goes."""
-        with self.engine.between_steps():
+        with self._holding:
             policy.holders -= 1
-            if policy.holders == 0 and "@" in policy.name and self._held.get(policy.name) is policy:
-                self._leave(policy)
+        if policy.holders == 0 and "@" in policy.name:
+            with self.engine.between_steps():
+                self._leave(policy, only_idle=True)
 
     def pause(self, name: str, paused: bool = True) -> None:
         """Refuse a policy's new requests, or take them again; those that have begun are finished."""
@@ -240,10 +253,9 @@ class Policies:
         """Put a policy on disk alone, until it is used again."""
         with self.engine.between_steps():
             policy = self._require_idle(name, "evict")
-            if policy.holders:
-                raise ValueError(f"evict: expected a policy that nobody uses, got {name!r} with {policy.holders} users")
             folder = self.save(name)
-            self._leave(policy)
+            if not self._leave(policy, only_idle=True):
+                raise ValueError(f"evict: expected a policy that nobody uses, got {name!r} with {policy.holders} users")
             self.evicted[name] = folder
 
     def restore(self, name: str) -> LivePolicy:
@@ -251,9 +263,12 @@ class Policies:
         with self.engine.between_steps():
             if name not in self.evicted:
                 raise ValueError(f"policy: expected one that was evicted ({sorted(self.evicted)}), got {name!r}")
-            policy = self._read(name, self.evicted[name])
-            del self.evicted[name]
-            return policy
+            folder = self.evicted.pop(name)
+            try:
+                return self._read(name, folder)
+            except (EngineError, OSError):
+                self.evicted[name] = folder
+                raise
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -278,7 +293,7 @@ class Policies:
             policy.waiting.remove(done)
             optimizer.set_options(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
             optimizer.set_lr_factor(learning_rate)
-            _fill(done, optimizer.step)
+            fill(done, optimizer.step)
             if done.exception() is None:
                 policy.state = replace(policy.state, step=policy.state.step + 1)
 
@@ -354,15 +369,21 @@ class Policies:
         self._held[name] = policy
         return policy
 
-    def _leave(self, policy: LivePolicy) -> None:
+    def _leave(self, policy: LivePolicy, *, only_idle: bool = False) -> bool:
+        """Take a policy's slots from the host; whether it has gone, which one in use does not where `only_idle`."""
+        with self._holding:
+            if self._held.get(policy.name) is not policy or (only_idle and policy.holders):
+                return False
+            del self._held[policy.name]
+        self.heard(policy)
         slots = [f"{policy.key}-{slot}" for slot in policy.model.backbone().slots]
         for slot in slots:
             self.engine.forget(slot)
         self.host.remove_roles(slots)
-        del self._held[policy.name]
         for future in policy.waiting:
             future.set_exception(PolicyRemovedError(f"policy {policy.name!r} was removed before its step"))
         policy.waiting.clear()
+        return True
 
     def _make_room(self, name: str, n_bytes: int) -> None:
         """Evict what was not used for longest until one more policy fits; MemoryLimitError where it cannot."""
@@ -382,7 +403,7 @@ class Policies:
             self.evict(min(idle, key=lambda policy: policy.used).name)
 
 
-def _fill(future: Future[Any], work: Callable[[], Any]) -> None:
+def fill(future: Future[Any], work: Callable[[], Any]) -> None:
     """Put what the work returns, or raises, into the future."""
     try:
         future.set_result(work())

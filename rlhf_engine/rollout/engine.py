@@ -209,29 +209,7 @@ class RolloutEngine:
             ValueError: stop texts without `decode`, request options that contradict `sampling`, unknown `weights`.
             ValueError: a decoding step that does not serve the backbone, or a cache too small for the longest row.
         """
-        if len(requests) == 0:
-            raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
-        for role in dict.fromkeys(request.role for request in requests):
-            spec = require_role(self._model.roles, role)
-            if spec.head != LM_HEAD:
-                raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
-            if spec.backbone != self._name:
-                raise ValueError(
-                    f"role: expected one on the backbone {self._name!r}, got {role!r} on {spec.backbone!r}"
-                )
-        context, vocabulary = self.backbone.context_length, self.backbone.vocabulary
-        asked = list[tuple[Request, SamplingConfig]]()
-        for i, request in enumerate(requests):
-            how = request.sampling(sampling)
-            asked.append((request, how))
-            if request.weights not in get_args(Weights):
-                raise ValueError(f"weights: expected one of {get_args(Weights)}, got {request.weights!r}")
-            if how.stop and decode is None:
-                raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
-            check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
-            check_ids("then", list(itertools.chain(*request.then)), vocabulary)
-            most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
-            check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
+        asked = self.check(requests, sampling, decode=decode)
         with self._lock, torch.inference_mode(False), self.backbone.kernels.used():
             rows = [
                 AnswerRow(
@@ -256,6 +234,47 @@ class RolloutEngine:
             self._admission.add(rows)
             self._make_room(rows, most_blocks)
             return range(self._next - len(rows), self._next)
+
+    def check(
+        self, requests: Sequence[Request], sampling: SamplingConfig, *, decode: Decode | None = None
+    ) -> list[tuple[Request, SamplingConfig]]:
+        """Check requests, as `submit` does first.
+
+        Args:
+            requests: at least one, of roles with an LM head on the backbone.
+            sampling: options of every answer, except where a request has its own.
+            decode: token ids to text, which stop texts need; None without them.
+
+        Returns:
+            Each request and the options of its answer.
+
+        Raises:
+            ValueError: what `submit` refuses, decoding steps and the size of the cache aside.
+        """
+        if len(requests) == 0:
+            raise ValueError("prompts: expected at least one prompt, got a batch of size 0")
+        for role in dict.fromkeys(request.role for request in requests):
+            spec = require_role(self._model.roles, role)
+            if spec.head != LM_HEAD:
+                raise ValueError(f"role: expected one with an LM head, got {role!r} with head {spec.head!r}")
+            if spec.backbone != self._name:
+                raise ValueError(
+                    f"role: expected one on the backbone {self._name!r}, got {role!r} on {spec.backbone!r}"
+                )
+        context, vocabulary = self.backbone.context_length, self.backbone.vocabulary
+        asked = list[tuple[Request, SamplingConfig]]()
+        for i, request in enumerate(requests):
+            how = request.sampling(sampling)
+            asked.append((request, how))
+            if request.weights not in get_args(Weights):
+                raise ValueError(f"weights: expected one of {get_args(Weights)}, got {request.weights!r}")
+            if how.stop and decode is None:
+                raise ValueError(f"decode: expected a function from tokens to text for the stop texts {how.stop}")
+            check_ids("eos_token_ids", how.eos_token_ids, vocabulary)
+            check_ids("then", list(itertools.chain(*request.then)), vocabulary)
+            most = how.max_completion_length + sum(len(given) + how.max_completion_length for given in request.then)
+            check_prompt(f"prompts[{i}]", request.prompt, context, most, vocabulary)
+        return asked
 
     def cancel(self, number: int) -> None:
         """Drop a request, whether it waits or is being written; nothing happens to one that has finished.
@@ -380,6 +399,14 @@ class RolloutEngine:
         """
         with self._lock:
             return next((tuple(row.tokens) for row in self._live.rows if row.index == number), ())
+
+    def writing(self) -> list[AnswerRow]:
+        """List the answers that are being written.
+
+        Returns:
+            Rows with the tokens so far. The next step changes them.
+        """
+        return list(self._live.rows)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

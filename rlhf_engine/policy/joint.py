@@ -1,0 +1,106 @@
+"""Forward and backward passes of several policies in one traversal of their base.
+
+Each policy has rows of its own, and a row goes through its policy's slot alone. In exact mode results and gradients
+are the bits that a policy has by itself; elsewhere they differ by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf_engine.hydra import HydraModel, PackedBatch
+from rlhf_engine.hydra.outputs import Output
+from rlhf_engine.hydra.roles import fold_lanes
+from rlhf_engine.policy.pool import LivePolicy
+
+Loss = Callable[[tuple[Any, ...]], torch.Tensor]
+"""Makes the 0-d loss of a pass from its results."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass:
+    """What one policy computes from one batch."""
+
+    policy: LivePolicy
+    """A policy of the pool, or the base."""
+    batch: PackedBatch
+    """N sequences."""
+    outputs: tuple[Output, ...]
+    """Requests, of roles of the policy's model."""
+    loss: Loss | None = None
+    """Makes the loss that gradients are of; None: no gradients."""
+
+
+def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
+    """Compute the outputs of every pass, and add the gradients of the losses to those that the policies hold.
+
+    Passes share a traversal of the base as far as their lanes fit the host's token budget. A pass is never divided:
+    its gradients do not depend on who is beside it.
+
+    Returns:
+        For each pass the results, in the order of its outputs. The graph of those with a loss is spent.
+
+    Raises:
+        ValueError: a pass without outputs, a sequence longer than the context, or an id outside the vocabulary.
+    """
+    results = list[tuple[Any, ...]]()
+    for group in _groups(host, passes):
+        results += _run_together(host, group)
+    return results
+
+
+def _groups(host: HydraModel, passes: Sequence[Pass]) -> Iterator[list[Pass]]:
+    """Consecutive passes whose lanes fit the token budget together; one that does not fit goes by itself."""
+    group, rows = list[Pass](), 0
+    for each in passes:
+        own = each.batch.n_tokens * len(_lanes(each))
+        if group and rows + own > host.token_budget:
+            yield group
+            group, rows = [], 0
+        group.append(each)
+        rows += own
+    if group:
+        yield group
+
+
+def _lanes(each: Pass) -> dict[tuple[str, str | None], list[str]]:
+    if not each.outputs:
+        raise ValueError("outputs: expected at least one output of a pass, got none")
+    return fold_lanes(each.policy.model.roles, [role for output in each.outputs for role in output.roles])
+
+
+def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
+    backbone = host.backbone()
+    hidden = [dict[str, torch.Tensor]() for _ in passes]
+    lanes = list[tuple[int, str | None, list[str], bool]]()  # pass, slot, roles, whether it is trained
+    for i, each in enumerate(passes):
+        backbone.require_served("base", each.batch)
+        for (_, slot), roles in _lanes(each).items():
+            trains = each.loss is not None and slot is not None and each.policy.model.backbone().slot(slot).trainable
+            lanes.append((i, slot, roles, trains))
+    for trains in (True, False):
+        own = [lane for lane in lanes if lane[3] == trains]
+        if not own:
+            continue
+        rows = []
+        for i, slot, _, _ in own:
+            policy, batch = passes[i].policy, passes[i].batch
+            rows.append((batch, policy.model.shared_rows(batch), policy.slot_on_host(slot)))
+        with torch.set_grad_enabled(trains):
+            for (i, _, roles, _), states in zip(own, backbone.run_lanes(rows), strict=True):
+                hidden[i] |= dict.fromkeys(roles, states)
+    results, losses = list[tuple[Any, ...]](), list[torch.Tensor]()
+    with backbone.kernels.used():
+        for each, of_roles in zip(passes, hidden, strict=True):
+            with torch.set_grad_enabled(each.loss is not None):
+                read = each.policy.model.states(each.batch, of_roles)
+                results.append(tuple(output.compute(read) for output in each.outputs))
+                if each.loss is not None:
+                    losses.append(each.loss(results[-1]))
+        if losses:
+            torch.autograd.backward(losses)
+    return results

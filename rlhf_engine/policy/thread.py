@@ -1,0 +1,297 @@
+"""The thread in which all policies draw and learn, in fair shares.
+
+Requests wait in a queue of each policy. Before every step, free rows go to the policy that has had the fewest tokens
+so far: one with a thousand requests does not keep another's single request waiting. What else changes slots of the
+base, such as training and the life of policies, runs between two steps (`call`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.policy.pool import LivePolicy, Policies, fill
+from rlhf_engine.rollout.request import Decode, Request, SamplingConfig
+from rlhf_engine.rollout.rows import AnswerRow
+
+T = TypeVar("T")
+Listen = Callable[[int, AnswerRow, bool], None]
+"""Called in the thread after a step: place of a request, its row so far, and whether that has finished."""
+MAX_ROWS, MAX_WAITING_TOKENS = 256, 1_000_000
+
+
+@dataclass(eq=False, kw_only=True)
+class Ticket:
+    """Requests of one call, of one policy."""
+
+    number: int
+    """Counted over the life of the thread."""
+    policy: LivePolicy
+    """Who draws."""
+    requests: Sequence[Request]
+    """Requests, of the policy's role."""
+    sampling: SamplingConfig
+    """Options of requests that have none of their own."""
+    decode: Decode | None
+    """Token ids to text, for stop texts."""
+    listen: Listen | None
+    """Who hears of tokens; None: nobody."""
+    answers: Future[list[AnswerRow]] = field(default_factory=Future)
+    """Finished rows, in the order of the requests."""
+    rows: dict[int, AnswerRow] = field(default_factory=dict)
+    """Finished rows by place."""
+
+    def cost(self, place: int) -> int:
+        """Most tokens that a request may be."""
+        request = self.requests[place]
+        return len(request.prompt) + (request.max_completion_length or self.sampling.max_completion_length)
+
+
+class PolicyThread:
+    """Draws for the policies of a pool until it is closed; a context manager."""
+
+    def __init__(
+        self,
+        policies: Policies,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_waiting_tokens: int = MAX_WAITING_TOKENS,
+        log: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Start the thread.
+
+        max_rows: most answers at once. max_waiting_tokens: most tokens, of prompts and answers, that are not done.
+        log: takes what the thread decides, in order, for `replay`.
+        """
+        for name, limit in (("max_rows", max_rows), ("max_waiting_tokens", max_waiting_tokens)):
+            if limit < 1:
+                raise ValueError(f"{name}: expected at least 1, got {limit}")
+        self.policies, self.engine = policies, policies.engine
+        self._rows = self._max_rows = max_rows
+        self._max_tokens, self._log = max_waiting_tokens, log
+        self._waiting: dict[str, deque[tuple[Ticket, int]]] = {}  # key of the policy → requests, as they came
+        self._live: dict[int, tuple[Ticket, int]] = {}  # the engine's number → request
+        self._had: dict[str, int] = {}  # key → tokens that the policy has had, those of latecomers from the least on
+        self._calls = deque[Callable[[], None]]()
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.owed = 0
+        """Most tokens of requests that are not done."""
+        self.turns = 0
+        """Steps so far."""
+        self.tokens = 0
+        """Tokens of finished answers so far."""
+        policies.heard = self._policy_leaves
+        self._thread = threading.Thread(target=self._run, name="policies", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> PolicyThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def n_live(self) -> int:
+        """Requests that are being written."""
+        return len(self._live)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return sum(len(queue) for queue in list(self._waiting.values()))
+
+    # ---- for other threads -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        name: str,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        *,
+        decode: Decode | None = None,
+        listen: Listen | None = None,
+    ) -> Ticket:
+        """Queue requests of a policy, whose role they get.
+
+        Raises BusyError where more would wait than may, or the policy is paused; ValueError as `Policies.get` and
+        `RolloutEngine.submit` do.
+        """
+        policy = self.policies.hold(name)
+        try:
+            return self._queue(policy, [replace(x, role=policy.role) for x in requests], sampling, decode, listen)
+        except BaseException:
+            self.policies.release(policy)
+            raise
+
+    def _queue(
+        self,
+        policy: LivePolicy,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        decode: Decode | None,
+        listen: Listen | None,
+    ) -> Ticket:
+        self.engine.check(requests, sampling, decode=decode)
+        if any(request.then for request in requests):
+            raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
+        if policy.paused:
+            raise BusyError(f"policy: expected one that is not paused, got {policy.name!r}")
+        numbers = self._numbers
+        with self._changed:
+            ticket = Ticket(
+                number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode, listen=listen
+            )
+            asked = sum(map(ticket.cost, range(len(requests))))
+            if self.owed + asked > self._max_tokens:
+                raise BusyError(f"expected at most {self._max_tokens} tokens to wait, got {self.owed} and {asked} more")
+            self._require_open()
+            self.owed += asked
+            if policy.key not in self._waiting:
+                others = {t.policy.key for t, _ in self._live.values()} | self._waiting.keys()
+                least = min((self._had[key] for key in others), default=0)
+                self._had[policy.key] = max(self._had.get(policy.key, 0), least)
+            self._waiting.setdefault(policy.key, deque()).extend((ticket, i) for i in range(len(requests)))
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> Future[None]:
+        """Drop what a ticket still waits for; nothing happens where it is done."""
+        return self.call(lambda: self._drop(ticket, PolicyRemovedError("the request was cancelled")))
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run work between two steps; its result, or what it raised."""
+        done = Future[T]()
+        with self._changed:
+            self._require_open()
+            self._calls.append(lambda: fill(done, work))
+            self._changed.notify()
+        return done
+
+    def close(self) -> None:
+        """Stop after the present step; requests that are left fail with an EngineError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError("the thread of the policies was closed")
+
+    # ---- in the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._calls or self._waiting or self._live)
+                calls, self._calls = self._calls, deque()
+            for call in calls:
+                call()
+            self._feed()
+            if self._live:
+                self._step()
+        tickets = [ticket for queue in self._waiting.values() for ticket, _ in queue]
+        for ticket in dict.fromkeys([*tickets, *(ticket for ticket, _ in self._live.values())]):
+            self._drop(ticket, EngineError("the thread of the policies was closed"))
+        for call in self._calls:
+            call()
+
+    def _feed(self) -> None:
+        """Give free rows to the policies that have had the fewest tokens."""
+        while self._waiting and len(self._live) < self._rows:
+            with self._changed:
+                key = min(self._waiting, key=lambda key: (self._had[key], key))
+                queue, places = self._waiting[key], list[int]()
+                ticket = queue[0][0]
+                while queue and queue[0][0] is ticket and len(self._live) + len(places) < self._rows:
+                    places.append(queue.popleft()[1])  # together, for they may share a prompt
+                if not queue:
+                    del self._waiting[key]
+            try:
+                requests = [ticket.requests[place] for place in places]
+                numbers = self.engine.submit(requests, ticket.sampling, decode=ticket.decode)
+            except ValueError as error:  # one row alone is larger than the cache
+                self._drop(ticket, error)
+                continue
+            self._note("feed", ticket=ticket.number, policy=ticket.policy.name, places=places)
+            self._had[key] += sum(map(ticket.cost, places))
+            self._live |= {number: (ticket, place) for number, place in zip(numbers, places, strict=True)}
+
+    def _step(self) -> None:
+        """Make a step, and hand out what it drew."""
+        self.turns += 1
+        try:
+            answers = self.engine.step()
+        except MemoryLimitError as error:
+            self._begin_again(error)
+            return
+        except Exception as error:  # of this step; the engine has dropped its requests, others go on
+            for ticket in dict.fromkeys(ticket for ticket, _ in self._live.values()):
+                self._drop(ticket, error)
+            return
+        self._rows = min(self._max_rows, self._rows + 1)
+        finished = {row.index for row in answers}
+        for row in (*self.engine.writing(), *answers):
+            ticket, place = self._live[row.index]
+            if ticket.listen is not None:
+                ticket.listen(place, row, row.index in finished)
+        for row in answers:
+            ticket, place = self._live.pop(row.index)
+            ticket.rows[place] = row
+            self.tokens += len(row.tokens)
+            self.owed -= ticket.cost(place)
+            self._had[ticket.policy.key] += len(row.prompt) + len(row.tokens) - ticket.cost(place)
+            self._note("done", ticket=ticket.number, place=place, tokens=row.tokens)
+            if len(ticket.rows) == len(ticket.requests):
+                self._release(ticket)
+                ticket.answers.set_result([row for _, row in sorted(ticket.rows.items())])
+
+    def _begin_again(self, error: MemoryLimitError) -> None:
+        """Let everything that was alive wait again, for half of the rows; one alone that does not fit fails."""
+        live, self._live = list(self._live.values()), {}
+        self._rows = max(1, len(live) // 2)
+        repeats = self.engine.backbone.kernels.exact  # else tokens that a listener has heard may be others now
+        for ticket, place in reversed(live):
+            if len(live) == 1 or (ticket.listen is not None and not repeats):
+                self._drop(ticket, error)
+            else:
+                with self._changed:
+                    self._waiting.setdefault(ticket.policy.key, deque()).appendleft((ticket, place))
+
+    def _policy_leaves(self, policy: LivePolicy) -> None:
+        tickets = [ticket for ticket, _ in (*self._waiting.get(policy.key, ()), *self._live.values())]
+        for ticket in dict.fromkeys(ticket for ticket in tickets if ticket.policy is policy):
+            self._drop(ticket, PolicyRemovedError(f"policy {policy.name!r} was removed"))
+        self._had.pop(policy.key, None)
+
+    def _drop(self, ticket: Ticket, error: BaseException) -> None:
+        """Fail a ticket, and forget its requests."""
+        if ticket.answers.done():
+            return
+        numbers = [number for number, (other, _) in self._live.items() if other is ticket]
+        for number in numbers:
+            self.engine.cancel(number)
+            del self._live[number]
+        with self._changed:
+            queue = self._waiting.pop(ticket.policy.key, deque())
+            if left := deque(entry for entry in queue if entry[0] is not ticket):
+                self._waiting[ticket.policy.key] = left
+        self.owed -= sum(ticket.cost(place) for place in range(len(ticket.requests)) if place not in ticket.rows)
+        self._note("drop", ticket=ticket.number)
+        self._release(ticket)
+        ticket.answers.set_exception(error)
+
+    def _release(self, ticket: Ticket) -> None:
+        self.policies.release(ticket.policy)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log({"turn": self.turns, "event": event, **fields})
