@@ -10,7 +10,7 @@ import torch
 from rlhf_kernels.runtime import cores, registry
 from transformers.utils import logging
 
-from rlhf_engine.config import EvaluateConfig, GenerateConfig
+from rlhf_engine.config import EvaluateConfig, GenerateConfig, ServeConfig
 from rlhf_engine.config.launch import launched_rank
 from rlhf_engine.devices import DTYPES, keep_freed_memory, resolve_device
 from rlhf_engine.errors import ConfigError
@@ -46,7 +46,7 @@ def check_kernels(kernels: str, device_type: str, dtype: torch.dtype) -> None:
         )
 
 
-def begin_drawing(config: EvaluateConfig | GenerateConfig) -> str:
+def begin_drawing(config: EvaluateConfig | GenerateConfig | ServeConfig) -> str:
     """Check the device and the kernels of a command that draws answers, and settle exact mode; the device's type."""
     device_type = resolve_device(config.device).type
     check_kernels(config.kernels, device_type, DTYPES[config.dtype])

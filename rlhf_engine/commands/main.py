@@ -32,6 +32,7 @@ _COMMANDS: dict[str, tuple[type[Options], str]] = {
     "reward": (configs.RewardConfig, "training:reward"),
     "train": (configs.TrainConfig, "training:train"),
     "generate": (configs.GenerateConfig, "generate:run"),
+    "serve": (configs.ServeConfig, "serve:run"),
     "evaluate": (configs.EvaluateConfig, "results:evaluate"),
     "export": (configs.ExportConfig, "results:export"),
     "report": (configs.ReportConfig, "results:report"),
@@ -40,7 +41,7 @@ _COMMANDS: dict[str, tuple[type[Options], str]] = {
     "bench": (configs.BenchConfig, "kernels:bench"),
 }
 """Command → its options, and the function of this package that takes them and returns the exit code."""
-_ALONE = ("init", "generate", "evaluate", "export", "demo", "bench")
+_ALONE = ("init", "generate", "serve", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 _LINES = "\n".join(f"  {name:<10} {(cls.__doc__ or '').splitlines()[0]}" for name, (cls, _) in _COMMANDS.items())
 _USAGE = f"""usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]

@@ -13,6 +13,7 @@ from rlhf_engine.config.commands import (
     InitConfig,
     PlanConfig,
     ReportConfig,
+    ServeConfig,
 )
 from rlhf_engine.config.parser import parse_config
 from rlhf_engine.config.run import Kernels
@@ -33,6 +34,7 @@ __all__ = [
     "ReportConfig",
     "RewardConfig",
     "SFTConfig",
+    "ServeConfig",
     "TrainConfig",
     "parse_config",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 from rlhf_engine.config.algorithm import ALGORITHMS, Algorithm
 from rlhf_engine.config.parser import Options, option, parse_size, required
@@ -98,6 +99,42 @@ class GenerateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
             raise ConfigError(
                 f"prompt_file: expected a text file, got {self.prompt_file!r}; dataset_name reads such files"
             )
+
+
+class ServeConfig(EngineConfig, ModelOptions):
+    """An OpenAI endpoint for a base, adapters on it, and the policies of a folder."""
+
+    POSITIONAL = ("model_name_or_path",)
+    FIRST = ("model_name_or_path", "adapters", "state", "port", "api_key_file")
+    EXAMPLE = "rlhf-engine serve Qwen/Qwen3-0.6B --adapters ppo=runs/ppo/final --port 8000"
+
+    model_name_or_path: str = option(
+        dataclasses.MISSING, "folder of the base model, or its owner/name[@revision] on the Hub", alias="model"
+    )
+    adapters: list[str] = option([], "PEFT folders that are served beside the base, each as NAME=FOLDER")
+    served_name: str | None = option(None, "name of the base among the models; none: the last part of its own")
+    host: str = option("127.0.0.1", "address to listen on; others than this machine's own need api_key_file")
+    port: int = option(8000, "port to listen on; 0: a free one", ge=0, le=65535)
+    state: str | None = option(None, "folder of policies, which come back from it when they are asked for; none: none")
+    api_key_file: str | None = option(None, "text file with a key a line, one of which each request has to bear")
+    max_policies: int | None = option(None, "most policies in memory at once; none: any number", ge=1)
+    max_rows: int = option(256, "most answers that are written at once; others wait", ge=1)
+    max_waiting_tokens: int = option(
+        1_000_000, "most tokens of prompts and answers that wait or are written; beyond, requests get a 429", ge=1
+    )
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None, "arguments of the chat template, as JSON, unless a request has its own"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        here = self.host in ("127.0.0.1", "::1", "localhost")
+        self.require(
+            "api_key_file", here or self.api_key_file is not None, "a file of keys for a host of other machines"
+        )
+        names = [place.partition("=")[0] for place in self.adapters if "=" in place]
+        fine = len(names) == len(set(names)) == len(self.adapters)
+        self.require("adapters", fine, "NAME=FOLDER each, with different names")
 
 
 class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions, ModelOptions):

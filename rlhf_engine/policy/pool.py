@@ -75,6 +75,11 @@ class LivePolicy:
         slot = self.model.roles["actor"].slot if "actor" in self.model.roles else OFF
         return BASE if slot is OFF else f"{self.key}-{slot}"
 
+    @property
+    def own_role(self) -> str:
+        """Its model's role that draws."""
+        return BASE if self.key == BASE else "actor"
+
     def slot_on_host(self, slot: str | None) -> str | None:
         """Name of one of its slots on the host."""
         return None if slot is OFF or self.key == BASE else f"{self.key}-{slot}"

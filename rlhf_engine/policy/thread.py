@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.policy import joint
+from rlhf_engine.policy.joint import Pass
 from rlhf_engine.policy.pool import LivePolicy, Policies, fill
 from rlhf_engine.rollout.request import Decode, Request, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
@@ -79,6 +81,7 @@ class PolicyThread:
         self._live: dict[int, tuple[Ticket, int]] = {}  # the engine's number → request
         self._had: dict[str, int] = {}  # key → tokens that the policy has had, those of latecomers from the least on
         self._calls = deque[Callable[[], None]]()
+        self._passes = deque[tuple[Pass, Future[tuple[Any, ...]]]]()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -97,6 +100,11 @@ class PolicyThread:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still draws."""
+        return self._thread.is_alive()
 
     @property
     def n_live(self) -> int:
@@ -175,6 +183,15 @@ class PolicyThread:
             self._changed.notify()
         return done
 
+    def compute(self, asked: Pass) -> Future[tuple[Any, ...]]:
+        """Compute a policy's outputs between two steps, in one traversal with those that others ask for meanwhile."""
+        done = Future[tuple[Any, ...]]()
+        with self._changed:
+            self._require_open()
+            self._passes.append((asked, done))
+            self._changed.notify()
+        return done
+
     def close(self) -> None:
         """Stop after the present step; requests that are left fail with an EngineError."""
         with self._changed:
@@ -191,10 +208,14 @@ class PolicyThread:
     def _run(self) -> None:
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._calls or self._waiting or self._live)
+                self._changed.wait_for(
+                    lambda: self._closed or self._calls or self._passes or self._waiting or self._live
+                )
                 calls, self._calls = self._calls, deque()
+                passes, self._passes = self._passes, deque()
             for call in calls:
                 call()
+            self._compute(passes)
             self._feed()
             if self._live:
                 self._step()
@@ -203,6 +224,19 @@ class PolicyThread:
             self._drop(ticket, EngineError("the thread of the policies was closed"))
         for call in self._calls:
             call()
+        self._compute(self._passes)
+
+    def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
+        if len(passes) > 1 and not any(asked.loss for asked, _ in passes):
+            try:
+                results = joint.run(self.policies.host, [asked for asked, _ in passes])
+            except (EngineError, ValueError):  # of one of them, which hears of it below
+                results = []
+            for (_, done), result in zip(passes, results, strict=False):
+                done.set_result(result)
+        for asked, done in passes:
+            if not done.done():
+                fill(done, lambda asked=asked: joint.run(self.policies.host, [asked])[0])  # type: ignore[misc]
 
     def _feed(self) -> None:
         """Give free rows to the policies that have had the fewest tokens."""

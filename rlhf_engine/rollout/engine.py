@@ -408,6 +408,15 @@ class RolloutEngine:
         """
         return list(self._live.rows)
 
+    def cache_use(self) -> tuple[int, int]:
+        """Tell how much of the cache is in use.
+
+        Returns:
+            Number of blocks in use, and bytes of a block.
+        """
+        pool = self._admission.pool
+        return pool.size - pool.free, BLOCK * self.backbone.cache_bytes_per_position
+
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:

@@ -1,0 +1,1 @@
+"""An OpenAI endpoint for the policies of one base."""
