@@ -74,6 +74,10 @@ class PolicyRemovedError(EngineError, LookupError):
     """A policy was removed while a request or a step of it waited."""
 
 
+class GradientsLostError(EngineError, RuntimeError):
+    """A backward pass broke off, and gradients that waited for a step are gone."""
+
+
 def notes(error: BaseException) -> list[str]:
     """Lines that were added to an error by `add_note`."""
     return list(getattr(error, "__notes__", []))

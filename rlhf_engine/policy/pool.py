@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
@@ -28,6 +29,7 @@ from rlhf_engine.hydra.optimizer import RoleOptimizer, state_layout
 from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, Roles
 from rlhf_engine.io import remove
+from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint, read_counters, save_checkpoint
 
@@ -107,8 +109,11 @@ class Policies:
         max_policies: int | None = None,
         memory: int | None = None,
         options: EngineOptions | None = None,
+        exact: bool | None = None,
     ) -> None:
         """Take a model with the role `base` alone, and the checkpoints that are in the folder `state`.
+
+        exact: whether a policy has the same bits in any company; None: where that serves the base and costs nothing.
 
         max_policies: most policies in memory at once. memory: most bytes of them together, see `LivePolicy.n_bytes`.
         """
@@ -118,6 +123,12 @@ class Policies:
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}: expected None or at least 1, got {limit}")
         self.host, self.folder, self.max_policies, self.memory = host, state, max_policies, memory
+        backbone = host.backbone()
+        backbone.kernels = registry.effective().anew()
+        reason = exactness.unsupported(backbone) if exact is not False else "it is not wanted"
+        if exact and reason is not None:
+            raise ValueError(f"exact: expected false for this base, got true: {reason}")
+        backbone.kernels.exact = reason is None and (exact is True or exactness.by_default(backbone.device.type))
         self.engine = RolloutEngine(host, options=options)
         self._held = {BASE: LivePolicy(name=BASE, key=BASE, model=host, optimizer=None)}
         self._holding = threading.Lock()
@@ -371,6 +382,7 @@ class Policies:
         policy = LivePolicy(name=name, key=key, model=model, optimizer=optimizer, state=state, used=next(self._uses))
         slots = {f"{key}-{slot}": model.backbone().slot(slot) for slot in model.backbone().slots}
         self.host.add_roles({slot: RoleSpec(slot=slot, head=LM_HEAD) for slot in slots}, slots)
+        self.engine.renew(policy.slot_on_host(actor.slot), state.step)
         self._held[name] = policy
         return policy
 
@@ -391,21 +403,23 @@ class Policies:
         return True
 
     def _make_room(self, name: str, n_bytes: int) -> None:
-        """Evict what was not used for longest until one more policy fits; MemoryLimitError where it cannot."""
-        while True:
-            held = [policy for policy in self._held.values() if policy.name != BASE]
-            total = sum(policy.n_bytes for policy in held) + n_bytes
-            over = [f"max_policies {self.max_policies}"] if self.max_policies and len(held) >= self.max_policies else []
-            over += [f"memory {self.memory}"] if self.memory and total > self.memory else []
-            if not over:
-                return
-            idle = [p for p in held if not (p.holders or p.waiting or p.has_gradient or p.optimizer is None)]
+        """Evict those not used for longest until one more fits; MemoryLimitError, and nobody goes, where it cannot."""
+        held = [policy for policy in self._held.values() if policy.name != BASE]
+        idle = [p for p in held if not (p.holders or p.waiting or p.has_gradient or p.optimizer is None)]
+        idle.sort(key=lambda policy: policy.used)
+        count, total, go = len(held) + 1, sum(policy.n_bytes for policy in held) + n_bytes, list[LivePolicy]()
+        while (self.max_policies and count > self.max_policies) or (self.memory and total > self.memory):
             if self.folder is None or not idle:
+                limits = {"max_policies": self.max_policies, "memory": self.memory}
+                within = " and ".join(f"{limit} {value}" for limit, value in limits.items() if value)
                 raise MemoryLimitError(
-                    f"policy: expected room for {name!r} of {n_bytes} bytes within {' and '.join(over)}, got "
-                    f"{len(held)} policies of {total - n_bytes} bytes"
+                    f"policy: expected room for {name!r} of {n_bytes} bytes within {within}, got {len(held)} policies, "
+                    f"{len(go) + len(idle)} of which could go"
                 )
-            self.evict(min(idle, key=lambda policy: policy.used).name)
+            go.append(idle.pop(0))
+            count, total = count - 1, total - go[-1].n_bytes
+        for policy in go:
+            self.evict(policy.name)
 
 
 def fill(future: Future[Any], work: Callable[[], Any]) -> None:

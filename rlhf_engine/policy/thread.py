@@ -227,16 +227,12 @@ class PolicyThread:
         self._compute(self._passes)
 
     def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
-        if len(passes) > 1 and not any(asked.loss for asked, _ in passes):
-            try:
-                results = joint.run(self.policies.host, [asked for asked, _ in passes])
-            except (EngineError, ValueError):  # of one of them, which hears of it below
-                results = []
-            for (_, done), result in zip(passes, results, strict=False):
-                done.set_result(result)
-        for asked, done in passes:
-            if not done.done():
-                fill(done, lambda asked=asked: joint.run(self.policies.host, [asked])[0])  # type: ignore[misc]
+        outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
+        for (_, done), outcome in zip(passes, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
 
     def _feed(self) -> None:
         """Give free rows to the policies that have had the fewest tokens."""
@@ -271,7 +267,7 @@ class PolicyThread:
             for ticket in dict.fromkeys(ticket for ticket, _ in self._live.values()):
                 self._drop(ticket, error)
             return
-        self._rows = min(self._max_rows, self._rows + 1)
+        self._rows = min(self._max_rows, self._rows + len(answers))  # so that something is done before rows fail again
         finished = {row.index for row in answers}
         for row in (*self.engine.writing(), *answers):
             ticket, place = self._live[row.index]

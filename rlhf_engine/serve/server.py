@@ -24,7 +24,6 @@ from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import EngineOptions
 from rlhf_engine.serve.app import Service
 from rlhf_engine.serve.protocol import Reader
@@ -79,11 +78,17 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
         dtype=DTYPES[config.dtype],
         device=resolve_device(config.device),
     )
-    exactness.settle(config.exact, host.backbone())
+
     state = None if config.state is None else Path(config.state)
     if state is not None:
         state.mkdir(parents=True, exist_ok=True)
-    policies = Policies(host, state=state, max_policies=config.max_policies, options=EngineOptions.of(config))
+    policies = Policies(
+        host,
+        state=state,
+        max_policies=config.max_policies,
+        options=EngineOptions.of(config),
+        exact=config.exact,
+    )
     for place in config.adapters:
         name, _, folder = place.partition("=")
         try:
