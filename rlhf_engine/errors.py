@@ -67,7 +67,7 @@ class MemoryLimitError(EngineError, MemoryError):
 
 
 class BusyError(EngineError, RuntimeError):
-    """As much waits already as may wait; the same request may be served later."""
+    """Nothing more may wait now; the same request may be served later."""
 
 
 class PolicyRemovedError(EngineError, LookupError):

@@ -24,7 +24,7 @@ Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pass:
-    """What one policy computes from one batch."""
+    """A policy, a batch, and what is computed from it."""
 
     policy: LivePolicy
     """A policy of the pool, or the base."""

@@ -79,7 +79,7 @@ class LivePolicy:
 
     @property
     def own_role(self) -> str:
-        """Its model's role that draws."""
+        """Name of the role of its own model that draws."""
         return BASE if self.key == BASE else "actor"
 
     def slot_on_host(self, slot: str | None) -> str | None:

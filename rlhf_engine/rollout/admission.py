@@ -1,4 +1,4 @@
-"""What waits for a place among the live rows, and which blocks of the cache are whose."""
+"""Rows that wait for a place among the live ones, and the blocks of the cache."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class TokenLogprob:
     top: Mapping[int, float] = field(default_factory=dict)
 
 
-class Answers:
+class Reply:
     """The answers to one body, of one policy."""
 
     def __init__(self, thread: PolicyThread, tokenizer: PreTrainedTokenizerBase, asked: Asked, kind: str) -> None:
@@ -213,7 +213,7 @@ class Answers:
         return named
 
     def _piece(self, before: int | None, token: int) -> str:
-        """What a token adds to the text of the one before: white space may belong to it only there."""
+        """Text that a token adds to that of the one before: white space may belong to it only there."""
         first = "" if before is None else self._raw_text([before])
         both = self._raw_text([token] if before is None else [before, token])
         return both[len(first) :] if both.startswith(first) else self._raw_text([token])
@@ -333,7 +333,7 @@ class Answers:
 class _Text:
     """The text of one choice of a stream, as far as later tokens cannot change it."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Reply) -> None:
         self._answers = answers
         self._tokens: list[int] = []
         self._from, self._read = 0, 0  # tokens whose text gives the next ones' context; tokens whose text is known
@@ -345,7 +345,7 @@ class _Text:
         """Calls of tools, once the answer is whole."""
 
     def add(self, tokens: Sequence[int], row: AnswerRow | None) -> str:
-        """What new tokens add to the text; row: the answer, where it is whole."""
+        """Text that new tokens add; row: the answer, where it is whole."""
         self._tokens += tokens
         answers = self._answers
         before, now = answers.text(self._tokens[self._from : self._read]), answers.text(self._tokens[self._from :])

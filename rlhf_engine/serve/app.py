@@ -23,7 +23,7 @@ from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyR
 from rlhf_engine.policy.pool import BASE
 from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.runs.metrics import peak_memory_bytes
-from rlhf_engine.serve.answers import Answers
+from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 
 MOST_BODY = 16 * 2**20
@@ -32,7 +32,7 @@ _POINTS, _SECONDS = 300, 2.0  # points of the page's curves, and seconds between
 
 
 class Service:
-    """What the endpoints of one server have in common."""
+    """The endpoints of one server, and its counters."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Service:
         body = await self._body(request)
         with _as_errors():
             asked = self._named(read(body))
-            answers = Answers(self.thread, self.tokenizer, asked, kind)
+            answers = Reply(self.thread, self.tokenizer, asked, kind)
             if asked.stream:
                 news = await answers.begin_stream()
                 return StreamingResponse(_events(answers.chunks(news)), media_type="text/event-stream")
@@ -193,7 +193,7 @@ class Service:
         return Response(status_code=200 if self.thread.is_alive else 503)
 
     def facts(self) -> dict[str, Any]:
-        """What the status page shows."""
+        """Facts of the status page."""
         thread, policies = self.thread, self.thread.policies
         pool, block = thread.engine.cache_use()
         return {

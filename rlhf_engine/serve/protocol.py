@@ -65,7 +65,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body asks for."""
+    """A body that was read."""
 
     model: str
     """Name in the body, and in the answer; empty: none."""

@@ -1,5 +1,6 @@
 """Many policies on one base: each has the bits that it has alone, whatever the others do meanwhile."""
 
+import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, hyd
 from rlhf_engine.hydra.outputs import PolicyLoss, TargetLogprobs, TopLogprobs, ValueLoss
 from rlhf_engine.policy.joint import Pass, run
 from rlhf_engine.policy.pool import BASE, Policies
-from rlhf_engine.policy.thread import PolicyThread
+from rlhf_engine.policy.thread import PolicyThread, replay
 from rlhf_engine.rollout import Request, SamplingConfig
 from tests.conftest import VOCAB, tiny_llama
 
@@ -23,9 +24,9 @@ HOW = SamplingConfig(max_completion_length=6, eos_token_ids=(2,), seed=7)
 ROUNDS = 2
 
 
-def make_pool(dtype: torch.dtype = torch.float32, **options: object) -> Policies:
+def make_pool(dtype: torch.dtype = torch.float32, *, exact: bool = True, **options: object) -> Policies:
     host = HydraModel.from_pretrained(tiny_llama().to(dtype), roles={BASE: RoleSpec()})
-    return Policies(host, exact=True, **options)
+    return Policies(host, exact=exact, **options)
 
 
 def add(pool: Policies, i: int, name: str | None = None, **options: object):
@@ -375,3 +376,22 @@ def test_a_pass_that_fails_leaves_the_others_their_results_and_gradients():
     once = [p.grad for p in passes[0].policy.model.backbone().slots.parameters()]
     assert equal(twice, [2 * g for g in once])
     assert not passes[2].policy.has_gradient
+
+
+def test_the_log_of_a_thread_is_decided_again_with_the_same_answers_out_of_exact_mode_too():
+    events = list[str]()
+    pool = make_pool(exact=False)
+    for i in range(3):
+        add(pool, i)
+    with PolicyThread(pool, max_rows=5, log=lambda event: events.append(json.dumps(event))) as thread:
+        tickets = [thread.submit(f"p{t % 3}", requests(t, t), HOW) for t in range(9)]
+        thread.cancel(tickets[4])
+        n = sum(len(t.answers.result(60)) for i, t in enumerate(tickets) if i != 4)
+    assert len(events) > 20
+    again = make_pool(exact=False)
+    for i in range(3):
+        add(again, i)
+    assert replay(map(json.loads, events), again) >= n
+    spoilt = [event.replace('"tokens": [', '"tokens": [1, ') for event in events]
+    with pytest.raises(ValueError, match="events: expected tokens"):
+        replay(map(json.loads, spoilt), again)
