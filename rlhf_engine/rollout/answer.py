@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_engine.config import EvaluateConfig, GenerateConfig
-from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.config import EvaluateConfig, GenerateConfig, TrainConfig
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, plain_prompts, tokenize_prompts
 from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
@@ -58,28 +58,43 @@ def build_answer_model(
     return model
 
 
+def load_own_tokenizer(config: TrainConfig | GenerateConfig | EvaluateConfig) -> PreTrainedTokenizerBase:
+    """Load the base's tokenizer. ConfigError where a whole reward model reads other tokens."""
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    if config.whole_reward_model is not None:
+        require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
+    return tokenizer
+
+
+def tokenize_own_prompts(
+    config: TrainConfig | GenerateConfig | EvaluateConfig,
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally,
+) -> PromptSet:
+    """Tokenize rows as prompts of a command's base, with room for an answer there and in a whole reward model."""
+    return tokenize_prompts(
+        rows,
+        tokenizer,
+        tally,
+        context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
+        max_completion_length=config.max_completion_length,
+        max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation,
+        vocabulary=read_vocabulary(config.model_name_or_path),
+    )
+
+
 class AnswerSession:
     """The answers that a `GenerateConfig` asks for, each a row that is added to `out` as it is finished."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self.config = config
         argument, source = config.prompt_source
-        tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
-        rows = read_prompts(config, tally)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.whole_reward_model is not None:
-            require_same_tokens(self.tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
-        prompts = tokenize_prompts(
-            rows,
-            self.tokenizer,
-            tally,
-            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
-        self.report = tally  # report on the rows of prompts
+        self.report = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
+        rows = read_prompts(config, self.report)
+        self.tokenizer = load_own_tokenizer(config)
+        prompts = tokenize_own_prompts(config, rows, self.tokenizer, self.report)
         shown = [
             row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them
             for row, text in zip(prompts.rows, prompts.prompts, strict=True)
