@@ -27,8 +27,8 @@ class SupervisedOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_within = self.max_steps is None or self.warmup_steps <= self.max_steps
-        self.require("warmup_steps", is_within, f"at most max_steps ({self.max_steps})")
+        if self.max_steps is not None:
+            self.check_warm_up(self.max_steps)
         if self.mode == "full":
             names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
             self.require_unset(names, "for --full, which has no adapter")

@@ -58,8 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rl-full-uneven": (
         "rl",
         {
-            **RL, "per_device_train_batch_size": 1, "generation_batch_size": 10, "critic_warmup_steps": 1,
-            "gradient_checkpointing": True,
+            **RL, "per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True,
         },
     ),
 }  # fmt: skip

@@ -139,7 +139,7 @@ def test_a_step_is_measured_and_nothing_is_written(tmp_path, capsys):
 
 def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     model = write_model(tmp_path / "model")
-    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=2, critic_warmup_steps=1))
+    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=2))
     assert [row.prompt for row in trainer.train_set.rows] == trainer.train_set.prompts
     every = RlTrainer(train_config(model, tmp_path / "out", max_steps=1))
     n = trainer.config.prompts_per_step
@@ -148,7 +148,7 @@ def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     with trainer.resources(), trainer.steps():
         trainer.step()
         metrics = trainer.step()
-    assert all(map(trainer.optimizer.has_stepped, ("actor", "critic")))  # as in every step after the warm-up
+    assert all(map(trainer.optimizer.has_stepped, ("actor", "critic")))
     assert metrics["completions/mean_length"] == trainer.config.max_completion_length
     assert {"peak_memory_bytes/generate", "peak_memory_bytes/score", "peak_memory_bytes/update"} <= set(metrics)
     assert not (tmp_path / "out").exists()
