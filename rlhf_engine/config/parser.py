@@ -62,6 +62,7 @@ _WITHOUT = {
     "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
+    "per_device_eval_batch_size": "16 rows at a time are evaluated, in groups that memory holds",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
     "shard_base=always": "a vLLM server draws for a base that is larger than a GPU (vllm_server_base_url)",
     "adam_beta1 adam_beta2": "they are 0.9 and 0.999",
@@ -106,9 +107,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def required(help: str, *, switches: Sequence[str] = ()) -> Any:
+def required(help: str, **more: Any) -> Any:
     """Make an `option` without a default."""
-    return option(dataclasses.MISSING, help, switches=switches)
+    return option(dataclasses.MISSING, help, **more)
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)

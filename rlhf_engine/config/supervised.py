@@ -73,7 +73,6 @@ class RewardConfig(HeldOutOptions, SupervisedOptions):
     group_column: str | None = option(
         None, "rows equal in this column stay on one side of the split; none: rows of one prompt stay together"
     )
-    per_device_eval_batch_size: int = option(16, "rows per forward of an evaluation", ge=1)
     eval_steps: int = option(
         50, "evaluate on held-out rows every so many steps, at the start and the end; 0: only there", ge=0
     )

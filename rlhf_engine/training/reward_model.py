@@ -47,6 +47,7 @@ from rlhf_engine.training.supervised import (
 
 REWARD_SLOT = "reward"
 CLASSIFIER_FOLDER = "sequence_classification"
+EVALUATED_AT_ONCE = 16  # rows of an evaluation that are packed together
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "pairwise": ("preference", "implicit_preference"),
     "pointwise": ("unpaired_preference",),
@@ -237,7 +238,7 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
     def rewards(self, examples: Sequence[Example]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
         self.model.eval()
-        size, world = self.config.per_device_eval_batch_size, self.world
+        size, world = EVALUATED_AT_ONCE, self.world
         starts = range(0, len(examples), size)
         parts = [torch.empty(0, len(examples[0].answers))]
         with self.whole_base(), world.together("rewards of held-out rows"):

@@ -48,7 +48,7 @@ kv_cache_memory exact decode_step save_steps save_total_limit eval_steps seed re
 device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness off_policy_correction shard_base
 """
 REWARD = """
-mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column per_device_eval_batch_size
+mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column
 eval_steps metric_for_best_model save_steps save_total_limit resume_from_checkpoint export max_length
 learning_rate num_train_epochs max_steps per_device_train_batch_size max_bad_rows truncation system_prompt
 chat_template_kwargs gradient_accumulation_steps lora_r lora_alpha push_to_hub
