@@ -92,12 +92,7 @@ class RewardConfig(HeldOutOptions, SupervisedOptions):
         self.require("truncation", is_kept, why)
         if self.eval_share is None:
             self.require_unset(["group_column"], "without a share as eval_dataset_name, which it splits by")
-        if not self.has_eval:
+        if self.eval_dataset_name is None:
             self.require_unset(["metric_for_best_model"], "without eval_dataset_name")
         if self.mode == "full":
             self.require_unset(["export"], "for --full, whose final folder is a sequence classifier anyway")
-
-    @property
-    def has_eval(self) -> bool:
-        """Whether there are held-out rows."""
-        return self.eval_dataset_name is not None

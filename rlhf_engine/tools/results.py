@@ -23,7 +23,7 @@ from rich.table import Table
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page import COLOURS, render
 from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
-from rlhf_engine.runs.text import show_controls
+from rlhf_engine.runs.text import show_controls, summary_table
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.tools.evaluate import Evaluation, Outcome
 
@@ -142,18 +142,13 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
 
 def table(results: Mapping[str, Any]) -> Table:
     """Draw the figures of all models, a column for each."""
-    shown = Table(
-        title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
-        caption=escape("[low, high]: 95 % by prompt. –: see missing in results.json"),
-        title_justify="left",
-        caption_justify="left",
-    )
-    shown.add_column("")
-    for name in results["models"]:
-        shown.add_column(escape(name), justify="right")
-    for label, figures in lines(results):
-        shown.add_row(escape(label), *(escape("\n".join(filter(None, figure))) for figure in figures))
-    return shown
+    title = f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}"
+    shown = {
+        escape(label): [escape("\n".join(filter(None, figure))) for figure in figures]
+        for label, figures in lines(results)
+    }
+    caption = escape("[low, high]: 95 % by prompt. –: see missing in results.json")
+    return summary_table(title, list(map(escape, results["models"])), shown, caption)
 
 
 def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -300,12 +300,12 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
         config = self.config
         train = self._load_examples("dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
-            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
-            if len({e.group for e in split.held_out}) < _GROUPS_TO_REPORT:
-                return split.train, split.held_out, []
+            train, held_out = split_by_group(train, share=config.eval_share, seed=config.seed)
+            if len({e.group for e in held_out}) < _GROUPS_TO_REPORT:
+                return train, held_out, []
             # another seed: by the same one, held-out groups are all on one side
-            halves = split_by_group(split.held_out, share=0.5, seed=config.seed + 1, argument="eval_dataset_name")
-            return split.train, halves.train, halves.held_out
+            halves = split_by_group(held_out, share=0.5, seed=config.seed + 1)
+            return train, *halves
         if not isinstance(config.eval_dataset_name, str):
             return train, [], []
         objective = "pairwise" if train[0].label is None else "pointwise"

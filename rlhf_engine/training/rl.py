@@ -114,9 +114,8 @@ class RlTrainer(Run[TrainerState]):
         self.reports = {}
         self.train_set = self._read_prompts("dataset_name", config.dataset_name)
         if config.eval_share is not None:
-            rows, seed = self.train_set.rows, config.seed
-            split = split_by_group(rows, share=config.eval_share, seed=seed, argument="eval_dataset_name")
-            self.eval_set, self.train_set = _part(self.train_set, split.held_out), _part(self.train_set, split.train)
+            parts = split_by_group(self.train_set.rows, share=config.eval_share, seed=config.seed)
+            self.train_set, self.eval_set = (_part(self.train_set, part) for part in parts)
         self.total_steps = config.count_steps(len(self.train_set.rows))
         if config.dry_run:
             rows, ids = self.train_set.rows, self.train_set.ids

@@ -252,6 +252,7 @@ def test_errors_name_the_option() -> None:
         (["--report_to", "mlflow"], r"report_to: expected names among tensorboard, trackio, wandb, got \['mlflow'\]"),
         (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
+        (["--max_bad_rows", "1.5"], r"max_bad_rows: expected a share below 1 or a whole number of rows, got 1.5"),
         (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name, got 5"),
         (["--eval_dataset_name", "1.5"], r"eval_dataset_name: expected a source or a share between 0 and 1, got '1.5'"),
         (["--algorithm", "cispo", "--cliprange", "7", "0.3"], r"cliprange: expected one number for cispo, .*got \[7.0"),
