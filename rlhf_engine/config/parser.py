@@ -221,7 +221,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _describe(hint: Any) -> str:
-    """Description of a type in an error message."""
     plain = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "none"}
     parts = []
     for kind in _alternatives(hint):
@@ -492,14 +491,12 @@ def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict
 
 
 def _sections(cls: type[Options]) -> tuple[str, ...]:
-    """Names that sections of a file may have."""
     if not cls.SECTIONS:
         return ()
     return typing.get_args(typing.get_type_hints(cls)[cls.SECTIONS])
 
 
 def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Values by field name."""
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in content.items():

@@ -7,9 +7,7 @@ file with prompt, completion and label, which `rlhf-engine reward` reads.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf_engine.io import json_digest
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page import COLOURS, render
 from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
@@ -168,7 +167,6 @@ def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]
 
 
 def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
-    """A figure and its interval; – of None."""
     if figure is None:
         return "–", ""
     value, low, high = figure
@@ -217,14 +215,13 @@ def _data(evaluation: Evaluation, measured: Mapping[str, Outcome], results: Mapp
         }
         for i, row in ((i, rows[i]) for i in shown)
     ]
-    content = json.dumps([prompts, models], sort_keys=True).encode()
     return {
         "colours": COLOURS,
         "runs": models,
         "prompts": prompts,
         "every": every,
         "against": results["against"],
-        "key": hashlib.sha256(content).hexdigest()[:16],
+        "key": json_digest([prompts, models], 16),
     }
 
 
