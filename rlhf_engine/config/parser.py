@@ -77,6 +77,7 @@ _WITHOUT = {
     "target_kl": "cliprange and num_ppo_epochs bound an update",
     "vllm_importance_sampling_correction vllm_importance_sampling_mode": "off_policy_correction, of a server too",
     "vllm_importance_sampling_clip_max off_policy_clip_max": "off_policy_correction token_truncate=3, of a server too",
+    "critic_warmup critic_warmup_steps": "actor and critic learn from the first step on",
     "async_policy ray_generators": "async overlap,newest, overlap,in_flight or ray=4",
     "vllm_server_timeout": "an answer has 240 seconds, and one for every ten tokens of max_completion_length",
     "whiten_advantages whiten_rewards": "scale_rewards none leaves advantages as they are",

@@ -63,6 +63,15 @@ def test_flag_names() -> None:
     assert set(parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()) == {*REQUIRED, *REWARD.split()}
 
 
+def test_async_has_the_policy_and_the_number_of_generators():
+    modes = {"ray=4,newest": ("ray", "newest", 4), "ray": ("ray", "fixed", 1)}
+    for text, expected in {**modes, "overlap,in_flight": ("overlap", "in_flight", 1)}.items():
+        found = parse("--async", text)
+        assert (found.async_kind, found.async_policy, found.ray_generators) == expected
+    truncated = parse("--async", "replay", "--off_policy_correction", "sequence_truncate=1.5")
+    assert (truncated.correction, truncated.off_policy_clip_max) == ("sequence_truncate", 1.5)
+
+
 def test_names_that_no_file_could_have(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -258,6 +267,7 @@ def test_errors_name_the_option() -> None:
         (["--algorithm", "cispo", "--cliprange", "7", "0.3"], r"cliprange: expected one number for cispo, .*got \[7.0"),
         (["--no_whiten_advantages"], r"unknown option --no_whiten_advantages; scale_rewards none"),
         (["--out", "x"], r"unknown option --out$|--out; did you mean"),
+        (["--critic_warmup_steps", "3"], r"unknown option --critic_warmup_steps; actor and critic learn from the"),
         (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; resume_from_checkpoint"),
         (["--seed", str(2**70)], r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
         (["--lora_r", "99999999"], r"^lora_r: expected an integer .*16384, got 99999999"),
