@@ -174,13 +174,10 @@ class Budget:
         """Note that memory ran out, and that so many tokens are tried next."""
         self._tried = min(tokens, self._tried)
 
-    def settle(self, gather: Callable[[Any], list[Any]], *, is_whole: bool = True) -> float:
-        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now.
-
-        is_whole: whether the step's passes were as large as any that are to come.
-        """
+    def settle(self, gather: Callable[[Any], list[Any]]) -> float:
+        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now."""
         room = math.inf
-        if is_whole and self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
+        if self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
             fits = int(_SHARE * memory.free * self._measured / self._bytes)
             room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
         room, tried = map(min, zip(*gather((room, self._tried)), strict=True))

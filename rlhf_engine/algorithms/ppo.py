@@ -86,8 +86,6 @@ class Ppo(Algorithm):
             denom=micro.n_tokens,
             clip=options.cliprange_value,
         )
-        if not self.train_actor:
-            return [Term(value, options.vf_coef)]
         assert micro.advantages_M is not None
         policy = PolicyLoss(
             old_logprob_M=micro.old_logprobs_M,
@@ -104,19 +102,18 @@ class Ppo(Algorithm):
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         measured = measure_values(results[-1])
-        if self.train_actor:
-            policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
-            measured.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
-            measured.sums |= {
-                "policy/loss": policy.policy_loss.detach(),
-                "entropy": policy.entropy.detach(),
-                "clip_ratio": policy.clip_fraction.detach(),
-                "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
-            }
+        policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
+        measured.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
+        measured.sums |= {
+            "policy/loss": policy.policy_loss.detach(),
+            "entropy": policy.entropy.detach(),
+            "clip_ratio": policy.clip_fraction.detach(),
+            "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
+        }
         return measured
 
     def summarise(self, measured: Measured) -> dict[str, float]:
-        return {"approx_kl": 0.0, **summarise_values(measured)}
+        return summarise_values(measured)
 
 
 _VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")

@@ -361,7 +361,7 @@ def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str,
         have = f"{sum(cpus_by_node)} CPUs and {sum(node.get('GPU', 0) for node in nodes):g} GPUs"
         each = f"{room.cpus} CPUs and {room.gpus:g} GPUs"
         given = f"{n}" if learners == 1 else f"{config.ray_generators} for each of {learners} processes"
-        raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {given}")
+        raise ConfigError(f"async: expected ray with at most {fit}, of {each} each, where Ray has {have}; got {given}")
     return room
 
 

@@ -278,7 +278,7 @@ class _ByPast:
         for snapshot in self._after.values():
             self._store.add(snapshot)
         self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
-        takes_threads = config.async_mode in ("replay", "overlap") and not config.vllm_servers
+        takes_threads = config.async_kind in ("replay", "overlap") and not config.vllm_servers
         takes_threads = takes_threads and not is_gpu(model.role_backbone(BEHAVIOUR).device)
         self._threads = max(1, torch.get_num_threads() // 2) if takes_threads else None
         """Threads of the CPU that are a generator's; None where it takes none from the learner."""
@@ -342,14 +342,14 @@ class Concurrent(_ByPast):
     def __init__(self, rollouts: Rollouts, prompts: StepPrompts, past: PastState, **options: Any):
         super().__init__(rollouts, prompts, past, **options)
         self._drawn_by = dict(past.drawn_by)
-        self._n_shares = self._config.ray_generators if self._config.async_mode == "ray" else 1
+        self._n_shares = self._config.ray_generators if self._config.async_kind == "ray" else 1
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
         """Time at which the answers before were taken, and how long generators had been at work by then."""
 
     def _begin(self) -> Scheduler:
         hurry = None
-        if self._config.async_mode == "ray":
+        if self._config.async_kind == "ray":
             assert self._connect is not None
             transport = self._connect(self._model, self._prompts.sampling)
         else:
@@ -438,7 +438,7 @@ def make_source(
     config = prompts.config
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)
-    if config.async_mode == "ray" and connect is None:
+    if config.async_kind == "ray" and connect is None:
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
-    kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
+    kind = PastPolicies if config.async_kind in ("blocks", "replay") else Concurrent
     return kind(rollouts, prompts, past, version=version, reward=reward, connect=connect)

@@ -113,7 +113,8 @@ class Scoring:
                 scores = score(model, drawn.batch, roles, self._budget, temperature=temperature, exact_kl=exact_kl)
             scores = replace(scores, **dict(known.items()), **dict(() if frozen is None else frozen.items()))
             _require_finite(scores, share.logprobs_M)
-            twins = _twins(share.batch, own)
+            texts, ids = decode_answers(self._tokenizer, share.batch)
+            twins = _twins(ids, own)
             rewards_N = self._rewards_of_all(share.batch, own, scores.rewards_N, twins, temperature)
         scores = gather_scores(world, scores)
         rollout, prompts = whole or (share, own)
@@ -126,7 +127,7 @@ class Scoring:
         log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
         _check_agreement(model, config, scores, log_ratio_M, version)
         with world.together("rewards"):
-            scored = self._reward(share, own, rewards_N, twins)
+            scored = self._reward(share, own, rewards_N, twins, texts, ids)
         scored = gather_answers(world, scored)
         kept = _kept(scored.totals, prompts, least=config.facts.least_drawn)
         made = _make(drawn.batch, kept, prompts, scores, scored, config)
@@ -166,10 +167,15 @@ class Scoring:
         return rewards_N
 
     def _reward(
-        self, rollout: Rollout, prompts: PromptBatch, rewards_N: torch.Tensor | None, twins: Mapping[int, int | None]
+        self,
+        rollout: Rollout,
+        prompts: PromptBatch,
+        rewards_N: torch.Tensor | None,
+        twins: Mapping[int, int | None],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
     ) -> ScoredAnswers:
         """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
-        texts, ids = decode_answers(self._tokenizer, rollout.batch)
         rows = list(prompts.rows)
         written = self._data.written(rows)
         replies = as_replies(self._tokenizer, rollout.batch, written, texts)
@@ -184,13 +190,13 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     return rollout if len(drawn) == len(prompts) else rollout.select(drawn)
 
 
-def _twins(batch: PackedBatch, prompts: PromptBatch) -> dict[int, int | None]:
+def _twins(ids: Sequence[Sequence[int]], prompts: PromptBatch) -> dict[int, int | None]:
     """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one."""
     greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
     if not greedy:
         return {}
-    places = {(prompts.groups[i], tuple(batch.completion_tokens(i))): i for i in prompts.drawn}
-    return {i: places.get((prompts.groups[i], tuple(batch.completion_tokens(i)))) for i in greedy}
+    places = {(prompts.groups[i], *ids[i]): i for i in prompts.drawn}
+    return {i: places.get((prompts.groups[i], *ids[i])) for i in greedy}
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:

@@ -16,17 +16,17 @@ from typing import Any
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group
+from rlhf_engine.data.tokenizer import eos_token_ids
 from rlhf_engine.devices import ALONE, World, earlier_peaks, resolve_device
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
 from rlhf_engine.generators.work import StepPrompts, gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model, check_sources
-from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
+from rlhf_engine.rollout.answer import load_own_tokenizer, tokenize_own_prompts
 from rlhf_engine.rollout.backend import Rollouts, find_server, make_rollouts
 from rlhf_engine.runs.checkpoint import (
     TrainerState,
@@ -108,18 +108,14 @@ class RlTrainer(Run[TrainerState]):
             exact = not config.vllm_servers and exactness.by_default(resolve_device(config.device).type)
         begin_kernels(resume, exact=exact)
         check_sources(config)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.whole_reward_model is not None:
-            vocabulary = read_vocabulary(config.model_name_or_path)
-            require_same_tokens(self.tokenizer, config.whole_reward_model, vocabulary)
+        self.tokenizer = load_own_tokenizer(config)
         scoring = (config.reward_funcs, config.reward_weights, *config.unfinished)
         self.scorer = AnswerScorer(*scoring, timeout=REWARD_SECONDS)
         self.reports = {}
         self.train_set = self._read_prompts("dataset_name", config.dataset_name)
         if config.eval_share is not None:
-            rows, seed = self.train_set.rows, config.seed
-            split = split_by_group(rows, share=config.eval_share, seed=seed, argument="eval_dataset_name")
-            self.eval_set, self.train_set = _part(self.train_set, split.held_out), _part(self.train_set, split.train)
+            parts = split_by_group(self.train_set.rows, share=config.eval_share, seed=config.seed)
+            self.train_set, self.eval_set = (_part(self.train_set, part) for part in parts)
         self.total_steps = config.count_steps(len(self.train_set.rows))
         if config.dry_run:
             rows, ids = self.train_set.rows, self.train_set.ids
@@ -142,18 +138,9 @@ class RlTrainer(Run[TrainerState]):
     def _read_prompts(self, argument: str, path: str) -> PromptSet:
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        prompts = tokenize_prompts(
-            load_rows(path, tally, config, kinds=("prompt_only",)),
-            self.tokenizer,
-            tally,
-            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
+        rows = load_rows(path, tally, config, kinds=("prompt_only",))
         self.reports[argument] = tally
-        return prompts
+        return tokenize_own_prompts(config, rows, self.tokenizer, tally)
 
     def _longest(self) -> int:
         """Most tokens that stay together in a micro-batch: of an answer, or of several to a prompt."""

@@ -127,8 +127,7 @@ class RlPolicy(Policy[TrainerState]):
     def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
         """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
         state, options = self.state, self.options
-        train_actor = options.dry_run or state.step >= options.critic_warmup_steps
-        algorithm = make_algorithm(options, train_actor=train_actor)
+        algorithm = make_algorithm(options)
         learned, metrics = algorithm.learn_from(experience)
         factor = self.schedule_rates(options.max_steps)
         # of every role that no update has been seen to change yet
@@ -148,18 +147,18 @@ class RlPolicy(Policy[TrainerState]):
             self.require_same(state.step + 1)
         self.advance(
             samples=state.samples + n_answers,
-            policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
-            **self._settle_budgets(is_whole=train_actor),
+            policy_version=state.policy_version + int(measured["optimizer_steps"] > 0),
+            **self._settle_budgets(),
             beta=self._next_beta(experience.mean_kl, n_answers),
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
 
-    def _settle_budgets(self, *, is_whole: bool) -> dict[str, dict[str, int]]:
+    def _settle_budgets(self) -> dict[str, dict[str, int]]:
         """Choose and lower budgets at the end of a step, see `Budget.settle`; counters of a checkpoint."""
         chosen, failures = {}, {}
         for name, budget in self.budgets.items():
-            room = budget.settle(self.world.gather, is_whole=is_whole)
+            room = budget.settle(self.world.gather)
             if room < budget.least and self.world.is_main:
                 warnings.warn(
                     f"max_completion_length: expected prompts and answers of at most {room} tokens together, for which "
@@ -220,11 +219,7 @@ def _require_memory(model: HydraModel, longest: int) -> None:
         )
 
 
-def make_algorithm(config: TrainConfig, *, train_actor: bool = True) -> Algorithm:
-    """Make the algorithm of a run with its options; `train_actor` is False while only a critic warms up."""
-    return find_algorithm(config.algorithm)(
-        config,
-        temperature=config.temperature,
-        max_completion_length=config.max_completion_length,
-        train_actor=train_actor,
-    )
+def make_algorithm(config: TrainConfig) -> Algorithm:
+    """Make the algorithm of a run with its options."""
+    kind, most = find_algorithm(config.algorithm), config.max_completion_length
+    return kind(config, temperature=config.temperature, max_completion_length=most)

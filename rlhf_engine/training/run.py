@@ -32,7 +32,7 @@ from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.build import shard_base
-from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor, require_warm_up
+from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.io import writing
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, read_counters, save_checkpoint, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
@@ -493,7 +493,7 @@ class SupervisedRun(Run[State]):
         config = self.config
         epochs = math.ceil(config.num_train_epochs * len(self.rows) / self.rows_per_step)
         total = config.max_steps if config.max_steps is not None else max(1, epochs)
-        require_warm_up(config.warmup_steps, total)
+        config.check_warm_up(total)
         return total
 
     def step(self) -> dict[str, Any]:

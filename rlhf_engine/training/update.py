@@ -284,9 +284,6 @@ class _Minibatch:
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 (times * loss).backward()
                 results.extend(outs)
-        for role in self.algorithm.discarded_roles:
-            for p in self.model.trainable_parameters(role).values():
-                p.grad = None
         measured.add(self.algorithm.measure(micro, results))
         return measured
 

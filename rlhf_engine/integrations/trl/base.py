@@ -302,7 +302,6 @@ class HydraTrainer(GRPOTrainer):
             save_file(tensors, folder / f"rollout_{rank}.safetensors")
 
     def _sizes(self) -> dict[str, int]:
-        """Return the numbers that a rollout is cut up by."""
         names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
         sizes = {name: int(getattr(self.args, name)) for name in names}
         return {**sizes, "num_processes": self.accelerator.num_processes}
