@@ -25,7 +25,7 @@ from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import explained_variance
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
-from rlhf_engine.algorithms.policy_gradient import k3
+from rlhf_engine.algorithms.sequences import k3
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 

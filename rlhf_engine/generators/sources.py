@@ -46,9 +46,9 @@ from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put
 from rlhf_engine.hydra import HydraModel, Scores
 from rlhf_engine.hydra.build import BEHAVIOUR, PAST
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
-from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
+from rlhf_engine.rollout.generate import LocalRollouts, Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
-from rlhf_engine.scoring.score import FrozenRoles
+from rlhf_engine.scoring.experience import FrozenRoles
 
 Lap = Callable[[str], None]  # called with the name of a phase at its end
 Connect = Callable[[HydraModel, SamplingConfig], GeneratorTransport]

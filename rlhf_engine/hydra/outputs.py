@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from rlhf_engine.hydra.adapters import LmHead, ScalarHead
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.truncation import have_one_head, head_options, logprobs, pair
+from rlhf_engine.hydra.supports import have_one_head, head_options, logprobs, pair
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

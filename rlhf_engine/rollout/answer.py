@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_engine.config import EvaluateConfig, GenerateConfig
 from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model

@@ -47,8 +47,7 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.rows import AnswerRow, LiveRows
-from rlhf_engine.rollout.sampler import NextTokens, Sampler
+from rlhf_engine.rollout.rows import AnswerRow, LiveRows, NextTokens, Sampler
 from rlhf_engine.rollout.steps import native as native_step
 from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
 from rlhf_engine.rollout.steps.native import NativeStep

@@ -1,6 +1,9 @@
-"""The rows that are being written: what each is, and their state as tensors that a step reads.
+"""The rows that are being written: what each is, their state as tensors that a step reads, and how tokens are drawn.
 
 A row that ends leaves, and the rows behind it move up. Rows of one slot stand side by side.
+
+Draws among all words are one sweep of the vocabulary, no logits kept. Draws among some make the logits of a few rows at
+a time by the function that scoring has (`hydra.supports`), and give the words that each token was drawn among.
 
 Legend: N rows, B blocks of the longest table.
 """
@@ -9,12 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
+from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.runtime.device_tables import queued
+from rlhf_kernels.sample import sample
+from rlhf_kernels.sample.reference import choose, filter_
+from rlhf_kernels.vocab.logits import row_chunks
 
+from rlhf_engine.hydra.adapters import LmHead
+from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.supports import OUTSIDE, pack_bits, wide_logits
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 
 
@@ -251,3 +262,85 @@ def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable
         end += length
         ends[-1] = end
     return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(segments))
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+
+class NextTokens(NamedTuple):
+    """Tokens that one step drew for N rows."""
+
+    tokens: torch.Tensor  # int64 [N]
+    logprobs: torch.Tensor  # fp32 [N], log-probs under the distribution that a token was drawn from
+    bits: torch.Tensor | None = None
+    """int32 [N, W], words that it was drawn among, as `pack_bits` packs them; no bit, or None: all words"""
+
+
+class Sampler:
+    """Draws for rows of one backbone, whose head stays where it is meanwhile."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        self._heads: dict[str | None, LmHead] = {}
+
+    def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[SampleGroup]) -> NextTokens:
+        """The next tokens of rows with these hidden states [N, H]."""
+        parts = []
+        for group in groups:
+            rows_N, own_hidden, own = group.rows_N, hidden, state
+            if rows_N is not None:
+                own_hidden, own = hidden[rows_N], state.at(rows_N)
+            if group.slot not in self._heads:
+                self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
+            head = self._heads[group.slot]
+            if group.truncates or group.not_yet is not None:
+                parts.append(self._sample_among_some(own_hidden, head, own, group))
+                continue
+            drawn = sample(
+                own_hidden,
+                head.weight,
+                temperature=own.temperatures_N if group.temperature is None else group.temperature,
+                seed=own.seeds_N,
+                position=own.lengths_N,
+                greedy=own.greedy_N,
+                softcap=head.softcap,
+                logit_scale=head.logit_scale,
+                bias=head.bias,
+                lora=head.lora,
+            )
+            assert drawn.token is not None
+            assert drawn.logprob is not None
+            parts.append(NextTokens(drawn.token, drawn.logprob))
+        return parts[0] if len(parts) == 1 else _joined(parts, groups, len(hidden))
+
+    def _sample_among_some(self, hidden: torch.Tensor, head: LmHead, state: RowState, group: SampleGroup) -> NextTokens:
+        """The same where words are left out. Ends that come too early go first, then the filters follow."""
+        parts = []
+        for rows in row_chunks(len(hidden), len(head.weight)):
+            own, logits = state.at(rows), wide_logits(hidden[rows], head)
+            filtered = logits.clone()
+            if group.not_yet is not None:
+                filtered[:, group.not_yet] = -torch.inf
+            greedy = (own.greedy_N, filtered.argmax(-1))  # before the temperature could round two onto each other
+            filtered /= own.temperatures_N[:, None]
+            if group.truncates:
+                filtered = filter_(filtered, group.top_k or 0, group.top_p or 1.0, group.min_p or 0.0)
+            kept = filtered > -torch.inf
+            z = (logits / own.temperatures_N[:, None]).masked_fill_(~kept, OUTSIDE)
+            tokens = choose(z, own.seeds_N, own.lengths_N, greedy, kept)
+            logprobs = gather_logprob(z, tokens).logprob
+            assert logprobs is not None
+            parts.append((tokens, logprobs, pack_bits(kept)))
+        return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _joined(parts: Sequence[NextTokens], groups: Sequence[SampleGroup], n: int) -> NextTokens:
+    """Put what was drawn for groups of n rows into the rows' order."""
+    tokens_N, logprobs_N = parts[0].tokens.new_empty(n), parts[0].logprobs.new_empty(n, dtype=torch.float32)
+    bits = next((part.bits.new_zeros(n, part.bits.shape[1]) for part in parts if part.bits is not None), None)
+    for part, group in zip(parts, groups, strict=True):
+        assert group.rows_N is not None
+        tokens_N[group.rows_N], logprobs_N[group.rows_N] = part.tokens, part.logprobs.to(logprobs_N.dtype)
+        if part.bits is not None and bits is not None:
+            bits[group.rows_N] = part.bits
+    return NextTokens(tokens_N, logprobs_N, bits)

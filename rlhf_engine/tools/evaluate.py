@@ -21,7 +21,7 @@ from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.commands import BASE, REWARD
 from rlhf_engine.data.read import with_options
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors

@@ -21,8 +21,7 @@ import torch
 from rlhf_engine.devices import capturing
 from rlhf_engine.errors import EngineError
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, SampleGroup
-from rlhf_engine.rollout.sampler import NextTokens, Sampler
+from rlhf_engine.rollout.rows import LiveRows, NextTokens, Prompt, RowState, SampleGroup, Sampler
 from rlhf_engine.rollout.steps.transformers import RolloutStep, TransformersStep
 
 Capture = Callable[[Callable[[], NextTokens]], tuple[NextTokens, Callable[[], None]]]

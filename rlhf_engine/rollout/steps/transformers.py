@@ -16,8 +16,7 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
-from rlhf_engine.rollout.rows import LiveRows, Prompt, RowState, slot_table
-from rlhf_engine.rollout.sampler import NextTokens, Sampler
+from rlhf_engine.rollout.rows import LiveRows, NextTokens, Prompt, RowState, Sampler, slot_table
 
 EXTENDED = 512  # most tokens of one call that extend a prompt
 PREFILL_TOKENS = 8192  # most prompt tokens that are admitted in one call; a longer prompt is a call of its own
