@@ -89,7 +89,8 @@ class Backbone(nn.Module):
         with probe.refusing(model, "taking it over"):
             if model.config._attn_implementation != ATTENTION_NAME:
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
-            loading.context_length(model.config)
+            self.context_length = loading.context_length(model.config)
+            """Most tokens that one sequence may have."""
             self.linears = gate_linears(model)
             fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
@@ -170,11 +171,6 @@ class Backbone(nn.Module):
     def transposed(self) -> bool:
         """Whether linears keep their weight as [in, out], as GPT-2's do."""
         return any(isinstance(module, Conv1D) for module in self.model.modules())
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens that one sequence may have."""
-        return loading.context_length(self.model.config)
 
     @property
     def device(self) -> torch.device:
@@ -312,7 +308,16 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash", "kernels"),
+    *(
+        "context_length",
+        "in_turn",
+        "base_path",
+        "cache_bytes_per_position",
+        "head_size",
+        "_hash",
+        "_decoder_hash",
+        "kernels",
+    ),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

@@ -34,7 +34,15 @@ from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.rollout import exactness
+from rlhf_engine.rollout import decoding, exactness
+from rlhf_engine.rollout.decoding import (
+    PREFILL_TOKENS,
+    CudaCapture,
+    GraphStep,
+    NativeStep,
+    RolloutStep,
+    TransformersStep,
+)
 from rlhf_engine.rollout.request import (
     Decode,
     FinishReason,
@@ -48,10 +56,6 @@ from rlhf_engine.rollout.request import (
     row_seed,
 )
 from rlhf_engine.rollout.rows import AnswerRow, LiveRows, NextTokens, Sampler
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
-from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS, RolloutStep, TransformersStep
 
 
 class Admission:
@@ -538,10 +542,10 @@ class RolloutEngine:
         if reads != self._reads:
             self._clear()
             self._reads, self._kind = reads, step
+            self._is_alone = kernels.exact and exactness.unsupported(self.backbone) is not None
         if isinstance(self._step, GraphStep):
             self._step.begin()
         self._tensors: dict[str | None, list[torch.Tensor]] = {}
-        self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)
         self._admission.pool.most_used = self._admission.pool.size - self._admission.pool.free
         self.stats = RolloutStats()
@@ -746,7 +750,7 @@ def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> in
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     """Choose the implementation of decoding steps. Raises ValueError for a named one that does not serve."""
-    reasons = {"native": native_step.unsupported, "graph": _no_graphs}
+    reasons = {"native": decoding.native_unsupported, "graph": _no_graphs}
     name = options.decode_step
     if name in reasons:
         reason = reasons[name](backbone)
@@ -758,7 +762,7 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     if is_gpu(backbone.device):
         del reasons["native"]  # no GPU has run it
     served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
-    if "native" in served and not native_step.preferred(backbone, "cpu"):
+    if "native" in served and not decoding.native_preferred(backbone, "cpu"):
         served.remove("native")
     return served[0] if served else "transformers"  # type: ignore[return-value]
 

@@ -21,10 +21,20 @@ from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, n
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
 from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.devices import ALONE, Budget, World, earlier_peaks, fingerprint, read_memory, resolve_device
+from rlhf_engine.devices import (
+    ALONE,
+    Budget,
+    Clock,
+    World,
+    earlier_peaks,
+    fingerprint,
+    peak_memory_bytes,
+    read_memory,
+    resolve_device,
+)
 from rlhf_engine.errors import ConfigError, EngineError
-from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
-from rlhf_engine.generators.work import StepPrompts, gather_rollout
+from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, StepPrompts, make_source
+from rlhf_engine.generators.work import gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model, check_sources
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
@@ -41,7 +51,7 @@ from rlhf_engine.runs.checkpoint import (
     resolve_resume,
 )
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, clear_later_steps, require_unlocked, write_final
-from rlhf_engine.runs.metrics import Clock, peak_memory_bytes, require_trackers
+from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, Scoring, mismatch_bound
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.training.data_parallel import require_served
@@ -478,7 +488,7 @@ class RlTrainer(Run[TrainerState]):
                 clock.lap("gather_base")
             with world.together("drawing answers"):
                 share, drawn = self.source.draw(state.step, version, clock.lap)
-            rollout = gather_rollout(world, share)
+            rollout = share if world.size == 1 else gather_rollout(world, share)
             experience = self._scoring.experience(share, own, config, version, (rollout, prompts))
         clock.lap("score")
         with self.kernels.used():

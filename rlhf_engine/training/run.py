@@ -27,7 +27,7 @@ from torch import nn
 from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.config.supervised import SupervisedOptions
 from rlhf_engine.data import Tally, batch_indices, side_by_side
-from rlhf_engine.devices import ALONE, World, fingerprint_of_all
+from rlhf_engine.devices import ALONE, World, fingerprint_of_all, peak_memory_bytes
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, PackedBatch
@@ -37,7 +37,7 @@ from rlhf_engine.io import writing
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, read_counters, save_checkpoint, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
-from rlhf_engine.runs.metrics import MetricsWriter, Trackers, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.metrics import MetricsWriter, Trackers, run_record, write_json_atomic
 from rlhf_engine.runs.page import LivePage
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.training.data_parallel import (

@@ -26,15 +26,12 @@ from rlhf_engine.rollout import (
     Request,
     RolloutEngine,
     SamplingConfig,
+    decoding,
     generate,
     generate_requests,
 )
 from rlhf_engine.rollout import engine as engine_module
-from rlhf_engine.rollout.steps import graph as graph_step
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.graph import WARM_UP, CaptureError, CudaCapture, GraphStep
-from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import TransformersStep
+from rlhf_engine.rollout.decoding import WARM_UP, CaptureError, CudaCapture, GraphStep, NativeStep, TransformersStep
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 
@@ -654,7 +651,7 @@ def test_long_prompts_go_through_the_model_and_short_ones_through_the_kernel(dty
         pytest.skip(str(reason))
     model = HydraModel.from_pretrained(tiny_llama(positions=512, dtype=dtype, width=4), roles=hydra_roles()).eval()
     randomise(model, "actor")
-    assert native_step.unsupported(model.backbone()) is None  # its trial goes through both
+    assert decoding.native_unsupported(model.backbone()) is None  # its trial goes through both
     lengths = [330, 7, 321, 320, 33, 300, 400, 150]
     asked = [[3 + (7 * i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
     calls = []
@@ -781,7 +778,7 @@ def test_graphs_draw_the_same_answers(max_rows, monkeypatch):
     """Idle places of a graph, several tokens between two looks, and rows that end in between change nothing."""
     model, asked = build(), prompts(9)
     how = sampling(eos_token_ids=(2, 5, 9), stop=("zz",))
-    monkeypatch.setattr(graph_step, "WORTH", 3)
+    monkeypatch.setattr(decoding, "WORTH", 3)
     plain = generate(model, asked, how, options=EngineOptions(decode_step="transformers"), decode=spell)
     found, reasons, sizes = run_graphs(model, asked, how, max_rows=max_rows)
     assert found == tokens(plain)
@@ -926,7 +923,7 @@ def test_memory_is_given_back_when_a_capture_has_ended(monkeypatch):
 
 def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):
     model, asked = build(), prompts(5)
-    monkeypatch.setattr(graph_step, "WORTH", 3)
+    monkeypatch.setattr(decoding, "WORTH", 3)
     for how, captured in ((sampling(top_k=3), False), (sampling(min_completion_length=4), True)):
         found, _, sizes = run_graphs(model, asked, how)
         assert bool(sizes) == captured  # once they may end
