@@ -1,7 +1,7 @@
 """Policies that draw answers, and the answers, as they go to and from generators in other threads and processes.
 
-On a frozen base a policy is the tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else
-can see it and never changes afterwards: a reader has a policy that was published as a whole, whatever the learner does
+On a frozen base a policy is the tensors of its adapter slot, a few megabytes. A snapshot is complete before others can
+see it and never changes afterwards: a reader has a policy that was published as a whole, whatever the learner does
 meanwhile. Policies and answers go over as safetensors beside a digest that the receiver checks; nothing is pickled.
 """
 
@@ -23,7 +23,7 @@ from rlhf_engine.config.launch import versions
 from rlhf_engine.devices import World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
-from rlhf_engine.hydra.adapters import AdapterSlot
+from rlhf_engine.hydra.gate import AdapterSlot
 from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
 from rlhf_engine.hydra.supports import Supports

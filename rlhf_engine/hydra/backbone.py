@@ -23,13 +23,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
-from rlhf_engine.hydra.adapters import AdapterSlot, LmHead, LoraPair, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
-from rlhf_engine.hydra.gated_linear import (
+from rlhf_engine.hydra.gate import AdapterSlot, LmHead, LoraPair, SlotConfig
+from rlhf_engine.hydra.modules import (
     GatedHead,
     decoder_prefix,
+    fuse_llama_ops,
     gate_linears,
     holds_gates,
     is_quantised,

@@ -26,13 +26,12 @@ from transformers import PreTrainedModel
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead, SlotConfig, warn_if_zero
 from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
-from rlhf_engine.hydra.gate import DropoutKey, SlotTable
-from rlhf_engine.hydra.gated_linear import is_quantised
+from rlhf_engine.hydra.gate import DropoutKey, ScalarHead, SlotConfig, SlotTable, warn_if_zero
 from rlhf_engine.hydra.loading import Quantization
+from rlhf_engine.hydra.modules import is_quantised
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
 from rlhf_engine.hydra.probe import undone_on_error
 from rlhf_engine.hydra.roles import (

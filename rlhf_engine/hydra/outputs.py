@@ -22,8 +22,8 @@ from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
 from torch.nn import functional as F
 
-from rlhf_engine.hydra.adapters import LmHead, ScalarHead
 from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gate import LmHead, ScalarHead
 from rlhf_engine.hydra.supports import have_one_head, head_options, logprobs, pair
 
 

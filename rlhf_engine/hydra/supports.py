@@ -35,7 +35,7 @@ from rlhf_kernels.vocab.logits import accumulation_dtype, check_detach, check_ou
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_engine.hydra.adapters import LmHead, head_logits
+from rlhf_engine.hydra.gate import LmHead, head_logits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_sam
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.io import LineFile
 from rlhf_engine.rollout import exactness

@@ -38,13 +38,12 @@ from torch import nn
 
 from rlhf_engine.devices import capturing, is_eager, is_gpu
 from rlhf_engine.errors import EngineError
-from rlhf_engine.hydra.adapters import AdapterSlot, head_logits
 from rlhf_engine.hydra.attention import Linears, plan_decode, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.hydra.gated_linear import GatedLinear
+from rlhf_engine.hydra.gate import AdapterSlot, SlotTable, head_logits
 from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
+from rlhf_engine.hydra.modules import GatedLinear
 from rlhf_engine.rollout.rows import LiveRows, NextTokens, Prompt, RowState, SampleGroup, Sampler, slot_table
 
 EXTENDED = 512  # most tokens of one call that extend a prompt

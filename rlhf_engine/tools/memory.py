@@ -38,9 +38,9 @@ from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.gated_linear import match_targets
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
+from rlhf_engine.hydra.modules import match_targets
 from rlhf_engine.hydra.optimizer import gradient_dtype, state_layout, temporary_bytes
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, fold_lanes, needs_lm_head
 from rlhf_engine.rollout import decoding

@@ -33,9 +33,9 @@ from rlhf_engine.hydra import (
     peft_io,
     save_pretrained,
 )
-from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.backbone import give_positions
-from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.gate import head_logits
+from rlhf_engine.hydra.modules import GatedHead
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise

@@ -19,7 +19,7 @@ from rlhf_engine.hydra import (
     SlotConfig,
 )
 from rlhf_engine.hydra import hydra_roles as roles
-from rlhf_engine.hydra.adapters import LmHead
+from rlhf_engine.hydra.gate import LmHead
 from rlhf_engine.hydra.supports import Supports, logprobs, pack_bits, pair
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 

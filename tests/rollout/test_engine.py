@@ -130,7 +130,7 @@ def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeyp
 
 def test_shared_blocks_are_held_once():
     model = build()
-    model.backbone().model.config.max_position_embeddings = 4096
+    model.backbone().context_length = 4096
     prompt = [3 + i % 50 for i in range(8 * BLOCK)]
     k = 6
     together = generate(model, [prompt] * k, sampling(eos_token_ids=()))
