@@ -188,6 +188,11 @@ def end_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_ids: Sequ
     return [*ids, int(tokenizer.eos_token_id)]
 
 
+def text_of(completion: Any) -> str:
+    """Text of an answer: a string, or of TRL's conversations the last message's content."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
+
+
 def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Sequence[int]]) -> None:
     """Warn where answers have ids beyond the tokenizer's, which a model with a padded vocabulary can draw."""
     n = len(tokenizer)

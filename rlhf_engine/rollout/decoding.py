@@ -38,11 +38,10 @@ from torch import nn
 
 from rlhf_engine.devices import capturing, is_eager, is_gpu
 from rlhf_engine.errors import EngineError
-from rlhf_engine.hydra.attention import Linears, plan_decode, plan_packed
+from rlhf_engine.hydra.attention import KVCache, Linears, NewTokens, plan_decode, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import AdapterSlot, SlotTable, head_logits
-from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
 from rlhf_engine.hydra.modules import GatedLinear
 from rlhf_engine.rollout.rows import LiveRows, NextTokens, Prompt, RowState, SampleGroup, Sampler, slot_table
 

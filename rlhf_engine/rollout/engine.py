@@ -29,8 +29,8 @@ from rlhf_kernels.runtime import registry
 from rlhf_engine.config.rollout import EngineConfig, StepName
 from rlhf_engine.devices import is_eager, is_gpu, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
+from rlhf_engine.hydra.attention import BLOCK, BlockPool, KVCache
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.kv_cache import BLOCK, BlockPool, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.hydra.supports import Supports

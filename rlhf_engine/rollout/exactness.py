@@ -19,11 +19,10 @@ from rlhf_kernels.runtime import native, registry
 from torch import nn
 
 from rlhf_engine.devices import is_gpu
-from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.attention import KVCache, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.hydra.kv_cache import KVCache
 from rlhf_engine.hydra.modules import GatedConv1D, GatedLinear
 from rlhf_engine.rollout import decoding
 from rlhf_engine.rollout.decoding import TransformersStep

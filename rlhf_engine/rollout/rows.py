@@ -21,9 +21,9 @@ from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
 
+from rlhf_engine.hydra.attention import BLOCK
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import LmHead, SlotTable
-from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.hydra.supports import OUTSIDE, pack_bits, wide_logits
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 

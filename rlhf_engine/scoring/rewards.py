@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
+from rlhf_engine.data.tokenize import text_of
 from rlhf_engine.data.types import Text
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError, RewardError
@@ -334,7 +335,7 @@ def _failure(what: str, error: BaseException, prompts: Sequence[Any] = (), answe
 
 def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[Any]) -> int | None:
     """Row of the answer that a variable held where the code failed, the innermost function first; None: no variable."""
-    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, verifiable.text_of(answer))}
+    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, text_of(answer))}
     for frame in reversed(frames):
         held = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
         if held:
@@ -375,7 +376,7 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
 
 
 def _excerpt(text: Any, length: int = 60) -> str:
-    text = verifiable.text_of(text)
+    text = text_of(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -38,7 +38,7 @@ from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.attention import BLOCK
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
 from rlhf_engine.hydra.modules import match_targets
 from rlhf_engine.hydra.optimizer import gradient_dtype, state_layout, temporary_bytes

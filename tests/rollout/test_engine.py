@@ -19,7 +19,7 @@ from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_engine import devices
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
+from rlhf_engine.hydra.attention import BLOCK, KVCache
 from rlhf_engine.rollout import (
     AnswerRow,
     EngineOptions,
