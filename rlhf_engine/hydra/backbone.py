@@ -92,6 +92,7 @@ class Backbone(nn.Module):
             self.context_length = loading.context_length(model.config)
             """Most tokens that one sequence may have."""
             self.linears = gate_linears(model)
+            self.gated_head = next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
             fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
             give_positions(self.blocks)
@@ -194,17 +195,12 @@ class Backbone(nn.Module):
 
     def lm_head_in(self, slot: str | None) -> LmHead:
         """The head as a slot's lane sees it: with the slot's LoRA on it, if it has one there."""
-        gated = self._gated_head()
-        lora = None if gated is None or slot is None else gated.lora(self.slot(slot))
+        lora = None if self.gated_head is None or slot is None else self.gated_head.lora(self.slot(slot))
         return dataclasses.replace(self.lm_head, lora=lora)
 
     def adapts_head(self, slot: str) -> bool:
         """Whether a slot has LoRA on the LM head."""
-        gated = self._gated_head()
-        return gated is not None and gated.path in self.slot(slot).paths
-
-    def _gated_head(self) -> GatedHead | None:
-        return next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
+        return self.gated_head is not None and self.gated_head.path in self.slot(slot).paths
 
     def run(
         self,
@@ -308,16 +304,8 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *(
-        "context_length",
-        "in_turn",
-        "base_path",
-        "cache_bytes_per_position",
-        "head_size",
-        "_hash",
-        "_decoder_hash",
-        "kernels",
-    ),
+    *("gated_head", "context_length", "in_turn", "base_path", "cache_bytes_per_position", "head_size"),
+    *("_hash", "_decoder_hash", "kernels"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

@@ -273,7 +273,8 @@ def _make_segments(table: SlotTable, present: tuple[str, ...]) -> Segments:
     kept = [
         (a, b, present.index(s)) for a, b, s in zip(table.starts, table.ends, table.slots, strict=True) if s in present
     ]
-    return Segments(starts=tuple(k[0] for k in kept), ends=tuple(k[1] for k in kept), slots=tuple(k[2] for k in kept))
+    starts, ends, slots = zip(*kept, strict=True) if kept else ((), (), ())
+    return Segments(starts=starts, ends=ends, slots=slots)
 
 
 _cached_segments = lru_cache(maxsize=512)(_make_segments)

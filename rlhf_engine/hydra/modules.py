@@ -70,13 +70,16 @@ class GatedLayer:
         present = tuple(name for name in slots if name in wanted and path in slots[name].paths)
         if not present:
             return None
-        pairs = [slots[name].pair(path) for name in present]
-        configs = [slots[name].config for name in present]
+        A, B, scales, dropouts = (list[Any]() for _ in range(4))
+        for name in present:
+            pair, config = slots[name].pair(path), slots[name].config
+            A.append(pair.A)
+            B.append(pair.B)
+            scales.append(config.scale)
+            dropouts.append(config.dropout)
         key, dropout = call.dropout, None
-        if key is not None and any(config.dropout for config in configs):
-            p = tuple(config.dropout for config in configs)
-            dropout = Dropout(p=p, seed=key.seed, row_ids=key.row_ids_T, stream=self.stream)
-        A, B, scales = [pair.A for pair in pairs], [pair.B for pair in pairs], [config.scale for config in configs]
+        if key is not None and any(dropouts):
+            dropout = Dropout(p=tuple(dropouts), seed=key.seed, row_ids=key.row_ids_T, stream=self.stream)
         return A, B, scales, gate.lora_segments(call.table, present), dropout
 
 

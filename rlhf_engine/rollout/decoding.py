@@ -161,7 +161,7 @@ class NativeStep(RolloutStep):
         adapters = [_adapter(backbone, backbone.slot(slot)) for slot in slots]
         self._run = DecodeStep(decoder, adapters, backend=_backend(backbone))
         self._cos, self._sin = _angles(backbone, positions)
-        self._numbers: dict[str | None, int] = {None: -1, **{slot: i for i, slot in enumerate(slots)}}
+        self._numbers: dict[str | None, int] = {None: -1, **dict(zip(slots, range(len(slots)), strict=True))}
         self._n_layers = len(decoder.layers)
         self._like = self._cos.new_empty(0, decoder.n_kv_heads, decoder.head_dim)
         self._caches: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
@@ -177,34 +177,37 @@ class NativeStep(RolloutStep):
 
     def _split(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
         """Places of the prompts of each call of the kernel, and of each call of the model's own forward."""
-        lengths = [len(prompt.prompt) for prompt in prompts]
-        short = [i for i, n in enumerate(lengths) if n <= _LONG_PROMPT]
-        long = [i for i, n in enumerate(lengths) if n > _LONG_PROMPT]
-        if self._run.backend != "cpu" or sum(lengths[i] for i in short) > _MANY_TOKENS[self.backbone.dtype]:
-            return [], [list(range(len(prompts)))]
-        calls: list[list[int]] = []
-        tokens = _ROWS
-        for i in short:  # in their order, as many together as one call of the kernel takes
-            if tokens + lengths[i] > _ROWS:
+        calls, long, tokens, every = list[list[int]](), list[int](), _ROWS, 0
+        for i, prompt in enumerate(prompts):  # in their order, as many together as one call of the kernel takes
+            length = len(prompt.prompt)
+            if length > _LONG_PROMPT:
+                long.append(i)
+                continue
+            if tokens + length > _ROWS:
                 calls.append([])
                 tokens = 0
             calls[-1].append(i)
-            tokens += lengths[i]
+            tokens += length
+            every += length
+        if self._run.backend != "cpu" or every > _MANY_TOKENS[self.backbone.dtype]:
+            return [], [list(range(len(prompts)))]
         return calls, [long] if long else []
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
-        lengths = torch.tensor([len(prompt.prompt) for prompt in prompts])
+        tokens, positions, slots, tables, lengths = (list[Any]() for _ in range(5))
         columns = max(len(prompt.blocks) for prompt in prompts)
-        tables = torch.tensor([prompt.blocks + [0] * (columns - len(prompt.blocks)) for prompt in prompts])
-        slots = torch.tensor([self._numbers[prompt.slot] for prompt in prompts])
-        hidden = self._rows(
-            torch.tensor([token for prompt in prompts for token in prompt.prompt]),
-            torch.cat([torch.arange(len(prompt.prompt)) for prompt in prompts]),
-            slots.repeat_interleave(lengths),
-            tables.repeat_interleave(lengths, 0),
-        )
-        return hidden.index_select(0, lengths.cumsum(0) - 1)
+        for prompt in prompts:
+            n = len(prompt.prompt)
+            tokens += prompt.prompt
+            positions += range(n)
+            slots += [self._numbers[prompt.slot]] * n
+            tables.append(prompt.blocks + [0] * (columns - len(prompt.blocks)))
+            lengths.append(n)
+        lengths_N = torch.tensor(lengths)
+        table_NB = torch.tensor(tables).repeat_interleave(lengths_N, 0)
+        hidden = self._rows(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), table_NB)
+        return hidden.index_select(0, lengths_N.cumsum(0) - 1)
 
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:
         return self._rows(state.tokens_N, state.lengths_N, state.slots_N, state.table_NB)
@@ -216,8 +219,8 @@ class NativeStep(RolloutStep):
         if self._caches is None:
             for layer in range(self._n_layers):
                 self.cache.allocate(layer, self._like, self._like)
-            pairs = [self.cache.read(layer) for layer in range(self._n_layers)]
-            self._caches = [keys for keys, _ in pairs], [values for _, values in pairs]
+            keys, values = zip(*map(self.cache.read, range(self._n_layers)), strict=True)
+            self._caches = list(keys), list(values)
         return self._run(tokens_N, positions_N, slots_N, self._cos, self._sin, *self._caches, table_NB)
 
 
@@ -249,8 +252,11 @@ def without_ops(backbone: Backbone, ops: Iterable[str], backend: str = "cpu") ->
         return "its weights are not tensors with memory of their own"
     if torch.is_autocast_enabled(backbone.device.type):
         return "autocast is on"
-    reasons = (registry.unsupported(op, backend, backbone.device.type, backbone.dtype) for op in ops)
-    return next((reason for reason in reasons if reason is not None), None)
+    for op in ops:
+        reason = registry.unsupported(op, backend, backbone.device.type, backbone.dtype)
+        if reason is not None:
+            return reason
+    return None
 
 
 def native_preferred(backbone: Backbone, device_type: str) -> bool:
@@ -354,8 +360,8 @@ def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:
         pairs=[
             {
                 name: (pairs[path].A, pairs[path].B)
-                for name, path in ((name, f"{backbone.blocks_prefix}{i}.{end}") for name, end in _LINEARS.items())
-                if path in pairs
+                for name, end in _LINEARS.items()
+                if (path := f"{backbone.blocks_prefix}{i}.{end}") in pairs
             }
             for i in range(n_layers)
         ],

@@ -82,8 +82,8 @@ class Admission:
         groups: dict[object, list[AnswerRow]] = {}
         for row in rows:
             groups.setdefault(row.prefix, []).append(row)
-        self.waiting += [row for members in groups.values() for row in members]
-        self._members.update(row.prefix for row in rows)
+            self._members[row.prefix] += 1
+        self.waiting.extend(itertools.chain(*groups.values()))
 
     def remove(self, row: AnswerRow) -> None:
         """A waiting row goes."""
@@ -166,13 +166,13 @@ class Admission:
 
     def _forget_old(self) -> None:
         """Forget what slots have written by other weights than they have now."""
-        slots = {slot for slot, _ in self._members}
-        now = {slot: self._weights(slot) for slot in slots}
-        old = {slot for slot in slots if self._read_by.get(slot, now[slot]) != now[slot]}
-        self._read_by |= now
-        self._drop([prefix for prefix in self._prefixes if prefix[0] in old])
-        for key in [key for key, (slot, _) in self.kept.items() if slot in old]:
-            self.pool.give_back([self.kept.pop(key)[1]])
+        for slot in {slot for slot, _ in self._members}:
+            now = self._weights(slot)
+            if self._read_by.get(slot, now) != now:
+                self._drop([prefix for prefix in self._prefixes if prefix[0] == slot])
+                for key in [key for key, (owner, _) in self.kept.items() if owner == slot]:
+                    self.pool.give_back([self.kept.pop(key)[1]])
+            self._read_by[slot] = now
 
     def _take_blocks(self, row: AnswerRow, copies: list[tuple[int, int]]) -> bool:
         """Give a row its blocks if there are enough, and note what has to be copied into them."""
@@ -750,7 +750,10 @@ def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> in
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     """Choose the implementation of decoding steps. Raises ValueError for a named one that does not serve."""
-    reasons = {"native": decoding.native_unsupported, "graph": _no_graphs}
+    reasons: dict[StepName, Callable[[Backbone], str | None]] = {
+        "native": decoding.native_unsupported,
+        "graph": _no_graphs,
+    }
     name = options.decode_step
     if name in reasons:
         reason = reasons[name](backbone)
@@ -761,10 +764,10 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
         return name
     if is_gpu(backbone.device):
         del reasons["native"]  # no GPU has run it
-    served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
-    if "native" in served and not decoding.native_preferred(backbone, "cpu"):
-        served.remove("native")
-    return served[0] if served else "transformers"  # type: ignore[return-value]
+    for served, unsupported in reasons.items():
+        if unsupported(backbone) is None and (served != "native" or decoding.native_preferred(backbone, "cpu")):
+            return served
+    return "transformers"
 
 
 def _no_graphs(backbone: Backbone) -> str | None:

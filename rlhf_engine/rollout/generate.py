@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -104,29 +105,30 @@ def generate_requests(
 
 def collect(engine: RolloutEngine, requests: Sequence[Request], answers: Sequence[AnswerRow]) -> Rollout:
     """The rollout of requests whose answers, one each, an engine has finished in any order."""
-    ordered, device = sorted(answers, key=lambda answer: answer.index), engine.backbone.device
-    n_words = engine.backbone.n_words
+    ordered, device = sorted(answers, key=attrgetter("index")), engine.backbone.device
+    logprobs, versions, supports = list[float](), list[int](), list[tuple[Supports | None, int]]()
+    for answer in ordered:
+        n, support = len(answer.tokens), None
+        if any(map(len, answer.supports)):
+            support = Supports.of_rows(answer.supports, n, engine.backbone.n_words)
+        logprobs += answer.logprobs
+        versions += answer.versions
+        supports.append((support, n))
     batch = PackedBatch.from_lists(
         [request.prompt for request in requests],
         [answer.tokens for answer in ordered],
         device=device,
         sample_ids=[request.sample_id for request in requests],
-        supports=Supports.join([(_support(answer, n_words), len(answer.tokens)) for answer in ordered]),
+        supports=Supports.join(supports),
     )
-    logprobs = [x for answer in ordered for x in answer.logprobs]
     return Rollout(
         batch=batch,
         logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
         finish_reasons=tuple(answer.finish_reason for answer in ordered),
-        versions_M=torch.tensor([x for answer in ordered for x in answer.versions], device=device),
+        versions_M=torch.tensor(versions, device=device),
         filtered=False,
         stats=engine.stats,
     )
-
-
-def _support(answer: AnswerRow, vocabulary: int) -> Supports | None:
-    has_any = any(len(support) for support in answer.supports)
-    return Supports.of_rows(answer.supports, len(answer.tokens), vocabulary) if has_any else None
 
 
 _DRAWN_AGAIN = 16  # answers that are drawn once more, each alone

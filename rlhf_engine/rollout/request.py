@@ -349,14 +349,17 @@ class PromptBatch:
         Raises:
             IndexError: a row that `ids` does not have.
         """
-        tokens = [tuple(ids[row]) for row in rows]
-        places = [(group, j) for group in range(len(rows)) for j in range(generations)]
+        each, prompts, groups = list[int](), list[tuple[int, ...]](), list[int]()
+        for group, row in enumerate(rows):
+            each += [row] * generations
+            prompts += [tuple(ids[row])] * generations
+            groups += [group] * generations
         return cls(
-            rows=tuple(rows[group] for group, _ in places),
-            prompts=tuple(tokens[group] for group, _ in places),
-            groups=tuple(group for group, _ in places),
-            greedy=tuple(with_greedy and j == generations - 1 for _, j in places),
-            sample_ids=tuple(range(first_id, first_id + len(places))),
+            rows=tuple(each),
+            prompts=tuple(prompts),
+            groups=tuple(groups),
+            greedy=(*(False,) * (generations - 1), with_greedy) * len(rows),
+            sample_ids=tuple(range(first_id, first_id + len(each))),
         )
 
     def __len__(self) -> int:

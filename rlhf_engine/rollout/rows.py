@@ -184,14 +184,19 @@ class LiveRows:
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Rows whose prompts are in the cache."""
-        tables = [row.blocks + [0] * (self.columns - len(row.blocks)) for row in rows]
-        temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
-        slots = [-1 if row.slot is None else self.slots[row.slot] for row in rows]
-        each = [(0, len(row.prompt), row.seed, slot, row.greedy) for row, slot in zip(rows, slots, strict=True)]
-        tokens_N, lengths_N, seeds_N, slots_N, greedy_N = queued(torch.tensor(each).T.contiguous(), self._device)
-        others = queued(temperatures, self._device), queued(torch.tensor(tables), self._device)
-        new = RowState(tokens_N, lengths_N, seeds_N, slots_N, greedy_N.bool(), *others)
-        self.state = self.state.followed_by(new)
+        each, temperatures = list[list[int]](), list[float]()
+        for row in rows:
+            slot = -1 if row.slot is None else self.slots[row.slot]
+            table = row.blocks + [0] * (self.columns - len(row.blocks))
+            each.append([0, len(row.prompt), row.seed, slot, row.greedy, *table])
+            temperatures.append(row.sampling.temperature)
+        tokens_N, lengths_N, seeds_N, slots_N, greedy_N, *blocks = queued(
+            torch.tensor(each).T.contiguous(), self._device
+        )
+        temperatures_N = queued(torch.tensor(temperatures, dtype=torch.float32), self._device)
+        self.state = self.state.followed_by(
+            RowState(tokens_N, lengths_N, seeds_N, slots_N, greedy_N.bool(), temperatures_N, torch.stack(blocks, 1))
+        )
         self.rows += rows
         self._settle()
 
@@ -226,11 +231,15 @@ class LiveRows:
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
         """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
-        members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
+        members: dict[
+            tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], tuple[list[int], set[float]]
+        ] = {}
         for i, row in enumerate(rows):
             slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
-            members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), []).append(i)
+            places, temperatures = members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), ([], set()))
+            places.append(i)
+            temperatures.add(how.temperature)
         return [
             SampleGroup(
                 places=tuple(places),
@@ -240,14 +249,10 @@ class LiveRows:
                 top_p=top_p,
                 min_p=min_p,
                 not_yet=queued(sorted(ends), self._device) if ends else None,
-                temperature=_common([rows[i].sampling.temperature for i in places]),
+                temperature=temperatures.pop() if len(temperatures) == 1 else None,
             )
-            for (slot, top_k, top_p, min_p, ends), places in members.items()
+            for (slot, top_k, top_p, min_p, ends), (places, temperatures) in members.items()
         ]
-
-
-def _common(numbers: Sequence[float]) -> float | None:
-    return numbers[0] if all(x == numbers[0] for x in numbers) else None
 
 
 def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable:

@@ -229,7 +229,7 @@ def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step
 def test_a_turn_costs_its_own_tokens(step):
     """A prompt that extends a kept answer begins behind its whole blocks, until weights or the room are gone."""
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=30)
-    model.backbone().model.config.max_position_embeddings = 512
+    model.backbone().context_length = 512
 
     def drawn(engine, tokens, keep=True):
         engine.submit([Request(prompt=tuple(tokens), sample_id=7, keep=keep)], how)
@@ -257,7 +257,7 @@ def test_a_turn_costs_its_own_tokens(step):
 def test_turns_that_are_known_beforehand_follow_each_other(step):
     """Each is answered as a request of its own would be, and only its own tokens go through the model."""
     model, how = build(), sampling(max_completion_length=7, seed=5)
-    model.backbone().model.config.max_position_embeddings = 128
+    model.backbone().context_length = 128
     turns = ((8, 9, 10), (11,), (12, 13))
     with registry.use_exact():
         engine = begun(model, how, [Request(prompt=tuple(LONG), sample_id=3, then=turns)], decode_step=step)
@@ -281,7 +281,7 @@ class Policies:
     def __init__(self) -> None:
         self.model = build()
         self.model.add_roles({"other": RoleSpec(slot="other")}, slots={"other": SlotConfig(r=4, alpha=8.0)})
-        self.model.backbone().model.config.max_position_embeddings = 256
+        self.model.backbone().context_length = 256
         generator = torch.Generator().manual_seed(0)
         self.slots = {name: list(self.model.backbone().slot(name).parameters()) for name in ("actor", "other")}
         self._values = {
@@ -493,7 +493,7 @@ def test_a_minimum_counts_what_a_burst_ahead_has_drawn():
 
 def test_a_shared_prompt_meets_a_cache_that_grows():
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
-    model.backbone().model.config.max_position_embeddings = 256
+    model.backbone().context_length = 256
     short = [Request(prompt=tuple(LONG), sample_id=i) for i in range(5)]
     engine = begun(model, how, short, max_rows=4, decode_step="transformers")
     assert [len(engine.step()) for _ in range(3)] == [0, 0, 4]  # one waits
@@ -941,7 +941,7 @@ def test_graphs_outlive_a_rollout_until_something_that_they_read_moves(monkeypat
     monkeypatch.setattr(engine_module, "CudaCapture", capture)
     monkeypatch.setattr(engine_module, "is_gpu", lambda device: True)
     model, asked, how = build(), prompts(5), sampling(max_completion_length=40, eos_token_ids=())
-    model.backbone().model.config.max_position_embeddings = 128
+    model.backbone().context_length = 128
     expected = [tokens(generate(model, asked[:n], how)) for n in (5, 2)]
     assert len(captured) == 2  # 8 rows, and 2
     cache = RolloutEngine.of(model).cache.keys[0]
