@@ -190,12 +190,11 @@ class LiveRows:
             table = row.blocks + [0] * (self.columns - len(row.blocks))
             each.append([0, len(row.prompt), row.seed, slot, row.greedy, *table])
             temperatures.append(row.sampling.temperature)
-        tokens_N, lengths_N, seeds_N, slots_N, greedy_N, *blocks = queued(
-            torch.tensor(each).T.contiguous(), self._device
-        )
+        columns = queued(torch.tensor(each).T.contiguous(), self._device)
+        tokens_N, lengths_N, seeds_N, slots_N, greedy_N = columns[:5]
         temperatures_N = queued(torch.tensor(temperatures, dtype=torch.float32), self._device)
         self.state = self.state.followed_by(
-            RowState(tokens_N, lengths_N, seeds_N, slots_N, greedy_N.bool(), temperatures_N, torch.stack(blocks, 1))
+            RowState(tokens_N, lengths_N, seeds_N, slots_N, greedy_N.bool(), temperatures_N, columns[5:].T)
         )
         self.rows += rows
         self._settle()
