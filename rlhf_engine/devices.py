@@ -246,15 +246,11 @@ class Clock:
         self.seconds |= seconds
         self._last = self._now()
 
-    @property
-    def total(self) -> float:
-        """Seconds up to the end of the last phase."""
-        return self._last - self._began
-
     def metrics(self) -> dict[str, float]:
         """Seconds, and bytes where they are measured, by metric name."""
+        seconds = {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         peaks = {f"peak_memory_bytes/{phase}": float(n) for phase, n in (self._peaks or {}).items()}
-        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total, **peaks}
+        return {**seconds, "seconds/step": self._last - self._began, **peaks}
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -374,6 +370,8 @@ class World:
 
     def most(self, figures: Mapping[str, float]) -> dict[str, float]:
         """The largest of all ranks, by name."""
+        if self.size == 1:
+            return dict(figures)
         everyone = self.gather(dict(figures))
         return {name: max(theirs[name] for theirs in everyone) for name in figures}
 

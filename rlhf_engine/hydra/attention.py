@@ -227,8 +227,10 @@ class PackedPlan:
     @cached_property
     def max_length(self) -> int:
         """Keys of the row that has most."""
-        before = [0 if p < 0 else self.lengths[p] for p in self.parents or [-1] * len(self.lengths)]
-        return max(n + more for n, more in zip(self.lengths, before, strict=True))
+        if self.parents is None:
+            return max(self.lengths)
+        pairs = zip(self.lengths, self.parents, strict=True)
+        return max(n if p < 0 else n + self.lengths[p] for n, p in pairs)
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -281,19 +283,21 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
             groups[-1].append(i)
         else:
             groups.append([i])
-    groups = [sorted(group) for group in groups]
-    buckets = tuple((max(lengths[i] for i in g), len(g)) for g in groups)
-    in_order = torch.tensor([i for group in groups for i in group])
-    padded = torch.tensor([length for length, n in buckets for _ in range(n)])
+    buckets, places_in_order, widths = list[Bucket](), list[int](), list[int]()
+    for group in groups:  # whose first sequence is the longest
+        buckets.append((lengths[group[0]], len(group)))
+        places_in_order += sorted(group)
+        widths += [lengths[group[0]]] * len(group)
+    in_order, padded = torch.tensor(places_in_order), torch.tensor(widths)
     begin = torch.tensor(starts[:-1])[in_order].repeat_interleave(padded)
     offsets = torch.arange(len(begin)) - (padded.cumsum(0) - padded).repeat_interleave(padded)
     real = offsets < torch.tensor(lengths)[in_order].repeat_interleave(padded)
     rows = torch.where(real, begin + offsets, begin)
     if torch.equal(rows, torch.arange(starts[-1])):
-        return buckets, None
+        return tuple(buckets), None
     places = torch.empty(starts[-1], dtype=torch.int64)
     places[rows[real]] = real.nonzero().squeeze(1)
-    return buckets, (rows.to(device), places.to(device))
+    return tuple(buckets), (rows.to(device), places.to(device))
 
 
 SHARING = ("cpu",)

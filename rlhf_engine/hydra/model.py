@@ -29,7 +29,7 @@ from rlhf_engine.hydra import peft_io, reward_model
 from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
-from rlhf_engine.hydra.gate import DropoutKey, ScalarHead, SlotConfig, SlotTable, warn_if_zero
+from rlhf_engine.hydra.gate import DropoutKey, LmHead, ScalarHead, SlotConfig, SlotTable, warn_if_zero
 from rlhf_engine.hydra.loading import Quantization
 from rlhf_engine.hydra.modules import is_quantised
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
@@ -477,26 +477,28 @@ class HydraModel(nn.Module):
         lanes = fold_lanes(self.roles, names)
         for name in dict.fromkeys(backbone for backbone, _ in lanes):
             self.backbone(name).require_served(name, batch)
-        with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_slot(lane)]
-        without = [lane for lane in lanes if lane not in with_grad]
+        with_grad, without = list[Lane](), list[Lane]()
+        for lane in lanes:
+            (with_grad if torch.is_grad_enabled() and self._trains_slot(lane) else without).append(lane)
         hidden: dict[str, torch.Tensor] = {}
         for group, grad in ((with_grad, True), (without, False)):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 seed = dropout_seed if grad and self.training else None
-                for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
+                for lane, states in self._traverse(batch, group, seed, token_budget).items():
                     hidden |= dict.fromkeys(lanes[lane], states)
         if watch is not None:
-            for role, states in hidden.items():
+            for name, states in hidden.items():
                 if states.requires_grad:
-                    hidden[role] = states.view_as(states)  # its own among the roles of a lane
-                    hidden[role].register_hook(functools.partial(watch, role))
-        used = dict(zip(names, map(self.roles.__getitem__, names), strict=True))
-        states_by_role = HiddenStates(
-            batch=batch,
-            hidden_T=hidden,
-            lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
-            scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
-        )
+                    hidden[name] = states.view_as(states)  # its own among the roles of a lane
+                    hidden[name].register_hook(functools.partial(watch, name))
+        lm_heads, scalar_heads = dict[str, LmHead](), dict[str, ScalarHead]()
+        for name in names:
+            role = self.roles[name]
+            if role.head == LM_HEAD:
+                lm_heads[name] = self.backbone(role.backbone).lm_head_in(role.slot)
+            else:
+                scalar_heads[name] = self.heads[role.head]  # type: ignore[assignment]
+        states_by_role = HiddenStates(batch=batch, hidden_T=hidden, lm_heads=lm_heads, scalar_heads=scalar_heads)
         results = []
         with self.backbone(next(iter(self.backbones))).kernels.used():
             for output in outputs:  # no comprehension, which would be a frame on the way to a kernel
@@ -595,9 +597,8 @@ class HydraModel(nn.Module):
             ValueError: a role that does not exist.
         """
         lanes = fold_lanes(self.roles, roles)
-        return len({backbone for backbone, _ in lanes}) == 1 and (
-            len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
-        )
+        fits = len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
+        return fits and len({backbone for backbone, _ in lanes}) == 1
 
     def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
         """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.
@@ -624,8 +625,11 @@ class HydraModel(nn.Module):
         Returns:
             False also where no two sequences have the same prompt.
         """
-        slots = [slot for backbone in self.backbones.values() for slot in backbone.slots.values()]  # type: ignore[union-attr, operator]
-        drops = self.training and any(slot.config.dropout for slot in slots)
+        drops = self.training and any(
+            slot.config.dropout
+            for backbone in self.backbones.values()
+            for slot in backbone.slots.values()  # type: ignore[union-attr, operator]
+        )
         return not drops and self.shared_rows(batch) is not None
 
     def count_rows(self, batch: PackedBatch) -> int:
@@ -645,8 +649,8 @@ class HydraModel(nn.Module):
 
     def _traverse(
         self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None
-    ) -> list[torch.Tensor]:
-        """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
+    ) -> dict[Lane, torch.Tensor]:
+        """Hidden states [T, H] by lane: lanes of one backbone in one call while they fit the token budget."""
         by_lane: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(backbone for backbone, _ in lanes):
             group = [lane for lane in lanes if lane[0] == name]
@@ -654,7 +658,7 @@ class HydraModel(nn.Module):
             for call in calls:
                 hidden = self._backbone_call(batch, self.backbone(name), [slot for _, slot in call], dropout_seed)
                 by_lane |= dict(zip(call, hidden.split(batch.n_tokens), strict=True))
-        return [by_lane[lane] for lane in lanes]
+        return by_lane
 
     def _backbone_call(
         self, batch: PackedBatch, backbone: Backbone, slots: Sequence[str | None], dropout_seed: int | None
@@ -668,9 +672,7 @@ class HydraModel(nn.Module):
         tokens, positions = batch.tokens_T, batch.positions_T
         if shared is not None:
             tokens, positions = tokens[shared.rows], positions[shared.rows]
-        table = SlotTable(
-            starts=tuple(i * t for i in range(n)), ends=tuple((i + 1) * t for i in range(n)), slots=tuple(slots)
-        )
+        table = SlotTable(starts=tuple(range(0, n * t, t)), ends=tuple(range(t, n * t + 1, t)), slots=tuple(slots))
         dropout = None
         if drops and dropout_seed is not None:
             dropout = DropoutKey(seed=dropout_seed, row_ids_T=batch.row_ids_T.repeat(n))
@@ -685,11 +687,6 @@ class HydraModel(nn.Module):
     def _trains_slot(self, lane: Lane) -> bool:
         backbone, slot = self.backbone(lane[0]), lane[1]
         return not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
-
-    def _scalar_head(self, role: str) -> ScalarHead:
-        head = self.heads[self.roles[role].head]
-        assert isinstance(head, ScalarHead)
-        return head
 
     # ---- building --------------------------------------------------------------------------------------------------
 

@@ -357,7 +357,7 @@ def _make(
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
     totals = [0.0 if total is None else total for total in scored.totals]  # None where nothing is learned at all
-    scores_N = torch.tensor([totals[i] for i in places], dtype=torch.float32, device=device)
+    scores_N = torch.tensor(totals, dtype=torch.float32)[places].to(device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
@@ -380,7 +380,7 @@ def _make(
         metrics["value/mean"] = float(values_M.mean())
     return Experience(
         batch=batch,
-        groups_N=torch.tensor([prompts.groups[i] for i in places], device=device),
+        groups_N=torch.tensor(prompts.groups)[places].to(device),
         scores_N=scores_N,
         is_scored=is_scored,
         greedy_scores_N=greedy_scores_N,
@@ -396,12 +396,13 @@ def _make(
 
 def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
     """Places of the drawn answers with a score, also of the greedy one, whose prompt has at least `least`."""
-    answers = list(zip(prompts.groups, prompts.greedy, totals, strict=True))
-    spoiled = {group for group, greedy, total in answers if greedy and total is None}
-    drawn = [(group, total) for group, greedy, total in answers if not greedy]
-    good = [i for i, (group, total) in enumerate(drawn) if total is not None and group not in spoiled]
-    counts = Counter(drawn[i][0] for i in good)
-    return [i for i in good if counts[drawn[i][0]] >= least]
+    counts, spoiled, drawn = Counter[int](), set[int](), prompts.drawn
+    for group, greedy, total in zip(prompts.groups, prompts.greedy, totals, strict=True):
+        counts[group] += not greedy and total is not None
+        if greedy and total is None:
+            spoiled.add(group)
+    good = [totals[i] is not None and counts[g] >= least and g not in spoiled for i, g in enumerate(prompts.groups)]
+    return [place for place, i in enumerate(drawn) if good[i]]
 
 
 def _nothing_left(config: TrainConfig) -> str:
@@ -448,8 +449,10 @@ def _metrics(
 
 def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, float]:
     """Mean reward of each source over the drawn answers, where there are several."""
+    if len(scored.sources) == 1:
+        return {}
     means = {name: mean_or_none([values[i] for i in drawn]) for name, values in scored.sources.items()}
-    return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
+    return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None}
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------

@@ -457,16 +457,11 @@ class AnswerScorer:
             totals = weighted_total(list(sources.values()), self.weights)
         except ValueError as error:
             raise RewardError(f"reward_{error}") from error  # the option is called reward_weights
-        totals = [t if done else self._of_unfinished(t) for t, done in zip(totals, finished, strict=True)]
+        for i, (total, done) in enumerate(zip(totals, finished, strict=True)):
+            if not done and total is not None:  # an answer that its sources leave out stays out
+                penalty = self.missing_eos_penalty or 0.0
+                totals[i] = total - penalty if self.missing_eos_score is None else self.missing_eos_score
         return ScoredAnswers(totals=totals, sources=sources, logged=dict(logged))
-
-    def _of_unfinished(self, total: float | None) -> float | None:
-        """The score of an answer that never ended. One that its sources leave out stays out."""
-        if total is None:
-            return None
-        if self.missing_eos_score is not None:
-            return self.missing_eos_score
-        return total - (self.missing_eos_penalty or 0.0)
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
