@@ -30,7 +30,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -409,8 +409,11 @@ class PromptSet:
 
     def columns(self, indices: list[int]) -> dict[str, list[Any]]:
         """Other columns of the rows at some places, for reward functions; None where a row lacks the column."""
-        names = dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
-        return {name: [self.rows[i].columns.get(name) for i in indices] for name in names}
+        return {name: [self.rows[i].columns.get(name) for i in indices] for name in self._names}
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        return dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
 
     def written(self, indices: list[int]) -> list[Text]:
         """Prompts of the rows at some places as the data have them, strings or messages, for reward functions."""

@@ -112,6 +112,8 @@ class StepPrompts:
 
     def _divided(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
         """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
+        if n_shares == 1:
+            return [prompts]
         n = self.config.generations
         bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
         columns = dataclasses.fields(PromptBatch)

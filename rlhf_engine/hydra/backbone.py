@@ -241,7 +241,7 @@ class Backbone(nn.Module):
             )
         tokens, vocabulary = batch.tokens_T, self.model.config.get_text_config().vocab_size
         if tokens.is_cpu and eager(tokens):
-            least, most = (int(x) for x in tokens.aminmax())
+            least, most = map(int, tokens.aminmax())
             if least < 0 or most >= vocabulary:
                 wrong = least if least < 0 else most
                 raise ValueError(f"batch: expected token ids from 0 to {vocabulary - 1}, got {wrong}")

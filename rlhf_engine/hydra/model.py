@@ -73,7 +73,9 @@ class Scores:
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The fields that are not None, by name."""
-        return ((name, values) for name, values in vars(self).items() if values is not None)
+        for name, values in vars(self).items():
+            if values is not None:
+                yield name, values
 
 
 class HydraModel(nn.Module):

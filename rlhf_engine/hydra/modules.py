@@ -70,7 +70,7 @@ class GatedLayer:
         present = tuple(name for name in slots if name in wanted and path in slots[name].paths)
         if not present:
             return None
-        A, B, scales, dropouts = (list[Any]() for _ in range(4))
+        A, B, scales, dropouts = list[Any](), list[Any](), list[float](), list[float]()
         for name in present:
             pair, config = slots[name].pair(path), slots[name].config
             A.append(pair.A)

@@ -195,7 +195,8 @@ class NativeStep(RolloutStep):
 
     def _prefill_rows(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Every token of the prompts as a row of one call."""
-        tokens, positions, slots, tables, lengths = (list[Any]() for _ in range(5))
+        tokens, positions, slots = list[int](), list[int](), list[int]()
+        tables, lengths = list[list[int]](), list[int]()
         columns = max(len(prompt.blocks) for prompt in prompts)
         for prompt in prompts:
             n = len(prompt.prompt)

@@ -559,11 +559,15 @@ class RolloutEngine:
         share = NativeStep.wait_share if self._kind == "native" and not self._captures else GraphStep.wait_share
         self._places_to_wait_for = -(-self._max_rows // share)
         had = (live.columns, len(live.slots), pool.size)
-        columns = max(row.blocks_needed for row in rows)
+        columns, slots = 0, set[str]()
+        for row in rows:
+            columns = max(columns, row.blocks_needed)
+            if row.slot is not None:
+                slots.add(row.slot)
         if self._captures:  # few sizes, each of which is captured anew
             columns = 1 << (columns - 1).bit_length()
         live.widen(max(live.columns, columns))
-        for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
+        for slot in sorted(slots - live.slots.keys()):
             live.slots[slot] = len(live.slots)
             if self.backbone.adapts_head(slot):
                 live.head_slots.add(slot)
@@ -634,17 +638,18 @@ class RolloutEngine:
 
     def _prefill(self, rows: Sequence[AnswerRow]) -> torch.Tensor | None:
         """Hidden states of the rows' last prompt tokens; None without rows."""
-        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)  # rows without a new prompt may need it as well
+        step, hidden = self._make_step(), list[torch.Tensor]()  # rows without a new prompt may need it as well
         if not rows:
             return None
-        self.stats.prompts += len(rows)
-        self.stats.prompt_tokens += sum(len(row.prompt) - row.cached for row in rows)
-        whole = [i for i, row in enumerate(rows) if not row.cached]
-        for i, state in zip(whole, step.prefill([rows[i] for i in whole]) if whole else (), strict=True):
-            hidden[i] = state
-        for i, row in enumerate(rows):
+        whole = [row for row in rows if not row.cached]
+        states = iter(step.prefill(whole) if whole else ())
+        for row in rows:
+            self.stats.prompt_tokens += len(row.prompt) - row.cached
             if row.cached:
-                hidden[i] = step.extend(row, -1 if row.slot is None else self._live.slots[row.slot])
+                hidden.append(step.extend(row, -1 if row.slot is None else self._live.slots[row.slot]))
+            else:
+                hidden.append(next(states))
+        self.stats.prompts += len(rows)
         return torch.stack(hidden)
 
     def _advance(self) -> list[AnswerRow]:

@@ -87,16 +87,12 @@ class AnswerRow(Prompt):
         """Most tokens that it may yet draw."""
         return self.sampling.max_completion_length - len(self.tokens) - self.ahead
 
-    @property
-    def prefix(self) -> tuple[str | None, tuple[int, ...]]:
+    def __post_init__(self) -> None:
+        self.prefix = self.slot, self.prompt
         """Slot and prompt, which rows must have in common to share the keys and values of their prompts."""
-        return (self.slot, self.prompt)
-
-    @property
-    def blocks_needed(self) -> int:
+        answers = (1 + len(self.then)) * self.sampling.max_completion_length
+        self.blocks_needed = -(-(len(self.prompt) + answers + sum(map(len, self.then)) - 1) // BLOCK)
         """Blocks of the cache that it and its next turns may need: the last token that it draws is never read."""
-        answer = self.sampling.max_completion_length
-        return -(-(len(self.prompt) + answer + sum(len(given) + answer for given in self.then) - 1) // BLOCK)
 
 
 @dataclass(eq=False)

@@ -261,8 +261,10 @@ class Scoring:
         written = self._data.written(rows)
         replies = as_replies(self._tokenizer, rollout.batch, written, texts)
         scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, rewards_N)
-        same = {i: twin for i, twin in twins.items() if twin is not None}
-        return replace(scored, totals=[scored.totals[same.get(i, i)] for i in range(len(ids))])
+        for i, twin in twins.items():
+            if twin is not None:
+                scored.totals[i] = scored.totals[twin]
+        return scored
 
 
 def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
@@ -273,9 +275,9 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
 
 def _twins(batch: PackedBatch, prompts: PromptBatch) -> dict[int, int | None]:
     """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one."""
-    greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
-    if not greedy:
+    if not any(prompts.greedy):
         return {}
+    greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
     places = {(prompts.groups[i], tuple(batch.completion_tokens(i))): i for i in prompts.drawn}
     return {i: places.get((prompts.groups[i], tuple(batch.completion_tokens(i)))) for i in greedy}
 
