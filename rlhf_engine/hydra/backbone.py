@@ -89,6 +89,8 @@ class Backbone(nn.Module):
         with probe.refusing(model, "taking it over"):
             if model.config._attn_implementation != ATTENTION_NAME:
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
+            self.vocabulary = int(model.config.get_text_config().vocab_size)
+            """Number of token ids, which are 0 to one less."""
             self.context_length = loading.context_length(model.config)
             """Most tokens that one sequence may have."""
             self.linears = gate_linears(model)
@@ -157,11 +159,6 @@ class Backbone(nn.Module):
         """dtype of the hidden states."""
         dtype: torch.dtype = self.model.dtype
         return dtype
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids, which are 0 to one less."""
-        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def n_words(self) -> int:
@@ -239,7 +236,7 @@ class Backbone(nn.Module):
                 f"batch: expected sequences of at most {limit} tokens (the context of backbone {name!r}), got one of "
                 f"{longest}"
             )
-        tokens, vocabulary = batch.tokens_T, self.model.config.get_text_config().vocab_size
+        tokens, vocabulary = batch.tokens_T, self.vocabulary
         if tokens.is_cpu and eager(tokens):
             least, most = map(int, tokens.aminmax())
             if least < 0 or most >= vocabulary:
@@ -304,7 +301,7 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("gated_head", "context_length", "in_turn", "base_path", "cache_bytes_per_position", "head_size"),
+    *("gated_head", "vocabulary", "context_length", "in_turn", "base_path", "cache_bytes_per_position", "head_size"),
     *("_hash", "_decoder_hash", "kernels"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""

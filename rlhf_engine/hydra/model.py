@@ -481,7 +481,9 @@ class HydraModel(nn.Module):
             self.backbone(name).require_served(name, batch)
         with_grad, without = list[Lane](), list[Lane]()
         for lane in lanes:
-            (with_grad if torch.is_grad_enabled() and self._trains_slot(lane) else without).append(lane)
+            backbone, slot = self.backbone(lane[0]), lane[1]
+            trains = not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
+            (with_grad if trains and torch.is_grad_enabled() else without).append(lane)
         hidden: dict[str, torch.Tensor] = {}
         for group, grad in ((with_grad, True), (without, False)):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
@@ -685,10 +687,6 @@ class HydraModel(nn.Module):
         if shared is None:
             return hidden
         return hidden.index_select(0, torch.cat([shared.places_T + i * t for i in range(n)]))
-
-    def _trains_slot(self, lane: Lane) -> bool:
-        backbone, slot = self.backbone(lane[0]), lane[1]
-        return not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
 
     # ---- building --------------------------------------------------------------------------------------------------
 

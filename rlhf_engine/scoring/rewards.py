@@ -403,6 +403,7 @@ class AnswerScorer:
     ) -> None:
         """timeout: seconds after which one call of a function is given up; None for never."""
         self.specs = list(specs)
+        self.uses_reward_model = REWARD_MODEL in self.specs  # the learned reward is one of the sources
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
         self.missing_eos_penalty, self.missing_eos_score = missing_eos_penalty, missing_eos_score
         self.timeout = timeout
@@ -411,11 +412,6 @@ class AnswerScorer:
         if self.specs.count(REWARD_MODEL) > 1:
             raise ConfigError(f"reward_funcs: expected {REWARD_MODEL!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != REWARD_MODEL]
-
-    @property
-    def uses_reward_model(self) -> bool:
-        """Whether the learned reward is one of the sources."""
-        return REWARD_MODEL in self.specs
 
     def dry_run(self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]]) -> None:
         """Call every function once on two rows, before any time is spent."""

@@ -184,11 +184,14 @@ class RlPolicy(Policy[TrainerState]):
             self.model.trained_heads.add("value")
         if self.world.size > 1:
             self.require_same(state.step + 1)
+        beta = None  # the KL coefficient from now on, where one adapts
+        if state.beta is not None and options.kl_target is not None:
+            beta = next_beta(state.beta, experience.mean_kl, target=options.kl_target, n_answers=n_answers)
         self.advance(
             samples=state.samples + n_answers,
             policy_version=state.policy_version + int(train_actor and measured["optimizer_steps"] > 0),
             **self._settle_budgets(is_whole=train_actor),
-            beta=self._next_beta(experience.mean_kl, n_answers),
+            beta=beta,
         )
         adapted = {} if state.beta is None else {"beta": state.beta}
         return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
@@ -227,13 +230,6 @@ class RlPolicy(Policy[TrainerState]):
             # dropout masks are the update's alone
             max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
         )
-
-    def _next_beta(self, kl: float, n_answers: int) -> float | None:
-        """The KL coefficient after a step with a mean KL of `kl` nats; None where it does not adapt."""
-        config, beta = self.config, self.state.beta
-        if beta is None or config.kl_target is None:
-            return None
-        return next_beta(beta, kl, target=config.kl_target, n_answers=n_answers)
 
     def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
         """A role's first update with a gradient and a learning rate must have changed some tensor."""
