@@ -21,9 +21,9 @@ from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.io import LineFile
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
-from rlhf_engine.rollout.request import Request, RolloutStats, SamplingConfig, StopTexts
+from rlhf_engine.rollout.request import EngineOptions, Request, RolloutStats, SamplingConfig, StopTexts
 from rlhf_engine.rollout.rows import AnswerRow
 
 

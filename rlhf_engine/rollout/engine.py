@@ -20,13 +20,13 @@ import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 import torch
 from rlhf_kernels.runtime import registry
 
-from rlhf_engine.config.rollout import EngineConfig, StepName
+from rlhf_engine.config.rollout import StepName
 from rlhf_engine.devices import is_eager, is_gpu, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra.attention import BLOCK, BlockPool, KVCache
@@ -45,6 +45,7 @@ from rlhf_engine.rollout.decoding import (
 )
 from rlhf_engine.rollout.request import (
     Decode,
+    EngineOptions,
     FinishReason,
     Request,
     RolloutStats,
@@ -259,38 +260,6 @@ class _Burst:
                 self._ready.synchronize()
             tokens, logprobs = self._host[::2].tolist(), self._host[1::2].view(torch.float32).tolist()
         return zip(self.rows, self.versions, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options by which rows are run, which change answers by rounding at most, and in exact mode not at all."""
-
-    max_rows: int | None = None
-    """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
-    cache_bytes: int | None = None
-    """Most bytes of keys and values, all rows together, ≥ 1; None: as many as the rows alive at once may need."""
-    decode_step: StepName = "auto"
-    """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
-    step where it serves the backbone, except where the kernel table prefers the reference. On CUDA the native step is
-    captured, too."""
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> EngineOptions:
-        """Take the options out of a configuration.
-
-        Args:
-            config: configuration of a command that draws answers in this process.
-
-        Returns:
-            The options.
-        """
-        return cls(cache_bytes=config.cache_bytes, decode_step=config.decode_step)
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected None or at least 1, got {value}")
 
 
 class _Engines(threading.local):

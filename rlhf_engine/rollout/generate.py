@@ -21,8 +21,8 @@ from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import require_role
 from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine, check_options
-from rlhf_engine.rollout.request import Decode, PromptBatch, Request, Rollout, SamplingConfig
+from rlhf_engine.rollout.engine import RolloutEngine, check_options
+from rlhf_engine.rollout.request import Decode, EngineOptions, PromptBatch, Request, Rollout, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base
 from rlhf_engine.rollout.vllm.client import ServedModel, VllmClient

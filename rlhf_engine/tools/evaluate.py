@@ -30,8 +30,8 @@ from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer import build_answer_model
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Request, SamplingConfig, StopTexts
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.rollout.request import EngineOptions, Request, SamplingConfig, StopTexts
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.tools import candidates as kept
 from rlhf_engine.tools.candidates import Candidate, CandidateAnswer, find_candidates
