@@ -197,7 +197,7 @@ class Backbone(nn.Module):
 
     def adapts_head(self, slot: str) -> bool:
         """Whether a slot has LoRA on the LM head."""
-        return self.gated_head is not None and self.gated_head.path in self.slot(slot).paths
+        return self.gated_head is not None and self.gated_head.path in self.slot(slot).by_path
 
     def run(
         self,

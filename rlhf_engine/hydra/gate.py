@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Self
@@ -96,28 +96,18 @@ class AdapterSlot(nn.Module):
         self.name = name
         self.config = config
         self.trainable = trainable
+        self.by_path = dict(pairs)  # in layer order, by the names of the linears that the slot adapts
         # ModuleDict keys must not contain dots
-        self.pairs = nn.ModuleDict({encode(path): pair for path, pair in pairs.items()})
-        self.paths = frozenset(pairs)  # names of the linears that the slot adapts
+        self.pairs = nn.ModuleDict({path.replace(".", "/"): pair for path, pair in pairs.items()})
         self.requires_grad_(trainable)
 
-    def items(self) -> Iterator[tuple[str, LoraPair]]:
+    def items(self) -> ItemsView[str, LoraPair]:
         """(name of the linear, its pair), in layer order."""
-        for key, pair in self.pairs.items():
-            assert isinstance(pair, LoraPair)
-            yield decode(key), pair
-
-    def pair(self, path: str) -> LoraPair:
-        """The pair of the linear with that name."""
-        module = self.pairs[encode(path)]
-        assert isinstance(module, LoraPair)
-        return module
+        return self.by_path.items()
 
     def copy_from(self, other: AdapterSlot) -> None:
         """Take another slot's weights. Raises ValueError if rank, scale or targets differ."""
-        theirs = dict(other.items())
-        ours = dict(self.items())
-        if set(theirs) != set(ours):
+        if self.by_path.keys() != other.by_path.keys():
             raise ValueError(f"init_from={other.name!r}: expected the same target modules as {self.name!r}, got others")
         if (self.config.r, self.config.scale) != (other.config.r, other.config.scale):
             raise ValueError(
@@ -126,18 +116,8 @@ class AdapterSlot(nn.Module):
             )
         with torch.no_grad():
             for path, pair in self.items():
-                pair.A.copy_(theirs[path].A)
-                pair.B.copy_(theirs[path].B)
-
-
-def encode(path: str) -> str:
-    """A linear's name as a ModuleDict key."""
-    return path.replace(".", "/")
-
-
-def decode(key: str) -> str:
-    """Inverse of `encode`."""
-    return key.replace("/", ".")
+                pair.A.copy_(other.by_path[path].A)
+                pair.B.copy_(other.by_path[path].B)
 
 
 class ScalarHead(nn.Module):

@@ -67,12 +67,12 @@ class GatedLayer:
     def lora_arguments(self, call: gate.BackboneCall) -> tuple[Any, ...] | None:
         """(A, B, scales, segments, dropout) of the slots that run here in this call; None if there are none."""
         slots, wanted, path = call.slots, call.table.slots, self.path
-        present = tuple(name for name in slots if name in wanted and path in slots[name].paths)
+        present = tuple(name for name in slots if name in wanted and path in slots[name].by_path)
         if not present:
             return None
         A, B, scales, dropouts = list[Any](), list[Any](), list[float](), list[float]()
         for name in present:
-            pair, config = slots[name].pair(path), slots[name].config
+            pair, config = slots[name].by_path[path], slots[name].config
             A.append(pair.A)
             B.append(pair.B)
             scales.append(config.scale)
@@ -158,9 +158,9 @@ class GatedHead(GatedLayer):
 
     def lora(self, slot: AdapterSlot | None) -> HeadLora | None:
         """LoRA that the vocabulary kernels add to the logits for a slot; None if the slot leaves the head alone."""
-        if slot is None or self.path not in slot.paths:
+        if slot is None or self.path not in slot.by_path:
             return None
-        pair = slot.pair(self.path)
+        pair = slot.by_path[self.path]
         return HeadLora(pair.A, pair.B, slot.config.scale)
 
 

@@ -356,18 +356,14 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
 def _adapter(backbone: Backbone, slot: AdapterSlot) -> StepAdapter:
     """A slot's pairs by layer and name; what it adapts elsewhere, such as the head, is not the step's."""
     n_layers = backbone.model.config.get_text_config().num_hidden_layers
-    pairs = dict(slot.items())
-    return StepAdapter(
-        pairs=[
-            {
-                name: (pairs[path].A, pairs[path].B)
-                for name, end in _LINEARS.items()
-                if (path := f"{backbone.blocks_prefix}{i}.{end}") in pairs
-            }
-            for i in range(n_layers)
-        ],
-        scale=slot.config.scale,
-    )
+    layers: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] = []
+    for i in range(n_layers):
+        layers.append({})
+        for name, end in _LINEARS.items():
+            pair = slot.by_path.get(f"{backbone.blocks_prefix}{i}.{end}")
+            if pair is not None:
+                layers[i][name] = pair.A, pair.B
+    return StepAdapter(pairs=layers, scale=slot.config.scale)
 
 
 def _angles(backbone: Backbone, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
