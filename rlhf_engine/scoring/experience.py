@@ -202,7 +202,8 @@ class Scoring:
             _require_finite(scores, share.logprobs_M)
             twins = _twins(share.batch, own)
             rewards_N = self._rewards_of_all(share.batch, own, scores.rewards_N, twins, temperature)
-        scores = gather_scores(world, scores)
+        if world.size > 1:
+            scores = join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
         rollout, prompts = whole or (share, own)
         drawn = drawn if world.size == 1 else _drawn(rollout, prompts)
         assert scores.logprobs_M is not None
@@ -214,7 +215,8 @@ class Scoring:
         _check_agreement(model, config, scores, log_ratio_M, version)
         with world.together("rewards"):
             scored = self._reward(share, own, rewards_N, twins)
-        scored = gather_answers(world, scored)
+        if world.size > 1:
+            scored = gather_answers(world, scored)
         kept = _kept(scored.totals, prompts, least=config.facts.least_drawn)
         made = _make(drawn.batch, kept, prompts, scores, scored, config)
         rows_M = drawn.batch.select_completion_rows(kept) if kept else slice(None)
@@ -460,17 +462,8 @@ def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, fl
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
-def gather_scores(world: World, scores: Scores) -> Scores:
-    """Scores of the answers of all ranks."""
-    if world.size == 1:
-        return scores
-    return join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
-
-
 def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
     """Scores of the answers of all ranks."""
-    if world.size == 1:
-        return scored
     parts = world.gather(scored)
     logged = sorted({name for part in parts for name in part.logged})
     return ScoredAnswers(

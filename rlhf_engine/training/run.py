@@ -78,7 +78,7 @@ class Policy(Generic[State]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             record = json.loads((checkpoint.parent / RECORD_FILE).read_text(encoding="utf-8"))
             runs = (record["config"], record["total_steps"]), (vars(self.config), total_steps)
-            before, now = (o["learning_rate"] * _factor(state.step, o, total) for o, total in runs)
+            before, now = (o["learning_rate"] * lr_factor(state.step, o, total) for o, total in runs)
             if self.world.is_main and abs(now - before) > 1e-9 * before:
                 old, new = (f"{o['lr_scheduler_type']} over {total} steps" for o, total in runs)
                 warnings.warn(
@@ -92,7 +92,7 @@ class Policy(Generic[State]):
 
     def schedule_rates(self, total_steps: int) -> float:
         """Set the learning rates of the next step by its place in the schedule; their common factor, in [0, 1]."""
-        factor = _factor(self.state.step, vars(self.config), total_steps)
+        factor = lr_factor(self.state.step, vars(self.config), total_steps)
         self.optimizer.set_lr_factor(factor)
         return factor
 
@@ -123,12 +123,6 @@ class Policy(Generic[State]):
         keep = self.config.save_total_limit
         state = self.state if state is None else state
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
-
-
-def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
-    """`lr_factor` by a run's options."""
-    kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
-    return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
 
 
 OnStep = Callable[[int, dict[str, Any]], None]  # called with the number of steps done and the step's metrics
