@@ -356,7 +356,6 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
         raise ValueError(f"{place}: expected {len(prompts)} rewards, got {len(result)}")
     rewards: list[float | None] = []
     for row, value in enumerate(result):
-        where = f"at row {row} (prompt {_excerpt(prompts[row])!r})"
         if hasattr(value, "tolist"):  # a number of numpy's, or a tensor of one
             value = value.tolist()
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -364,15 +363,19 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
             rewards.append(None)
             continue
         if not isinstance(value, numbers.Real):
-            raise TypeError(f"{place}: expected numbers or None, got {value!r} {where}")
+            raise TypeError(f"{place}: expected numbers or None, got {value!r} {_at(row, prompts)}")
         try:
             number = float(value)
         except OverflowError:  # a huge integer, whose digits nobody would read
             number = math.inf
         if not abs(number) <= _LARGEST:  # also catches NaN
-            raise ValueError(f"{place}: expected finite numbers of float32, got {number} {where}")
+            raise ValueError(f"{place}: expected finite numbers of float32, got {number} {_at(row, prompts)}")
         rewards.append(number)
     return rewards
+
+
+def _at(row: int, prompts: Sequence[Text]) -> str:
+    return f"at row {row} (prompt {_excerpt(prompts[row])!r})"
 
 
 def _excerpt(text: Any, length: int = 60) -> str:
