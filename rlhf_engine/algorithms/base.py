@@ -55,8 +55,7 @@ class TokenValues:
         Returns:
             Field → fp32 [M], of the fields that are not None.
         """
-        named = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        return {name: values for name, values in named.items() if values is not None}
+        return {name: values for name in TOKEN_FIELDS if (values := getattr(self, name)) is not None}
 
 
 TOKEN_FIELDS = tuple(f.name for f in fields(TokenValues) if f.name.endswith("_M"))

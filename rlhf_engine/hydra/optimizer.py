@@ -267,8 +267,9 @@ def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.
     return x
 
 
-def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:
-    """Multiple of the learning rate at `step` (from 0), a function of it alone: warm-up, then the schedule."""
+def lr_factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
+    """Multiple of the learning rate at `step` (from 0), by a run's options alone: warm-up, then the schedule."""
+    kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":

@@ -30,7 +30,8 @@ from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, Roles
 from rlhf_engine.io import remove
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint, read_counters, save_checkpoint
 
 BASE = "base"

@@ -19,10 +19,10 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.devices import peak_memory_bytes
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.policy.pool import BASE
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.runs.metrics import peak_memory_bytes
 from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tokenizer import encode, encode_prompt
+from rlhf_engine.data.tokenize import encode, encode_prompt
 from rlhf_engine.rollout.request import SamplingConfig
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16

@@ -18,13 +18,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.rollout.engine import EngineOptions
+from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.serve.app import Service
 from rlhf_engine.serve.protocol import Reader
 

@@ -21,7 +21,7 @@ from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.commands import BASE, REWARD
 from rlhf_engine.data.read import with_options
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, text_of
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
@@ -30,10 +30,9 @@ from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer import build_answer_model, load_own_tokenizer, tokenize_own_prompts
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Request, SamplingConfig, StopTexts
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.rollout.request import EngineOptions, Request, SamplingConfig, StopTexts
 from rlhf_engine.scoring.rewards import AnswerScorer
-from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tools import candidates as kept
 from rlhf_engine.tools.candidates import Candidate, CandidateAnswer, find_candidates
 from rlhf_engine.tools.judges import Pair, by_reward, make_judge

@@ -38,13 +38,13 @@ from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.gated_linear import match_targets
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.attention import BLOCK
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
+from rlhf_engine.hydra.modules import match_targets
 from rlhf_engine.hydra.optimizer import gradient_dtype, state_layout, temporary_bytes
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, fold_lanes, needs_lm_head
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
+from rlhf_engine.rollout import decoding
+from rlhf_engine.rollout.rows import PREFILL_TOKENS
 
 PHASES = ("generation", "inference", "update")
 FULL_SFT = "full_sft"  # `sft --full` without a reward head, beside the methods of RL
@@ -295,7 +295,7 @@ class Formula:
         tokens = prompts * s.prompt_length
         leaves = {path.rpartition(".")[2] for path in self.linears}
         if s.device_type == "cpu" and leaves == _NATIVE and s.quantization == "none":
-            tokens = native_step.tokens_together(s.dtype, s.prompt_length, prompts)
+            tokens = decoding.tokens_together(s.dtype, s.prompt_length, prompts)
         rows = max(tokens, s.batch)  # a decoding step has one token of every answer
         return self.cache_bytes + rows * self._forward
 

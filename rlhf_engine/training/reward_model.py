@@ -29,7 +29,7 @@ from rlhf_engine.data import Kind, Tally, load_rows, split_by_group
 from rlhf_engine.devices import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import load_model, read_config, require_lm_head
 from rlhf_engine.hydra.peft_io import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import load_into

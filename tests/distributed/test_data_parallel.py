@@ -477,7 +477,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
         trainer.model.zero_grad(set_to_none=True)
         return {}
 
-    with mock.patch("rlhf_engine.training.rl_policy.update", learn):
+    with mock.patch("rlhf_engine.training.rl.update", learn):
         trainer.step()
     alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1

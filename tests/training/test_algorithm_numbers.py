@@ -12,7 +12,7 @@ import torch
 from rlhf_engine.algorithms.base import Algorithm, Experience, MicroBatch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PolicyLoss
-from rlhf_engine.training.rl_policy import make_algorithm
+from rlhf_engine.training.rl import make_algorithm
 from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 

@@ -11,8 +11,7 @@ import torch
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.scoring.experience import Scoring
-from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.rl_policy import make_algorithm
+from rlhf_engine.training.rl import RlTrainer, make_algorithm
 from rlhf_engine.training.update import Schedule, update
 from tests.training.test_data import train_config, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
@@ -238,7 +237,7 @@ def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model,
 
     monkeypatch.setattr(trainer.model, "score", off)
     monkeypatch.setattr("rlhf_engine.scoring.experience._check_agreement", lambda *_: None)  # which comes before
-    monkeypatch.setattr("rlhf_engine.training.rl_policy.MISMATCH_MAX_FACTOR", 40)
+    monkeypatch.setattr("rlhf_engine.training.rl.MISMATCH_MAX_FACTOR", 40)
     with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
         trainer.step()
     assert same(trained(trainer), before)

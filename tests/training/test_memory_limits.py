@@ -16,8 +16,8 @@ from rlhf_engine.devices import Budget, is_out_of_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.scoring.score import score
-from rlhf_engine.training import rl_policy
+from rlhf_engine.scoring.experience import score
+from rlhf_engine.training import rl
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule
 from rlhf_engine.training.update import update as learn
@@ -219,7 +219,7 @@ def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path,
 
     def give(free: int) -> None:
         memory = devices.Memory(used=0, peak=10**6, free=free)  # whatever runs takes a million bytes
-        for module in (devices, rl_policy):
+        for module in (devices, rl):
             monkeypatch.setattr(module, "read_memory", lambda *_, **options: memory)
 
     give(1000)
