@@ -292,7 +292,7 @@ class Policies:
         optimizer = policy.optimizer
         if optimizer is None:
             raise ValueError(f"policy: expected one that is trained, got {name!r}")
-        done = Future[dict[str, float]]()
+        done = promise()
 
         def write() -> None:
             policy.waiting.remove(done)
@@ -406,6 +406,13 @@ class Policies:
                     f"{len(held)} policies of {total - n_bytes} bytes"
                 )
             self.evict(min(idle, key=lambda policy: policy.used).name)
+
+
+def promise() -> Future[Any]:
+    """A future that whoever waits for it cannot cancel: its result is set all the same."""
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def fill(future: Future[Any], work: Callable[[], Any]) -> None:
