@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class TokenLogprob:
     token: int
     logprob: float | None
     """None for the first token of a prompt."""
-    top: Mapping[int, float] = field(default_factory=dict)
+    top: Sequence[tuple[int, float]] = ()
 
 
 class Answers:
@@ -148,7 +148,7 @@ class Answers:
             scored.append([TokenLogprob(token=prompt[0], logprob=None)])
             for token in (*prompt[1:], *answer):
                 value, *best = next(own)
-                words = {**dict(zip(best[1], best[0], strict=True)), token: value} if best else {}
+                words = list(zip(best[1], best[0], strict=True)) if best else []
                 scored[-1].append(TokenLogprob(token=token, logprob=value, top=words))
         return scored
 
@@ -210,7 +210,7 @@ class Answers:
         following = [list(before[-1:]), *([x.token] for x in tokens)]
         each = list(zip(following, tokens, strict=False))
         texts = [self._piece(a, x.token) for a, x in each]
-        ranked = [sorted(x.top.items(), key=lambda item: -item[1]) for x in tokens]
+        ranked = [x.top[: asked.logprobs] for x in tokens]
         if self.kind != "cmpl":
 
             def entry(text: str, value: float | None) -> dict[str, Any]:
@@ -219,39 +219,47 @@ class Answers:
             content = [
                 {
                     **entry(text, x.logprob),
-                    "top_logprobs": [entry(self._piece(a, t), value) for t, value in best[: asked.logprobs]],
+                    "top_logprobs": [entry(self._piece(a, t), value) for t, value in best],
                 }
                 for (a, x), text, best in zip(each, texts, ranked, strict=True)
             ]
             return {"content": content}
         top = list[dict[str, float] | None]()
-        for (a, _), best in zip(each, ranked, strict=True):
-            named: dict[str, float] = {}
-            for token, value in best:  # of several words with one text the likeliest
-                named.setdefault(self._piece(a, token), value)
+        for (a, x), best in zip(each, ranked, strict=True):
+            named: dict[str, Any] = {}
+            for token, value in [*best, (x.token, x.logprob)] if best else ():
+                named.setdefault(self._piece(a, token), value)  # of several words with one text the likeliest
             top.append(named or None)
-        lengths = [len(self._piece(a, x.token, by_id=False)) for a, x in each]
+        lengths = [self.length(a, x.token) for a, x in each]
         return {
             "tokens": texts, "token_logprobs": [x.logprob for x in tokens], "top_logprobs": top,
             "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1],
         }  # fmt: skip
 
-    def _piece(self, before: Sequence[int], token: int, *, by_id: bool | None = None) -> str:
+    def _piece(self, before: Sequence[int], token: int) -> str:
         """What a token adds to the text of the one before, or its id."""
-        if self.asked.by_id if by_id is None else by_id:
+        if self.asked.by_id:
             return f"token_id:{token}"
         first, both = self.raw_text(before), self.raw_text([*before, token])
         return both[len(first) :] if both.startswith(first) else self.raw_text([token])
+
+    def length(self, before: Sequence[int], token: int) -> int:
+        """Characters that a token adds to the text of the one before; special ones add none."""
+        if not self.text([token]):
+            return 0
+        return len(self.raw_text([*before, token])) - len(self.raw_text(before))
 
     def _prompt_object(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None] | None:
         """vLLM's list: for each token of a prompt but the first, words by id; None where it was not asked for."""
         entries: list[dict[str, Any] | None] = [None]
         for x in tokens[1:]:
-            ranked = sorted({**x.top, x.token: x.logprob or 0.0}.items(), key=lambda item: -item[1])
+            best = enumerate(x.top[: self.asked.prompt_logprobs], start=1)
+            ranks: dict[int, tuple[int | None, float | None]] = {token: (rank, value) for rank, (token, value) in best}
+            ranks.setdefault(x.token, (None, x.logprob))  # none of the likeliest
             entries.append(
                 {
                     str(token): {"logprob": value, "rank": rank, "decoded_token": self.raw_text([token])}
-                    for rank, (token, value) in enumerate(ranked, start=1)
+                    for token, (rank, value) in ranks.items()
                 }
             )
         return entries if tokens else None
@@ -370,7 +378,7 @@ class _Text:
             return whole[self._sent :], calls
         self._tokens += tokens
         before, now = answers.text(self._tokens[self._from : self._read]), answers.text(self._tokens[self._from :])
-        if not now.endswith("\ufffd"):
+        if len(now) > len(before) and not now.endswith("\ufffd"):  # else it may be part of a character, or special
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._tokens)
         shown = self._holds.cut(self._text)
@@ -385,7 +393,7 @@ class _Text:
         """Object of the next tokens' log-probs."""
         found = self._answers.logprobs(scored, self._before, self._offset)
         for x in scored:
-            self._offset += len(self._answers._piece(self._before, x.token, by_id=False))
+            self._offset += self._answers.length(self._before, x.token)
             self._before = [x.token]
         return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.registry import Settings
 
 pytest.importorskip("starlette", reason="the server needs starlette and uvicorn")
 
@@ -72,9 +72,11 @@ class Place:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *names: str, exact: bool = True, state: Path | None = None, **options: Any) -> Iterator[Place]:
+def serving(
+    folder: Path, *names: str, exact: bool = True, state: Path | None = None, **options: Any
+) -> Iterator[Place]:
     """Serve the base of a folder as `tiny`, with policies of these names whose LoRA is not zero."""
-    with registry.use_exact(exact):
+    with Settings(exact=exact).used():
         host = HydraModel.from_pretrained(str(folder), roles={BASE: RoleSpec()})
     policies = Policies(host, state=state, max_policies=options.pop("max_policies", None))
     for i, name in enumerate(names):

@@ -5,7 +5,6 @@ import json
 import random
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -49,7 +48,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     *((COMPLETIONS, {name: 1.5}, name) for name in ("max_tokens", "n", "top_k", "seed", "top_p", "min_p")),
     *((COMPLETIONS, {name: value}, name) for name, value in (
         ("n", 0), ("n", 129), ("max_tokens", 0), ("top_p", 0), ("logprobs", 21), ("min_tokens", 4), ("seed", 2**63),
-        ("temperature", 1e-300), ("temperature", 1e300), ("prompt", ""), ("prompt", []), ("prompt", [[]]),
+        ("temperature", 1e-300), ("temperature", 1e300), ("prompt", []), ("prompt", [[]]),
         ("prompt", None), ("prompt", 5), ("prompt", [1, "a"]), ("prompt", [1.0]), ("prompt", [True]), ("prompt", [-1]),
         ("prompt", [10**30]), ("prompt", [999]), ("echo", 1), ("stop", 0), ("stop", [""]), ("stop", [1]), ("stop", {}),
         ("stop", ["a"] * 17), ("stop_token_ids", [10**30]), ("stop_token_ids", 3), ("ignore_eos", "yes"),
@@ -151,7 +150,12 @@ def test_a_key_is_needed_where_there_is_one_and_compared_in_constant_time(folder
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: (compared.append((a, b)), compare(a, b))[1])
     with serve(folder, keys=["first", "zweiter-schlüssel"]) as place:
-        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+        for given in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "first"},
+            {"Authorization": "Basic first"},
+        ):
             refused(place, COMPLETIONS, {"prompt": "red"}, 401, "authorization", headers=given)
             assert place.client.get("/v1/models", headers=given).status_code == 401
             assert place.client.get("/status", headers=given).status_code == 401
@@ -241,11 +245,12 @@ def test_an_adapter_of_another_base_is_refused_at_the_start(folder, tmp_path):
 
 # ---- random bodies ---------------------------------------------------------------------------------------------------
 
-JUNK = [None, True, False, 0, -1, 1, 2.5, 1e308, -1e308, 10**30, "", "red", "\u0000", "\U0001f600", [], [[]], [None], {},
-        {"a": 1}, "x" * 500, [1] * 70, ["red"] * 3, {"type": "text"}, [{"role": "user"}], "NaN"]  # fmt: skip
+JUNK = [None, True, False, 0, -1, 1, 2.5, 1e308, -1e308, 10**30, "", "red", "\u0000", "\U0001f600", [], [[]], [None],
+        {}, {"a": 1}, "x" * 500, [1] * 70, ["red"] * 3, {"type": "text"}, [{"role": "user"}], "NaN"]  # fmt: skip
 FIELDS = [
-    *TEXT, *TALK, *TOKENS, *TOKENS["sampling_params"], *NUMBERS, "stop", "stop_token_ids", "echo", "stream_options", "tools",
-    "tool_choice", "chat_template_kwargs", "top_logprobs", "prompt_logprobs", "return_token_ids", "ignore_eos", "x",
+    *TEXT, *TALK, *TOKENS, *TOKENS["sampling_params"], *NUMBERS, "stop", "stop_token_ids", "echo", "stream_options",
+    "tools", "tool_choice", "chat_template_kwargs", "top_logprobs", "prompt_logprobs", "return_token_ids", "ignore_eos",
+    "x",
 ]  # fmt: skip
 
 
