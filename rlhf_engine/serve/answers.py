@@ -245,7 +245,7 @@ class Answers:
 
     def length(self, before: Sequence[int], token: int) -> int:
         """Characters that a token adds to the text of the one before; special ones add none."""
-        if not self.text([token]):
+        if token in self.tokenizer.all_special_ids:
             return 0
         return len(self.raw_text([*before, token])) - len(self.raw_text(before))
 
