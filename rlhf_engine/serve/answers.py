@@ -149,6 +149,7 @@ class Answers:
             for token in (*prompt[1:], *answer):
                 value, *best = next(own)
                 words = list(zip(best[1], best[0], strict=True)) if best else []
+                words = [(t, value if t == token else x) for t, x in words]  # two sums may differ in their last bit
                 scored[-1].append(TokenLogprob(token=token, logprob=value, top=words))
         return scored
 
