@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_engine.errors import GradientsLostError
+from rlhf_engine.errors import BusyError, GradientsLostError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.outputs import Output
 from rlhf_engine.hydra.roles import fold_lanes
@@ -46,6 +46,7 @@ def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
         For each pass the results, in the order of its outputs. The graph of those with a loss is spent.
 
     Raises:
+        PolicyRemovedError: a pass of a policy that has left.
         ValueError: a pass without outputs, a sequence longer than the context, or an id outside the vocabulary.
         GradientsLostError: a backward pass broke off; gradients that its policies held are gone.
     """
@@ -95,6 +96,10 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
     lanes = list[tuple[int, str | None, list[str], bool]]()  # pass, slot, roles, whether it is trained
     for i, each in enumerate(passes):
         backbone.require_served("base", each.batch)
+        if any(each.policy.slot_on_host(slot) not in (None, *backbone.slots) for _, slot in _lanes(each)):
+            raise PolicyRemovedError(f"policy {each.policy.name!r} was removed")
+        if each.loss is not None and each.policy.waiting is not None:
+            raise BusyError(f"policy {each.policy.name!r}: expected its step to be done before further gradients")
         for (_, slot), roles in _lanes(each).items():
             trains = each.loss is not None and slot is not None and each.policy.model.backbone().slot(slot).trainable
             lanes.append((i, slot, roles, trains))

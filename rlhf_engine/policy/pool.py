@@ -15,7 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.run import Optim
-from rlhf_engine.errors import ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.errors import BusyError, ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, peft_io
 from rlhf_engine.hydra.optimizer import RoleOptimizer, state_layout
 from rlhf_engine.hydra.persist import read_record
@@ -63,14 +63,12 @@ class LivePolicy:
     """None where nothing is trained."""
     state: PolicyState = PolicyState()
     """Counters."""
-    paused: bool = False
-    """Whether new requests are refused."""
     holders: int = 0
     """Requests and owners of a snapshot that use it now."""
     used: int = 0
     """When it was used last, in uses of the pool."""
-    waiting: list[Future[dict[str, float]]] = field(default_factory=list)
-    """Optimizer steps that wait for answers of fixed weights."""
+    waiting: Future[dict[str, float]] | None = None
+    """An optimizer step that waits for answers of fixed weights."""
 
     @property
     def role(self) -> str:
@@ -136,6 +134,8 @@ class Policies:
         self.heard: Callable[[LivePolicy], None] = lambda policy: None
         """Called with a policy that leaves the host."""
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
+        self.paused = set[str]()
+        """Names of policies whose new requests are refused."""
         self.evicted: dict[str, Path] = {}
         """Name → checkpoint of the policies that are on disk alone."""
         for folder in sorted(state.iterdir()) if state is not None and state.is_dir() else ():
@@ -242,7 +242,8 @@ class Policies:
 
     def pause(self, name: str, paused: bool = True) -> None:
         """Refuse a policy's new requests, or take them again; those that have begun are finished."""
-        self.get(name).paused = paused
+        self.get(name)
+        (self.paused.add if paused else self.paused.discard)(name)
 
     def remove(self, name: str) -> None:
         """Give a policy up, with its requests and its checkpoints."""
@@ -254,6 +255,7 @@ class Policies:
             if name in self._held:
                 self._leave(self._held[name])
             self.evicted.pop(name, None)
+            self.paused.discard(name)
             if self.folder is not None and (self.folder / name).is_dir():
                 remove(self.folder / name)
 
@@ -304,10 +306,10 @@ class Policies:
         optimizer = policy.optimizer
         if optimizer is None:
             raise ValueError(f"policy: expected one that is trained, got {name!r}")
-        done = Future[dict[str, float]]()
+        done = promise()
 
         def write() -> None:
-            policy.waiting.remove(done)
+            policy.waiting = None
             optimizer.set_options(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
             optimizer.set_lr_factor(learning_rate)
             fill(done, optimizer.step)
@@ -315,9 +317,11 @@ class Policies:
                 policy.state = replace(policy.state, step=policy.state.step + 1)
 
         with self.engine.between_steps():
-            policy.waiting.append(done)
+            if policy.waiting is not None:
+                raise BusyError(f"step: expected the step before of policy {name!r} to be done, got it waiting")
+            policy.waiting = done
             slot = policy.slot_on_host(policy.model.roles["actor"].slot)
-            self.engine.renew(slot, policy.state.step + len(policy.waiting), write)
+            self.engine.renew(slot, policy.state.step + 1, write)
         return done
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -398,9 +402,8 @@ class Policies:
         for slot in slots:
             self.engine.forget(slot)
         self.host.remove_roles(slots)
-        for future in policy.waiting:
-            future.set_exception(PolicyRemovedError(f"policy {policy.name!r} was removed before its step"))
-        policy.waiting.clear()
+        if policy.waiting is not None:
+            policy.waiting.set_exception(PolicyRemovedError(f"policy {policy.name!r} was removed before its step"))
         return True
 
     def _make_room(self, name: str, n_bytes: int) -> None:
@@ -421,6 +424,13 @@ class Policies:
             count, total = count - 1, total - go[-1].n_bytes
         for policy in go:
             self.evict(policy.name)
+
+
+def promise() -> Future[Any]:
+    """A future that whoever waits for it cannot cancel: its result is set all the same."""
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def fill(future: Future[Any], work: Callable[[], Any]) -> None:

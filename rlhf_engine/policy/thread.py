@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.policy import joint
 from rlhf_engine.policy.joint import Pass
-from rlhf_engine.policy.pool import LivePolicy, Policies, fill
+from rlhf_engine.policy.pool import LivePolicy, Policies, fill, promise
 from rlhf_engine.rollout.request import Decode, Request, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
 
@@ -44,7 +44,7 @@ class Ticket:
     """Token ids to text, for stop texts."""
     listen: Listen | None
     """Who hears of tokens; None: nobody."""
-    answers: Future[list[AnswerRow]] = field(default_factory=Future)
+    answers: Future[list[AnswerRow]] = field(default_factory=promise)
     """Finished rows, in the order of the requests."""
     rows: dict[int, AnswerRow] = field(default_factory=dict)
     """Finished rows by place."""
@@ -139,6 +139,11 @@ class PolicyThread:
             self.policies.release(policy)
             raise
 
+    def require_room(self, tokens: int) -> None:
+        """Raise BusyError where so many tokens more, of prompts and answers, would wait than may."""
+        if self.owed + tokens > self._max_tokens:
+            raise BusyError(f"expected at most {self._max_tokens} tokens to wait, got {self.owed} and {tokens} more")
+
     def _queue(
         self,
         policy: LivePolicy,
@@ -150,7 +155,7 @@ class PolicyThread:
         self.engine.check(requests, sampling, decode=decode)
         if any(request.then for request in requests):
             raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
-        if policy.paused:
+        if policy.name in self.policies.paused:
             raise BusyError(f"policy: expected one that is not paused, got {policy.name!r}")
         numbers = self._numbers
         with self._changed:
@@ -158,8 +163,7 @@ class PolicyThread:
                 number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode, listen=listen
             )
             asked = sum(map(ticket.cost, range(len(requests))))
-            if self.owed + asked > self._max_tokens:
-                raise BusyError(f"expected at most {self._max_tokens} tokens to wait, got {self.owed} and {asked} more")
+            self.require_room(asked)
             self._require_open()
             self.owed += asked
             if policy.key not in self._waiting:
@@ -176,7 +180,7 @@ class PolicyThread:
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run work between two steps; its result, or what it raised."""
-        done = Future[T]()
+        done = promise()
         with self._changed:
             self._require_open()
             self._calls.append(lambda: fill(done, work))
@@ -185,7 +189,7 @@ class PolicyThread:
 
     def compute(self, asked: Pass) -> Future[tuple[Any, ...]]:
         """Compute a policy's outputs between two steps, in one traversal with those that others ask for meanwhile."""
-        done = Future[tuple[Any, ...]]()
+        done = promise()
         with self._changed:
             self._require_open()
             self._passes.append((asked, done))
@@ -228,7 +232,8 @@ class PolicyThread:
         self._compute(self._passes)
 
     def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
-        outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
+        with self.engine.between_steps():  # no policy comes or goes meanwhile
+            outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
         for (_, done), outcome in zip(passes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
@@ -300,10 +305,15 @@ class PolicyThread:
                     self._waiting.setdefault(ticket.policy.key, deque()).appendleft((ticket, place))
 
     def _policy_leaves(self, policy: LivePolicy) -> None:
-        tickets = [ticket for ticket, _ in (*self._waiting.get(policy.key, ()), *self._live.values())]
-        for ticket in dict.fromkeys(ticket for ticket in tickets if ticket.policy is policy):
-            self._drop(ticket, PolicyRemovedError(f"policy {policy.name!r} was removed"))
-        self._had.pop(policy.key, None)
+        def drop() -> None:  # in the thread, which may be handing out tokens
+            tickets = [ticket for ticket, _ in (*self._waiting.get(policy.key, ()), *self._live.values())]
+            for ticket in dict.fromkeys(ticket for ticket in tickets if ticket.policy is policy):
+                self._drop(ticket, PolicyRemovedError(f"policy {policy.name!r} was removed"))
+            self._had.pop(policy.key, None)
+
+        with self._changed:
+            self._calls.append(drop)
+            self._changed.notify()
 
     def _drop(self, ticket: Ticket, error: BaseException) -> None:
         """Fail a ticket, and forget its requests."""

@@ -395,3 +395,22 @@ def test_the_log_of_a_thread_is_decided_again_with_the_same_answers_out_of_exact
     spoilt = [event.replace('"tokens": [', '"tokens": [1, ') for event in events]
     with pytest.raises(ValueError, match="events: expected tokens"):
         replay(map(json.loads, spoilt), again)
+
+
+def test_a_step_waits_for_answers_of_fixed_weights_and_nothing_is_added_to_its_gradients_meanwhile():
+    pool = make_pool()
+    role = add(pool, 0).role
+    learn = learn_from(pool.get("p0"), 0, [SimpleNamespace(prompt=(5, 6), tokens=[3, 4])])
+    pool.engine.submit([Request(prompt=(5, 6), sample_id=0, role=role, weights="fixed")], HOW)
+    pool.engine.step()
+    run(pool.host, [learn])
+    done = pool.step("p0", learning_rate=0.1)
+    assert not done.done()
+    with pytest.raises(BusyError, match="expected the step before of policy 'p0' to be done"):
+        pool.step("p0", learning_rate=0.1)
+    with pytest.raises(BusyError, match="policy 'p0': expected its step to be done before further gradients"):
+        run(pool.host, [learn])
+    (answer,) = pool.engine.run()
+    assert set(answer.versions) == {0}
+    assert done.result(0).keys() == {"grad_norm/actor", "grad_clipped/actor"}
+    assert pool.get("p0").state.step == 1
