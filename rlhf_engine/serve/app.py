@@ -216,7 +216,7 @@ class Service:
                 {
                     "name": self.name if policy.name == BASE else policy.name, "steps": policy.state.step,
                     "bytes": 0 if policy.name == BASE else policy.n_bytes, "users": policy.holders,
-                    "state": "paused" if policy.name in policies.paused else "trained" if policy.optimizer else "drawn",
+                    "state": "paused" if policy.name in policies.paused else "trained" if policy.optimizer else "frozen",
                 }
                 for policy in policies
             ] + [{**_ON_DISK, "name": name} for name in list(policies.evicted)],
