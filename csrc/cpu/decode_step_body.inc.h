@@ -157,7 +157,8 @@ static void shrink_group(const StepCall& call, int64_t layer, Group group, int64
 // What a linear gives for one strip of its outputs and one or two halves, in sums [2][kStrip][16].
 RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, const ExpandPart* parts,
                                  const Strip& strip, int64_t half, int64_t sides, const Element* columns, float* sums) {
-    for (int64_t i = call.firsts[half]; i < call.firsts[half + sides]; ++i) {
+    const int64_t next_half = half + sides, after = next_half + 2 < call.halves ? next_half + 2 : call.halves;
+    for (int64_t i = half == 0 ? 0 : call.firsts[next_half]; i < call.firsts[after]; ++i) {
         const int64_t slot = call.slot_rows[i].slot;
         if (i == 0 || slot != call.slot_rows[i - 1].slot) prefetch_deltas(parts[slot].B, strip, parts[slot].rank);
     }
