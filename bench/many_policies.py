@@ -36,7 +36,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def measure_decoding(given: argparse.Namespace, policies: int) -> Found:
 
 
 def learn(model: HydraModel, policies: list[str], tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs [policies, length - 1] of the tokens [policies, length] under their policies; gradients of the slots."""
+    """Log-probs [policies, length - 1] of tokens [policies, length] under their policies; gradients of the slots."""
     backbone, (n, length) = model.backbone(), tokens.shape
     begins = range(0, n * length, length)
     table = SlotTable(starts=tuple(begins), ends=tuple(b + length for b in begins), slots=tuple(policies))
@@ -175,9 +175,14 @@ def learn(model: HydraModel, policies: list[str], tokens: torch.Tensor) -> torch
     return logprob.detach().unflatten(0, (n, length - 1))
 
 
+def forget(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = None
+
+
 def results_of(model: HydraModel, policies: list[str], tokens: torch.Tensor) -> list[list[torch.Tensor]]:
     """Log-probs and gradients of each policy."""
-    model.zero_grad(set_to_none=True)
+    forget(model.parameters())
     logprobs = learn(model, policies, tokens)
     slots = [model.backbone().slot(name) for name in policies]
     return [[row, *(p.grad for p in slot.parameters())] for row, slot in zip(logprobs, slots, strict=True)]
@@ -192,12 +197,14 @@ def measure_joint(given: argparse.Namespace, policies: int, length: int) -> Foun
     alone = [results_of(model, [name], row[None])[0] for name, row in zip(names, tokens, strict=True)]
     same = [all(map(torch.equal, mine, other)) for mine, other in zip(joint, alone, strict=True)]
 
+    parameters = list(model.backbone().slots.parameters())
+
     def jointly() -> None:
-        model.zero_grad(set_to_none=True)
+        forget(parameters)
         learn(model, names, tokens)
 
     def apart() -> None:
-        model.zero_grad(set_to_none=True)
+        forget(parameters)
         for name, row in zip(names, tokens, strict=True):
             learn(model, [name], row[None])
 
@@ -220,7 +227,10 @@ def decoding_table(rows: list[Found]) -> str:
 
 
 def joint_table(rows: list[Found]) -> str:
-    lines = ["| policies | tokens of each | jointly | apart | × faster | floor | equal |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| policies | tokens of each | jointly | apart | × faster | floor | equal |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         joint, apart, floor = (f"{row['arms'][arm]['cpu_ms']:.1f}" for arm in ("joint", "apart", "floor"))
         lines.append(
@@ -252,7 +262,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--policies", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--rows", type=int, default=16, help="rows of each policy that decode")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[20], help="tokens of each policy that learn, at least 2")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[20], help="tokens of each policy that learn, at least 2"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--isa", choices=SETS, help="instruction set; default: the best of this CPU")
