@@ -917,8 +917,11 @@ MUTATIONS = read("""
 -turn_head(call, half, k, weights.k_norm,
 +turn_head(call, half, k, nullptr,
 # first sixteen rows' h for all | test_decode_step.py::test_tiers
--const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
+-const float* h = call.h + (i * call.ranks + part.h) * 16;
 +const float* h = call.h + part.h * 16;
+# first slot of every sixteen rows alone | test_decode_step.py::test_rows_of_many_slots_have_the_bits_of_each_slot_alone
+-i < call.firsts[half + side + 1]; ++i)
++i < call.firsts[half + side + 1] && i < call.firsts[half + side] + 1; ++i)
 @ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
 # another slot's infinity | test_decode_step.py::test_other_rows_adapters_never_leak
 -select(carries != 0.0f, sum + deltas[i], sum)
