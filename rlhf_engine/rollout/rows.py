@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from rlhf_kernels.runtime.device_tables import queued
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.gate import SlotTable
 from rlhf_engine.hydra.kv_cache import BLOCK
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
@@ -130,17 +131,16 @@ class RowState:
 _STATE = tuple(f.name for f in fields(RowState))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
     """Rows whose tokens one call draws."""
 
-    places: tuple[int, ...]
-    rows_N: torch.Tensor | None = field(compare=False)  # int64, the places; None: all
-    slot: str | None  # slot with LoRA on the LM head, or None
+    rows_N: torch.Tensor | None  # int64, their places, slot by slot; None: all rows as they are
+    heads: SlotTable  # runs of them by the slot whose LoRA is on the LM head, each slot once
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    not_yet: torch.Tensor | None = field(compare=False)  # int64, ids that would end them too early; None: none
+    not_yet: torch.Tensor | None  # int64, ids that would end them too early; None: none
     temperature: float | None  # none: not the same for all of them
 
     @property
@@ -215,24 +215,26 @@ class LiveRows:
         return self._groups
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
-        """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
+        """Rows whose draws differ in more than numbers and heads, apart. ahead: tokens that are drawn before."""
         members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
-        for i, row in enumerate(rows):
-            slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
+        heads = [row.slot if row.slot in self.head_slots else None for row in rows]
+        in_order = range(len(rows))
+        for i in sorted(in_order, key=lambda i: heads[i] or ""):
+            row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
-            members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), []).append(i)
+            apart = heads[i] if is_gpu(self._device) else None  # no GPU has drawn for several heads in one call
+            members.setdefault((apart, how.top_k, how.top_p, how.min_p, ends), []).append(i)
         return [
             SampleGroup(
-                places=tuple(places),
-                rows_N=None if len(members) == 1 else queued(places, self._device),
-                slot=slot,
+                rows_N=None if places == [*in_order] else queued(places, self._device),
+                heads=slot_table([heads[i] for i in places], [1] * len(places)),
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 not_yet=queued(sorted(ends), self._device) if ends else None,
                 temperature=_common([rows[i].sampling.temperature for i in places]),
             )
-            for (slot, top_k, top_p, min_p, ends), places in members.items()
+            for (_, top_k, top_p, min_p, ends), places in members.items()
         ]
 
 

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import torch
 from rlhf_kernels.gather_logprob import gather_logprob
+from rlhf_kernels.lora import Segments
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
+from rlhf_kernels.vocab.runs import HeadLoras
 
 from rlhf_engine.hydra.adapters import LmHead
 from rlhf_engine.hydra.backbone import Backbone
@@ -45,11 +47,14 @@ class Sampler:
             rows_N, own_hidden, own = group.rows_N, hidden, state
             if rows_N is not None:
                 own_hidden, own = hidden[rows_N], state.at(rows_N)
-            if group.slot not in self._heads:
-                self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
-            head = self._heads[group.slot]
+            runs = list(zip(map(self._head, group.heads.slots), group.heads.starts, group.heads.ends, strict=True))
+            head = runs[0][0]
             if group.truncates or group.not_yet is not None:
-                parts.append(self._sample_among_some(own_hidden, head, own, group))
+                some = [
+                    self._sample_among_some(own_hidden[start:end], one, own.at(slice(start, end)), group)
+                    for one, start, end in runs
+                ]
+                parts.append(NextTokens(*(torch.cat(column) for column in zip(*some, strict=True))))
                 continue
             drawn = sample(
                 own_hidden,
@@ -61,12 +66,17 @@ class Sampler:
                 softcap=head.softcap,
                 logit_scale=head.logit_scale,
                 bias=head.bias,
-                lora=head.lora,
+                lora=head.lora if len(runs) == 1 else _loras(runs),
             )
             assert drawn.token is not None
             assert drawn.logprob is not None
             parts.append(NextTokens(drawn.token, drawn.logprob))
-        return parts[0] if len(parts) == 1 else _joined(parts, groups, len(hidden))
+        return parts[0] if groups[0].rows_N is None else _joined(parts, groups, len(hidden))
+
+    def _head(self, slot: str | None) -> LmHead:
+        if slot not in self._heads:
+            self._heads[slot] = self._backbone.lm_head_in(slot)
+        return self._heads[slot]
 
     def _sample_among_some(self, hidden: torch.Tensor, head: LmHead, state: RowState, group: SampleGroup) -> NextTokens:
         """The same where words are left out. Ends that come too early go first, then the filters follow."""
@@ -87,6 +97,12 @@ class Sampler:
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))
         return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _loras(runs: Sequence[tuple[LmHead, int, int]]) -> HeadLoras:
+    """LoRA of each run of rows; those of the head alone have none."""
+    loras, starts, ends = zip(*((head.lora, *run) for head, *run in runs if head.lora is not None), strict=True)
+    return HeadLoras(Segments(starts=starts, ends=ends, slots=tuple(range(len(loras)))), loras)
 
 
 def _joined(parts: Sequence[NextTokens], groups: Sequence[SampleGroup], n: int) -> NextTokens:
