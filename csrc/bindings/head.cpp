@@ -46,9 +46,9 @@ struct BatchWithRuns {
     BatchWithRuns(const py::tuple& t, const std::vector<py::tuple>& runs_t) {
         check_length(t, "batch", 7);
         for (const py::tuple& r : runs_t) {
-            check_length(r, "run", 11);
-            runs.push_back({number(r, 0), number(r, 1), matrix(r, 2), matrix(r, 5), pointer<float>(r, 8),
-                            pointer<float>(r, 9), pointer<float>(r, 10)});
+            check_length(r, "run", 12);
+            runs.push_back({number(r, 0), number(r, 1), matrix(r, 2), number(r, 5), matrix(r, 6), pointer<float>(r, 9),
+                            pointer<float>(r, 10), pointer<float>(r, 11)});
         }
         batch = {matrix(t, 0), pointer<const int64_t>(t, 3), number(t, 4), pointer<const float>(t, 5),
                  pointer<const int64_t>(t, 6), runs.data(), static_cast<int64_t>(runs.size())};

@@ -30,7 +30,10 @@ void check(const Head& head, const Batch& batch, int threads) {
         const HeadRun& run = batch.runs[i];
         RLHF_CHECK(run.end >= end, "end of a run", "the end of the one before it, or more", run.end);
         RLHF_CHECK_SIZE(run.extra);
-        RLHF_CHECK_POINTER(run.weight.data, RLHF_PRODUCT(head.V, run.extra));
+        RLHF_CHECK_SIZE(run.rank);
+        RLHF_CHECK(run.extra == run.rank || run.extra == (run.weight.type == Type::bfloat16 ? 2 : 3) * run.rank, "extra",
+                   "rank, or as many times that as parts of a number", run.extra);
+        RLHF_CHECK_POINTER(run.weight.data, RLHF_PRODUCT(head.V, run.rank));
         RLHF_CHECK_POINTER(run.hidden.data, RLHF_PRODUCT(run.end - end, run.extra));
         end = run.end;
     }

@@ -38,7 +38,10 @@ struct Head {
 struct HeadRun {
     int64_t end;    // row after its last one; it begins where the run before it ends
     int64_t extra;  // columns; 0: none
-    Matrix weight;  // [V, extra], of the type of the head's
+    // The columns beside W are B [V, rank]: once, or, for operands of bf16, B twice (of bf16), or B rounded twice and then
+    // what that left of it.
+    Matrix weight;
+    int64_t rank;
     Matrix hidden;  // [rows of the run, extra], of the type of the batch's
     float* sums;      // [rows of the run, extra]: more columns of `Expected::expected` or `HeadGradients::hidden`
     float* sums_kl;   // of `Expected::expected_kl`

@@ -98,6 +98,38 @@ static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& ex
     std::memset(out + H + count, 0, (padded - H - count) * sizeof(Out));
 }
 
+// Row v of a run's own columns beside W.
+template <typename Out>
+static void fetch_own(const HeadRun& run, int64_t v, Out* out) {
+    const int64_t r = run.rank;
+    if (run.extra == r) return fetch(run.weight, v, r, out);
+    const auto put = [](f32x16 x, int64_t count, Out* to) __attribute__((always_inline)) {
+        const u16x16 rounded = to_bf16(x);
+        alignas(64) float wide[16];
+        store16(wide, load16_bf16(rounded.lane));
+        if constexpr (sizeof(Out) == 2) std::memcpy(to, rounded.lane, count * 2);
+        else std::memcpy(to, wide, count * 4);
+        return load16(wide);
+    };
+    for (int64_t i = 0; i < r; i += 16) {
+        const int64_t count = r - i < 16 ? r - i : 16;
+        alignas(64) float x[16] = {};
+        fetch(from_column(run.weight, i), v, count, x);
+        const f32x16 high = put(load16(x), count, out + i);
+        put(high, count, out + r + i);
+        if (run.extra > 2 * r) put(load16(x) - high, count, out + 2 * r + i);
+    }
+}
+
+// Row v of W as a run meets it after the columns that all meet: the rest of it, the run's own, and zeros up to `padded`.
+template <typename Out>
+static void fetch_tail(const Head& head, const Sizes& sizes, const HeadRun& run, int64_t v, int64_t padded, Out* out) {
+    const int64_t rest = sizes.H - sizes.shared;
+    fetch(from_column(head.weight, sizes.shared), v, rest, out);
+    if (run.extra > 0) fetch_own(run, v, out + rest);
+    std::memset(out + rest + run.extra, 0, (padded - rest - run.extra) * sizeof(Out));
+}
+
 // Two rows `k`, `k + 1` (k even) of a B operand whose columns are `width`; tiles along k are `depth` for each 16 columns.
 RLHF_INLINE void put_b(const Element* even, const Element* odd, int64_t k, int64_t width, int64_t depth,
                        Element* tiles) {
@@ -181,14 +213,13 @@ struct Tails {
     // Rows [first, first + 32) of the block that starts at v0; rows from `count` on are zeros.
     void pack(int64_t v0, int64_t count, int64_t first) const {
         const int64_t depth_v = round_up(count, 32) / KT;
-        const Matrix weight = from_column(head.weight, sizes.shared);
         for (int64_t i = 0; i < batch.n_runs; ++i) {
             const HeadRun& run = batch.runs[i];
             if (run.extra == 0) continue;
             const int64_t stride = sizes.tail_stride(run);
             for (int64_t v = first; v < first + kStrip; ++v) {
                 if (v < count) {
-                    fetch_wide(weight, v0 + v, sizes.H - sizes.shared, run.weight, v0 + v, run.extra, stride, row(i, v0 + v));
+                    fetch_tail(head, sizes, run, v0 + v, stride, row(i, v0 + v));
                 } else {
                     std::memset(row(i, v0 + v), 0, stride * sizeof(Element));
                 }

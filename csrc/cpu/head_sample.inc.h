@@ -252,12 +252,11 @@ RLHF_INLINE void add_tails(const SampleCall& call, int64_t half, bool two, float
         const Segment* end = call.segments + call.first[half + side + 1];
         s = call.segments + call.first[half + side];
         const bool alone = end - s == 1;
-        alignas(64) float base[kStrip * 16], own[kStrip * 16];
-        if (!alone) std::memcpy(base, logits, sizeof base);
+        alignas(64) float own[kStrip * 16];
         for (; s < end; ++s) {
             if (tiles(*s) == 0 && more) continue;
             float* to = alone ? logits : own;
-            if (!alone) std::memcpy(own, base, sizeof own);
+            if (!alone) std::memcpy(own, logits, sizeof own);  // lanes that have gone on already are not taken again
             strip_products<1, Stored>(tail(s->run), sizes.tail(call.batch.runs[s->run]), kStrip,
                                       call.tails + s->columns * kTileElements, 0, tiles(*s), to, more);
             if (alone) continue;
@@ -289,13 +288,10 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
     }
     for (int64_t v0 = first; v0 < end; v0 += kStrip) {
         const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
-        // Columns [from, from + columns) of the strip, and then `extra` of `more`, with zeros up to `padded`
-        const auto copy = [&](int64_t from, int64_t columns, const Matrix& more, int64_t extra, int64_t padded, Stored* to)
-                              __attribute__((always_inline)) {
-            const Matrix weight = from_column(head.weight, from);
+        const auto copy = [&](int64_t padded, Stored* to, const auto& fetch_row) __attribute__((always_inline)) {
             for (int64_t v = 0; v < kStrip; ++v, to += padded) {
                 if (v < count) {
-                    fetch_wide(weight, v0 + v, columns, more, v0 + v, extra, padded, to);
+                    fetch_row(v0 + v, to);
                 } else {
                     std::memset(to, 0, padded * sizeof(Stored));
                 }
@@ -304,7 +300,10 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
         const Stored* w = static_cast<const Stored*>(head.weight.data) + v0 * head.weight.stride;
         int64_t stride = head.weight.stride;
         if (!in_place || count < kStrip) {
-            copy(0, sizes.H < sizes.shared ? sizes.H : sizes.shared, head.weight, 0, sizes.shared, scratch);
+            const int64_t columns = sizes.H < sizes.shared ? sizes.H : sizes.shared;
+            copy(sizes.shared, scratch, [&](int64_t v, Stored* row) {
+                fetch_wide(head.weight, v, columns, head.weight, 0, 0, sizes.shared, row);
+            });
             w = scratch;
             stride = sizes.shared;
         }
@@ -313,7 +312,9 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
         const auto tail = [&](int64_t i) __attribute__((always_inline)) {
             const HeadRun& run = call.batch.runs[i];
             if (i != there && sizes.tail(run) > 0) {
-                copy(sizes.shared, sizes.H - sizes.shared, run.weight, run.extra, sizes.tail(run), tails);
+                copy(sizes.tail(run), tails, [&](int64_t v, Stored* row) {
+                    fetch_tail(head, sizes, run, v, sizes.tail(run), row);
+                });
             }
             there = i;
             return tails;

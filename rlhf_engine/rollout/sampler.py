@@ -6,6 +6,7 @@ a time by the function that scoring has (`hydra.truncation`), and give the words
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from rlhf_kernels.vocab.runs import HeadLoras
 from rlhf_engine.hydra.adapters import LmHead
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.supports import pack_bits
-from rlhf_engine.hydra.truncation import OUTSIDE, wide_logits
+from rlhf_engine.hydra.truncation import OUTSIDE, head_options, wide_logits
 from rlhf_engine.rollout.rows import RowState, SampleGroup
 
 
@@ -37,25 +38,21 @@ class Sampler:
     """Draws for rows of one backbone, whose head stays where it is meanwhile."""
 
     def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
-        self._heads: dict[str | None, LmHead] = {}
+        self._head = functools.cache(backbone.lm_head_in)
 
     def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[SampleGroup]) -> NextTokens:
         """The next tokens of rows with these hidden states [N, H]."""
         parts = []
         for group in groups:
-            rows_N, own_hidden, own = group.rows_N, hidden, state
-            if rows_N is not None:
-                own_hidden, own = hidden[rows_N], state.at(rows_N)
-            runs = list(zip(map(self._head, group.heads.slots), group.heads.starts, group.heads.ends, strict=True))
-            head = runs[0][0]
+            own_hidden, own, heads = hidden, state, group.heads
+            if group.rows_N is not None:
+                own_hidden, own = hidden[group.rows_N], state.at(group.rows_N)
+            runs = list(zip(map(self._head, heads.slots), heads.starts, heads.ends, strict=True))
             if group.truncates or group.not_yet is not None:
-                some = [
-                    self._sample_among_some(own_hidden[start:end], one, own.at(slice(start, end)), group)
-                    for one, start, end in runs
-                ]
-                parts.append(NextTokens(*(torch.cat(column) for column in zip(*some, strict=True))))
+                parts.append(_sample_among_some(own_hidden, runs, own, group))
                 continue
+            head = runs[0][0]
+            options = head_options(head) if len(runs) == 1 else head_options(head) | {"lora": _loras(runs)}
             drawn = sample(
                 own_hidden,
                 head.weight,
@@ -63,25 +60,22 @@ class Sampler:
                 seed=own.seeds_N,
                 position=own.lengths_N,
                 greedy=own.greedy_N,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
-                bias=head.bias,
-                lora=head.lora if len(runs) == 1 else _loras(runs),
+                **options,
             )
             assert drawn.token is not None
             assert drawn.logprob is not None
             parts.append(NextTokens(drawn.token, drawn.logprob))
         return parts[0] if groups[0].rows_N is None else _joined(parts, groups, len(hidden))
 
-    def _head(self, slot: str | None) -> LmHead:
-        if slot not in self._heads:
-            self._heads[slot] = self._backbone.lm_head_in(slot)
-        return self._heads[slot]
 
-    def _sample_among_some(self, hidden: torch.Tensor, head: LmHead, state: RowState, group: SampleGroup) -> NextTokens:
-        """The same where words are left out. Ends that come too early go first, then the filters follow."""
-        parts = []
-        for rows in row_chunks(len(hidden), len(head.weight)):
+def _sample_among_some(
+    hidden: torch.Tensor, runs: Sequence[tuple[LmHead, int, int]], state: RowState, group: SampleGroup
+) -> NextTokens:
+    """The same where words are left out. Ends that come too early go first, then the filters follow."""
+    parts = []
+    for head, start, end in runs:
+        for chunk in row_chunks(end - start, len(head.weight)):
+            rows = slice(start + chunk.start, start + chunk.stop)
             own, logits = state.at(rows), wide_logits(hidden[rows], head)
             filtered = logits.clone()
             if group.not_yet is not None:
@@ -96,7 +90,7 @@ class Sampler:
             logprobs = gather_logprob(z, tokens).logprob
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))
-        return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _loras(runs: Sequence[tuple[LmHead, int, int]]) -> HeadLoras:

@@ -38,7 +38,7 @@ void head(Case& c) {
     const int64_t H = c.size("hidden", 1), extra = c.size("extra_hidden", 1), V = c.size("weight", 0);
     const Head head{head_matrix(c, "weight"), c.data<float>("bias"), H, V, float(c.number("softcap")),
                     float(c.number("scale"))};
-    HeadRun run{c.size("rows", 0), extra, head_matrix(c, "extra_weight"), head_matrix(c, "extra_hidden"),
+    HeadRun run{c.size("rows", 0), extra, head_matrix(c, "extra_weight"), extra, head_matrix(c, "extra_hidden"),
                 c.floats("expected_own"), c.floats("expected_kl_own"), nullptr};
     const Batch batch{head_matrix(c, "hidden"), c.data<int64_t>("rows"), run.end, c.data<float>("temperature"),
                       c.data<int64_t>("target"), &run, 1};
@@ -66,7 +66,7 @@ void sample(Case& c) {
     for (int64_t i = 0; i < n; ++i) rows[i] = i;
     const Head head{head_matrix(c, "weight"), c.data<float>("bias"), c.size("hidden", 1), c.size("weight", 0),
                     float(c.number("softcap")), float(c.number("scale"))};
-    const HeadRun run{n, 0, {}, {}, nullptr, nullptr, nullptr};
+    const HeadRun run{n, 0, {}, 0, {}, nullptr, nullptr, nullptr};
     const Batch batch{head_matrix(c, "hidden"), rows.data(), n, c.data<float>("temperature"), nullptr, &run, 1};
     head_sample(head, batch,
                 {c.data<int64_t>("seed"), c.data<int64_t>("position"), c.data<uint8_t>("greedy"),

@@ -89,7 +89,7 @@ struct RandomRuns {
             all.push_back({first, RandomMatrix(rows, k, k, type, 1.0f), RandomMatrix(V, k, k, type, 1.0f),
                            heap<float>(rows * k), heap<float>(rows * k), heap<float>(rows * k), heap<float>(V * k)});
             const Run& run = all.back();
-            runs.push_back({ends[i], k, run.weight.matrix, run.hidden.matrix, run.sums.get(), run.sums_kl.get(), nullptr});
+            runs.push_back({ends[i], k, run.weight.matrix, k, run.hidden.matrix, run.sums.get(), run.sums_kl.get(), nullptr});
         }
     }
     // The same runs, with what the backward makes.

@@ -104,7 +104,7 @@ class Part(NamedTuple):
     lora: HeadLora | None
     names: tuple[str, str]  # of the gradients of its A and B
     hidden: Tensor | None  # [rows, extra]
-    weight: Tensor | None  # [V, extra]
+    weight: Tensor | None  # B [V, r], which C++ takes apart
 
     @property
     def rank(self) -> int:
@@ -114,7 +114,7 @@ class Part(NamedTuple):
     @property
     def extra(self) -> int:
         """Columns beside those of W."""
-        return 0 if self.weight is None else self.weight.shape[1]
+        return 0 if self.hidden is None else self.hidden.shape[1]
 
     def down(self, sums: Tensor) -> Tensor:
         """The columns of `sums` [n, extra] that stand for products with B, [n, r], as a new tensor."""
@@ -209,6 +209,7 @@ class HeadCall:
                 part.end,
                 part.extra,
                 *_matrix("lora.B", part.weight),
+                part.rank,
                 *_matrix("lora.A", part.hidden),
                 *(_optional("sums", x[i]) for x in places),
             )
@@ -236,16 +237,13 @@ class HeadCall:
             return Part(start, end, lora, names, None, None)
         A, B, scale = lora
         down = linear.forward(self.hidden[rows[start:end]].float(), A.float(), None).mul_(scale)  # torch's vary with n
+        B = (B if B.dtype in (torch.float32, torch.bfloat16) else B.float()).contiguous()
         if not self.bf16:
-            weight = (B if B.dtype == self.weight.dtype else B.float()).contiguous()
-            return Part(start, end, lora, names, down, weight)
+            return Part(start, end, lora, names, down, B)
         high = down.bfloat16()
         low = (down - high).bfloat16()
-        B_high = B.bfloat16()
-        if B.dtype == torch.bfloat16:
-            return Part(start, end, lora, names, torch.cat([high, low], 1), torch.cat([B, B], 1))
-        B_low = (B.float() - B_high).bfloat16()
-        return Part(start, end, lora, names, torch.cat([high, low, high], 1), torch.cat([B_high, B_high, B_low], 1))
+        columns = [high, low] if B.dtype == torch.bfloat16 else [high, low, high]  # which B meets in parts, too
+        return Part(start, end, lora, names, torch.cat(columns, 1), B)
 
     def forward(
         self, wanted: set[str], *, pair_hidden: Tensor | None = None, expected: bool = False, expected_kl: bool = False
