@@ -98,36 +98,47 @@ static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& ex
     std::memset(out + H + count, 0, (padded - H - count) * sizeof(Out));
 }
 
+// Sixteen numbers rounded to bf16, the first `count` of them to `to`; what they are then.
+template <typename Out>
+RLHF_INLINE f32x16 put_rounded(f32x16 x, int64_t count, Out* to) {
+    const u16x16 rounded = to_bf16(x);
+    const f32x16 wide = load16_bf16(rounded.lane);
+    alignas(64) Out out[16];
+    if constexpr (sizeof(Out) == 2) std::memcpy(out, rounded.lane, sizeof out);
+    else store16(out, wide);
+    if (count >= 16) std::memcpy(to, out, sizeof out);  // no call
+    else std::memcpy(to, out, count * sizeof(Out));
+    return wide;
+}
+
 // Row v of a run's own columns beside W.
 template <typename Out>
 static void fetch_own(const HeadRun& run, int64_t v, Out* out) {
     const int64_t r = run.rank;
     if (run.extra == r) return fetch(run.weight, v, r, out);
-    const auto put = [](f32x16 x, int64_t count, Out* to) __attribute__((always_inline)) {
-        const u16x16 rounded = to_bf16(x);
-        alignas(64) float wide[16];
-        store16(wide, load16_bf16(rounded.lane));
-        if constexpr (sizeof(Out) == 2) std::memcpy(to, rounded.lane, count * 2);
-        else std::memcpy(to, wide, count * 4);
-        return load16(wide);
-    };
-    for (int64_t i = 0; i < r; i += 16) {
-        const int64_t count = r - i < 16 ? r - i : 16;
-        alignas(64) float x[16] = {};
-        fetch(from_column(run.weight, i), v, count, x);
-        const f32x16 high = put(load16(x), count, out + i);
-        put(high, count, out + r + i);
-        if (run.extra > 2 * r) put(load16(x) - high, count, out + 2 * r + i);
+    for (int64_t i = 0; i < r; i += 16, out += 16) {
+        const int64_t count = r - i;
+        f32x16 x;
+        if (count >= 16 && run.weight.type == Type::float32) {
+            x = load16(static_cast<const float*>(run.weight.data) + v * run.weight.stride + i);
+        } else {
+            alignas(64) float some[16] = {};
+            fetch(from_column(run.weight, i), v, count < 16 ? count : 16, some);
+            x = load16(some);
+        }
+        const f32x16 high = put_rounded(x, count, out);
+        put_rounded(high, count, out + r);
+        if (run.extra > 2 * r) put_rounded(x - high, count, out + 2 * r);
     }
 }
 
 // Row v of W as a run meets it after the columns that all meet: the rest of it, the run's own, and zeros up to `padded`.
 template <typename Out>
 static void fetch_tail(const Head& head, const Sizes& sizes, const HeadRun& run, int64_t v, int64_t padded, Out* out) {
-    const int64_t rest = sizes.H - sizes.shared;
-    fetch(from_column(head.weight, sizes.shared), v, rest, out);
+    const int64_t rest = sizes.H - sizes.shared, done = rest + run.extra;
+    if (rest > 0) fetch(from_column(head.weight, sizes.shared), v, rest, out);
     if (run.extra > 0) fetch_own(run, v, out + rest);
-    std::memset(out + rest + run.extra, 0, (padded - rest - run.extra) * sizeof(Out));
+    if (padded > done) std::memset(out + done, 0, (padded - done) * sizeof(Out));
 }
 
 // Two rows `k`, `k + 1` (k even) of a B operand whose columns are `width`; tiles along k are `depth` for each 16 columns.

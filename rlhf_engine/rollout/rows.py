@@ -7,6 +7,8 @@ Legend: N rows, B blocks of the longest table.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -218,38 +220,28 @@ class LiveRows:
         """Rows whose draws differ in more than numbers and heads, apart. ahead: tokens that are drawn before."""
         members: dict[tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], list[int]] = {}
         heads = [row.slot if row.slot in self.head_slots else None for row in rows]
-        in_order = range(len(rows))
-        for i in sorted(in_order, key=lambda i: heads[i] or ""):
+        for i in sorted(range(len(rows)), key=lambda i: heads[i] or ""):
             row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
             apart = heads[i] if is_gpu(self._device) else None  # no GPU has drawn for several heads in one call
             members.setdefault((apart, how.top_k, how.top_p, how.min_p, ends), []).append(i)
         return [
             SampleGroup(
-                rows_N=None if places == [*in_order] else queued(places, self._device),
+                rows_N=None if places == [*range(len(rows))] else queued(places, self._device),
                 heads=slot_table([heads[i] for i in places], [1] * len(places)),
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 not_yet=queued(sorted(ends), self._device) if ends else None,
-                temperature=_common([rows[i].sampling.temperature for i in places]),
+                temperature=t.pop() if len(t := {rows[i].sampling.temperature for i in places}) == 1 else None,
             )
             for (_, top_k, top_p, min_p, ends), places in members.items()
         ]
 
 
-def _common(numbers: Sequence[float]) -> float | None:
-    return numbers[0] if all(x == numbers[0] for x in numbers) else None
-
-
 def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable:
     """The table of a call with so many rows of each slot, one after another."""
-    starts, ends, segments, end = list[int](), list[int](), list[str | None](), 0
-    for slot, length in zip(slots, lengths, strict=True):
-        if not segments or slot != segments[-1]:
-            starts.append(end)
-            ends.append(end)
-            segments.append(slot)
-        end += length
-        ends[-1] = end
-    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(segments))
+    groups = itertools.groupby(zip(slots, lengths, strict=True), operator.itemgetter(0))
+    runs = [(slot, sum(length for _, length in run)) for slot, run in groups]
+    ends = tuple(itertools.accumulate(length for _, length in runs))
+    return SlotTable(starts=(0, *ends)[:-1], ends=ends, slots=tuple(slot for slot, _ in runs))

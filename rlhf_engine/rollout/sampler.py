@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from rlhf_kernels.gather_logprob import gather_logprob
-from rlhf_kernels.lora import Segments
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
@@ -51,8 +50,9 @@ class Sampler:
             if group.truncates or group.not_yet is not None:
                 parts.append(_sample_among_some(own_hidden, runs, own, group))
                 continue
-            head = runs[0][0]
-            options = head_options(head) if len(runs) == 1 else head_options(head) | {"lora": _loras(runs)}
+            head, options = runs[0][0], head_options(runs[0][0])
+            if len(runs) > 1:
+                options["lora"] = HeadLoras.of_runs(heads.starts, heads.ends, [head.lora for head, *_ in runs])
             drawn = sample(
                 own_hidden,
                 head.weight,
@@ -91,12 +91,6 @@ def _sample_among_some(
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))
     return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _loras(runs: Sequence[tuple[LmHead, int, int]]) -> HeadLoras:
-    """LoRA of each run of rows; those of the head alone have none."""
-    loras, starts, ends = zip(*((head.lora, *run) for head, *run in runs if head.lora is not None), strict=True)
-    return HeadLoras(Segments(starts=starts, ends=ends, slots=tuple(range(len(loras)))), loras)
 
 
 def _joined(parts: Sequence[NextTokens], groups: Sequence[SampleGroup], n: int) -> NextTokens:

@@ -28,6 +28,26 @@ class HeadLoras(NamedTuple):
     loras: tuple[HeadLora, ...]
     """ranks, scales and dtypes may differ"""
 
+    @classmethod
+    def of_runs(cls, starts: Sequence[int], ends: Sequence[int], loras: Sequence[HeadLora | None]) -> HeadLoras:
+        """Give each run of rows a LoRA of its own.
+
+        Args:
+            starts: first row of each run, sorted.
+            ends: row after the last one of each run.
+            loras: addition for the rows of each run; None: no addition.
+
+        Returns:
+            `HeadLoras` with a slot for each run that has a LoRA.
+
+        Raises:
+            ValueError: lengths differ, or runs overlap or are not sorted.
+        """
+        on = [lora for lora in loras if lora is not None]
+        numbers = iter(range(len(on)))
+        slots = tuple(OFF if lora is None else next(numbers) for lora in loras)
+        return cls(Segments(starts=tuple(starts), ends=tuple(ends), slots=slots), tuple(on))
+
 
 class HeadRuns(NamedTuple):
     """The same as ops take it: runs are on, sorted and not empty; every slot has one. Other rows: see `HeadOptions`."""
