@@ -15,8 +15,8 @@ ENGINE = (
     *("runs", "policy", "training", "integrations", "serve", "tools", "commands", "__main__", "templates"),
 )
 KERNELS = (
-    *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),
-    *("ppo_loss", "linear_ppo_loss", "gae", "lora", "attention", "decode_attention", "decode_step"),
+    *("runtime", "linear", "llama_ops", "lora", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob"),
+    *("sample", "ppo_loss", "linear_ppo_loss", "gae", "attention", "decode_attention", "decode_step"),
 )
 HOUSES = {"rlhf_engine": ENGINE, "rlhf_kernels": KERNELS}
 

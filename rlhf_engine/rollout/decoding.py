@@ -500,10 +500,10 @@ class GraphStep(RolloutStep):
         (group, *others), any_slot, rows = live.groups(), self._step.reads_slots, len(live)
         if self._capture is None or others or (len(live.slot_table.slots) > 1 and not any_slot):
             return None
-        if group.temperature is None or group.truncates or group.not_yet is not None:
+        if group.temperature is None or group.truncates or group.not_yet is not None or len(group.heads.slots) > 1:
             return None
         slot = None if any_slot else live.rows[0].slot
-        kind = (slot, group.slot, group.temperature)
+        kind = (slot, group.heads.slots[0], group.temperature)
         left = max(row.left for row in live.rows)
         size = bucket(rows)
         known = min((n for n, other in self.used if n >= rows and other == kind), default=None)

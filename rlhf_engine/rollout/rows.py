@@ -10,8 +10,10 @@ Legend: N rows, B blocks of the longest table.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import operator
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -24,11 +26,13 @@ from rlhf_kernels.runtime.device_tables import queued
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
+from rlhf_kernels.vocab.runs import HeadLoras
 
+from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.attention import BLOCK, BlockPool
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.gate import LmHead, SlotTable
-from rlhf_engine.hydra.supports import OUTSIDE, pack_bits, wide_logits
+from rlhf_engine.hydra.supports import OUTSIDE, head_options, pack_bits, wide_logits
 from rlhf_engine.rollout.request import FinishReason, SamplingConfig, StopTexts
 
 PREFILL_TOKENS = 8192  # most prompt tokens that are admitted in one call; a longer prompt is a call of its own
@@ -312,17 +316,16 @@ class RowState:
 _STATE = tuple(f.name for f in fields(RowState))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
     """Rows whose tokens one call draws."""
 
-    places: tuple[int, ...]
-    rows_N: torch.Tensor | None = field(compare=False)  # int64, the places; None: all
-    slot: str | None  # slot with LoRA on the LM head, or None
+    rows_N: torch.Tensor | None  # int64, their places, slot by slot; None: all rows as they are
+    heads: SlotTable  # runs of them by the slot whose LoRA is on the LM head, each slot once
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    not_yet: torch.Tensor | None = field(compare=False)  # int64, ids that would end them too early; None: none
+    not_yet: torch.Tensor | None  # int64, ids that would end them too early; None: none
     temperature: float | None  # none: not the same for all of them
 
     @property
@@ -408,42 +411,38 @@ class LiveRows:
         return self._groups
 
     def draw_groups(self, rows: Sequence[AnswerRow], ahead: int = 0) -> list[SampleGroup]:
-        """Rows whose draws differ in more than numbers per row, apart. ahead: tokens that are drawn before."""
+        """Rows whose draws differ in more than numbers and heads, apart. ahead: tokens that are drawn before."""
         members: dict[
             tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], tuple[list[int], set[float]]
         ] = {}
-        for i, row in enumerate(rows):
-            slot, how = row.slot if row.slot in self.head_slots else None, row.sampling
+        heads = [row.slot if row.slot in self.head_slots else None for row in rows]
+        for i in sorted(range(len(rows)), key=lambda i: heads[i] or ""):
+            row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
-            places, temperatures = members.setdefault((slot, how.top_k, how.top_p, how.min_p, ends), ([], set()))
+            apart = heads[i] if is_gpu(self._device) else None  # no GPU has drawn for several heads in one call
+            places, temperatures = members.setdefault((apart, how.top_k, how.top_p, how.min_p, ends), ([], set()))
             places.append(i)
             temperatures.add(how.temperature)
         return [
             SampleGroup(
-                places=tuple(places),
-                rows_N=None if len(members) == 1 else queued(places, self._device),
-                slot=slot,
+                rows_N=None if places == [*range(len(rows))] else queued(places, self._device),
+                heads=slot_table([heads[i] for i in places], [1] * len(places)),
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 not_yet=queued(sorted(ends), self._device) if ends else None,
                 temperature=temperatures.pop() if len(temperatures) == 1 else None,
             )
-            for (slot, top_k, top_p, min_p, ends), (places, temperatures) in members.items()
+            for (_, top_k, top_p, min_p, ends), (places, temperatures) in members.items()
         ]
 
 
 def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable:
     """The table of a call with so many rows of each slot, one after another."""
-    starts, ends, segments, end = list[int](), list[int](), list[str | None](), 0
-    for slot, length in zip(slots, lengths, strict=True):
-        if not segments or slot != segments[-1]:
-            starts.append(end)
-            ends.append(end)
-            segments.append(slot)
-        end += length
-        ends[-1] = end
-    return SlotTable(starts=tuple(starts), ends=tuple(ends), slots=tuple(segments))
+    groups = itertools.groupby(zip(slots, lengths, strict=True), operator.itemgetter(0))
+    runs = [(slot, sum(length for _, length in run)) for slot, run in groups]
+    ends = tuple(itertools.accumulate(length for _, length in runs))
+    return SlotTable(starts=(0, *ends)[:-1], ends=ends, slots=tuple(slot for slot, _ in runs))
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
@@ -462,22 +461,22 @@ class Sampler:
     """Draws for rows of one backbone, whose head stays where it is meanwhile."""
 
     def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
-        self._heads: dict[str | None, LmHead] = {}
+        self._head = functools.cache(backbone.lm_head_in)
 
     def __call__(self, hidden: torch.Tensor, state: RowState, groups: Sequence[SampleGroup]) -> NextTokens:
         """The next tokens of rows with these hidden states [N, H]."""
         parts = []
         for group in groups:
-            rows_N, own_hidden, own = group.rows_N, hidden, state
-            if rows_N is not None:
-                own_hidden, own = hidden[rows_N], state.at(rows_N)
-            if group.slot not in self._heads:
-                self._heads[group.slot] = self._backbone.lm_head_in(group.slot)
-            head = self._heads[group.slot]
+            own_hidden, own, heads = hidden, state, group.heads
+            if group.rows_N is not None:
+                own_hidden, own = hidden[group.rows_N], state.at(group.rows_N)
+            runs = list(zip(map(self._head, heads.slots), heads.starts, heads.ends, strict=True))
             if group.truncates or group.not_yet is not None:
-                parts.append(self._sample_among_some(own_hidden, head, own, group))
+                parts.append(_sample_among_some(own_hidden, runs, own, group))
                 continue
+            head, options = runs[0][0], head_options(runs[0][0])
+            if len(runs) > 1:
+                options["lora"] = HeadLoras.of_runs(heads.starts, heads.ends, [head.lora for head, *_ in runs])
             drawn = sample(
                 own_hidden,
                 head.weight,
@@ -485,20 +484,22 @@ class Sampler:
                 seed=own.seeds_N,
                 position=own.lengths_N,
                 greedy=own.greedy_N,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
-                bias=head.bias,
-                lora=head.lora,
+                **options,
             )
             assert drawn.token is not None
             assert drawn.logprob is not None
             parts.append(NextTokens(drawn.token, drawn.logprob))
-        return parts[0] if len(parts) == 1 else _joined(parts, groups, len(hidden))
+        return parts[0] if groups[0].rows_N is None else _joined(parts, groups, len(hidden))
 
-    def _sample_among_some(self, hidden: torch.Tensor, head: LmHead, state: RowState, group: SampleGroup) -> NextTokens:
-        """The same where words are left out. Ends that come too early go first, then the filters follow."""
-        parts = []
-        for rows in row_chunks(len(hidden), len(head.weight)):
+
+def _sample_among_some(
+    hidden: torch.Tensor, runs: Sequence[tuple[LmHead, int, int]], state: RowState, group: SampleGroup
+) -> NextTokens:
+    """The same where words are left out. Ends that come too early go first, then the filters follow."""
+    parts = []
+    for head, start, end in runs:
+        for chunk in row_chunks(end - start, len(head.weight)):
+            rows = slice(start + chunk.start, start + chunk.stop)
             own, logits = state.at(rows), wide_logits(hidden[rows], head)
             filtered = logits.clone()
             if group.not_yet is not None:
@@ -513,7 +514,7 @@ class Sampler:
             logprobs = gather_logprob(z, tokens).logprob
             assert logprobs is not None
             parts.append((tokens, logprobs, pack_bits(kept)))
-        return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return NextTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _joined(parts: Sequence[NextTokens], groups: Sequence[SampleGroup], n: int) -> NextTokens:

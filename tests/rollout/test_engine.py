@@ -31,6 +31,7 @@ from rlhf_engine.rollout import (
     generate_requests,
 )
 from rlhf_engine.rollout import engine as engine_module
+from rlhf_engine.rollout import rows as rows_module
 from rlhf_engine.rollout.decoding import WARM_UP, CaptureError, CudaCapture, GraphStep, NativeStep, TransformersStep
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
@@ -181,6 +182,35 @@ def test_roles_with_lora_on_their_heads_share_a_batch():
     at = torch.tensor([roles[i] == "actor" for i in mixed.batch.sequence_of_M.tolist()])
     expected = torch.where(at, scores.logprobs_M, scores.ref_logprobs_M)
     torch.testing.assert_close(mixed.logprobs_M, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{}, {"top_k": 4}], ids=["all words", "some words"])
+def test_slots_with_lora_on_their_heads_are_drawn_in_one_call_with_the_bits_of_each_alone(step, how, monkeypatch):
+    ranks = {f"p{i}": r for i, r in enumerate((4, 5, 8, 16, 32, 1, 8, 4))}
+    slots = {name: SlotConfig(r=r, alpha=8.0, target_modules=("q_proj", "lm_head")) for name, r in ranks.items()}
+    roles = {**hydra_roles(), "reward": RoleSpec(), **{name: RoleSpec(slot=name, trainable=True) for name in slots}}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=roles, slots=slots).eval()
+    for name in slots:
+        randomise(model, name, scale=0.5)
+    groups, draws = Counter(), rows_module.Sampler.__call__
+
+    def counted(sampler, hidden, state, drawn):
+        groups[len(drawn)] += 1
+        return draws(sampler, hidden, state, drawn)
+
+    monkeypatch.setattr(rows_module.Sampler, "__call__", counted)
+    asked, of = prompts(22), [*slots, "reference"] * 3
+    with registry.use_exact():
+        mixed = generate(model, asked, sampling(**how), role=of[:22], options=EngineOptions(decode_step=step))
+        assert set(groups) == {1}
+        ends = mixed.batch.completion_cu
+        for name in (*slots, "reference"):
+            places = [i for i in range(22) if of[i] == name]
+            given = {"role": name, "sample_ids": places, "options": EngineOptions(decode_step=step)}
+            alone = generate(model, [asked[i] for i in places], sampling(**how), **given)
+            assert tokens(alone) == [tokens(mixed)[i] for i in places]
+            logprobs = torch.cat([mixed.logprobs_M[ends[i] : ends[i + 1]] for i in places])
+            assert not (alone.logprobs_M != logprobs).any()
 
 
 def test_options_of_a_request_are_its_own():
