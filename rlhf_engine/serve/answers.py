@@ -39,7 +39,7 @@ class TokenLogprob:
     top: Sequence[tuple[int, float]] = ()
 
 
-class Answers:
+class Reply:
     """The answers to one body, of one policy; `end` lets go of it."""
 
     def __init__(self, thread: PolicyThread, tokenizer: PreTrainedTokenizerBase, asked: Asked, kind: str) -> None:
@@ -362,7 +362,7 @@ class Answers:
 class _Text:
     """The text of one choice of a stream, as far as later tokens cannot change it."""
 
-    def __init__(self, answers: Answers, place: int) -> None:
+    def __init__(self, answers: Reply, place: int) -> None:
         self.place, self._answers = place, answers
         self._tokens = answers.context(place)
         self._from, self._read = 0, len(self._tokens)  # tokens whose text gives the next ones' context; that are read

@@ -1,7 +1,7 @@
 """A server for the policies of one base: `rlhf-engine serve`, or beside a training loop in the same process.
 
 with PolicyThread(policies) as thread, running(make_service(thread, tokenizer, name="base"), port=8000) as url:
-train(thread)
+    train(thread)
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from rlhf_engine.rollout.engine import EngineOptions
 from rlhf_engine.serve.app import Service
 from rlhf_engine.serve.protocol import Reader
 
+_END_WITHIN = 10
+"""Seconds that answers have once the server is to end."""
+
 
 def make_service(
     thread: PolicyThread,
@@ -40,12 +43,11 @@ def make_service(
 ) -> Service:
     """Endpoints for a thread of policies. name: of the base among the models. keys: of clients; none: no key needed."""
     backbone = thread.engine.backbone
-    ends = eos_token_ids(tokenizer, backbone.model)
     reader = Reader(
-        tokenizer=tokenizer, ends=ends, context=backbone.context_length, vocabulary=backbone.vocabulary,
-        template_kwargs=template_kwargs or {},
+        tokenizer=tokenizer, ends=eos_token_ids(tokenizer, backbone.model), context=backbone.context_length,
+        vocabulary=backbone.vocabulary, template_kwargs=template_kwargs or {},
     )  # fmt: skip
-    return Service(thread, tokenizer, reader, name=name, keys=keys)
+    return Service(thread, reader, name=name, keys=keys)
 
 
 @contextlib.contextmanager
@@ -110,7 +112,8 @@ def serve(config: ServeConfig) -> Iterator[str]:
 
 def _server(service: Service) -> uvicorn.Server:
     # the log has no line for each request: /metrics counts them
-    return uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", access_log=False, lifespan="on"))
+    options = {"log_level": "warning", "access_log": False, "lifespan": "on", "timeout_graceful_shutdown": _END_WITHIN}
+    return uvicorn.Server(uvicorn.Config(service.app(), **options))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def serving(
     keys, most_body = options.pop("keys", ()), options.pop("most_body", BODY)
     with PolicyThread(policies, max_rows=8, max_waiting_tokens=WAITING, **options) as thread:
         service = make_service(thread, load_tokenizer(folder), name="tiny", keys=keys)
-        service._most_body = most_body
+        service.most_body = most_body
         with running(service) as url, httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
             yield Place(url=url, client=client, service=service, thread=thread, policies=policies)
 
