@@ -28,7 +28,8 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.rollout import Request, SamplingConfig
-from rlhf_engine.serve.server import make_service, running
+from rlhf_engine.serve.app import Service
+from rlhf_engine.serve.server import running
 
 Asked = tuple[str, list[int], int, int]  # policy, prompt, most tokens, seed
 Answered = tuple[int, list[int], float]  # number of the request, tokens, seconds
@@ -113,7 +114,7 @@ def main() -> None:
     known: dict[tuple[int, int], list[int]] = {}
     with (
         PolicyThread(policies) as thread,
-        running(make_service(thread, tokenizer, name="base")) as url,
+        running(Service(thread, tokenizer, name="base")) as url,
         multiprocessing.get_context("spawn").Pool(1) as others,
     ):
 

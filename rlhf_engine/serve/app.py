@@ -8,7 +8,7 @@ import hmac
 import json
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
@@ -19,7 +19,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.data.tokenizer import eos_token_ids
 from rlhf_engine.errors import BusyError, CorruptCheckpointError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.policy.pool import BASE
 from rlhf_engine.policy.thread import PolicyThread
@@ -27,10 +29,7 @@ from rlhf_engine.runs.metrics import peak_memory_bytes
 from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 
-MOST_BODY = 16 * 2**20
-"""Most bytes of a body."""
-_LARGE = 1 << 16
-"""Bytes of a body beyond which another thread reads it."""
+MOST_BODY, _LARGE = 1 << 24, 1 << 16  # most bytes of a body, and those beyond which another thread reads it
 _POINTS, _SECONDS = 300, 2.0  # points of the page's curves, and seconds between two
 
 
@@ -39,14 +38,30 @@ class Service:
 
     most_body = MOST_BODY
 
-    def __init__(self, thread: PolicyThread, reader: Reader, *, name: str, keys: Sequence[str] = ()) -> None:
-        """name: of the base among the models. keys: of clients, any of which is needed; none: nobody needs one."""
-        self.thread, self.reader, self.name, self._keys = thread, reader, name, [key.encode() for key in keys]
-        self.requests = Counter[tuple[str, int]]()
-        """Requests so far by endpoint and status."""
+    def __init__(
+        self,
+        thread: PolicyThread,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        keys: Sequence[str] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Serve a thread's policies.
+
+        name: of the base among the models. keys: of clients, any of which is needed; none: nobody needs one.
+        template_kwargs: arguments of the chat template, unless a body has its own.
+        """
+        backbone = thread.engine.backbone
+        self.thread, self.name, self._keys = thread, name, [key.encode() for key in keys]
+        self.reader = Reader(
+            tokenizer=tokenizer, ends=eos_token_ids(tokenizer, backbone.model), context=backbone.context_length,
+            vocabulary=backbone.vocabulary, template_kwargs=template_kwargs or {},
+        )  # fmt: skip
+        self.requests = Counter[tuple[str, int]]()  # so far, by endpoint and status
         self._began = time.time()
+        # time, tokens a second, requests that are written and that wait
         self.history = deque[tuple[float, float, int, int]](maxlen=_POINTS)
-        """Time, tokens a second, requests that are written and that wait."""
 
     def app(self) -> Starlette:
         """The application, for an ASGI server."""
@@ -82,8 +97,6 @@ class Service:
         finally:
             task.cancel()
 
-    # ---- requests --------------------------------------------------------------------------------------------------
-
     def _answer(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that needs a key, and answers an error with OpenAI's object."""
 
@@ -107,9 +120,7 @@ class Service:
         # each is compared, in constant time, so that the time tells nothing
         known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(known):
-            raise BadRequestError(
-                "authorization: expected 'Bearer KEY' with a key of this server, got none", status=401
-            )
+            raise BadRequestError("authorization: expected 'Bearer KEY' with a key served here, got none", status=401)
 
     async def _drawn(self, kind: str, read: Callable[[Any], Asked], request: Request) -> Response:
         """Answer a body, whole or as a stream."""
@@ -145,30 +156,22 @@ class Service:
 
     def _unknown(self, name: str) -> BadRequestError:
         names = [self.name, *(name for name in self.thread.policies.names if name != BASE)]
-        return BadRequestError(
-            f"model: expected one of {names}, got {name[:100]!r}", status=404, code="model_not_found"
-        )
+        text = f"model: expected one of {names}, got {name[:100]!r}"
+        return BadRequestError(text, status=404, code="model_not_found")
 
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models, or one of them."""
         policies, created = self.thread.policies, int(self._began)
-        data = [
-            {
-                "id": self.name if name == BASE else name, "object": "model", "created": created,
-                "owned_by": "rlhf-engine", "root": self.name, "parent": None if name == BASE else self.name,
-                "max_model_len": self.reader.context,
-            }
-            for name in policies.names
-        ]  # fmt: skip
+        facts: dict[str, Any] = {"object": "model", "created": created, "owned_by": "rlhf-engine", "root": self.name}
+        facts["max_model_len"] = self.reader.context
+        data = {self.name: {"id": self.name, **facts, "parent": None}}
+        data |= {name: {"id": name, **facts, "parent": self.name} for name in policies.names if name != BASE}
         wanted = request.path_params.get("name")
         if wanted is None:
-            return JSONResponse({"object": "list", "data": data})
-        found = [model for model in data if model["id"] == wanted]
-        if not found:
+            return JSONResponse({"object": "list", "data": list(data.values())})
+        if wanted not in data:
             raise self._unknown(wanted)
-        return JSONResponse(found[0])
-
-    # ---- who looks after it ----------------------------------------------------------------------------------------
+        return JSONResponse(data[wanted])
 
     async def health(self, _: Request) -> Response:
         """200 while the thread of the policies runs."""
@@ -202,18 +205,10 @@ class Service:
     async def metrics(self, _: Request) -> Response:
         """Prometheus' text format."""
         facts, lines = self.facts(), list[str]()
-        for name in (
-            "tokens",
-            "turns",
-            "live",
-            "waiting",
-            "owed_tokens",
-            "cache_bytes_used",
-            "peak_memory_bytes",
-            "exact",
-        ):
-            kind = "counter" if name in ("tokens", "turns") else "gauge"
-            lines += [f"# TYPE rlhf_engine_{name} {kind}", f"rlhf_engine_{name} {int(facts[name] or 0)}"]
+        for name, value in facts.items():
+            if isinstance(value, (int, float)):
+                kind = "counter" if name in ("tokens", "turns") else "gauge"
+                lines += [f"# TYPE rlhf_engine_{name} {kind}", f"rlhf_engine_{name} {float(value)}"]
         lines.append("# TYPE rlhf_engine_policy_bytes gauge")
         lines += [f"rlhf_engine_policy_bytes{{policy={json.dumps(p['name'])}}} {p['bytes']}" for p in facts["policies"]]
         lines.append("# TYPE rlhf_engine_requests counter")
@@ -250,10 +245,10 @@ def _as_errors() -> Iterator[None]:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; whatever ends them ends the answers."""
+    """Server-sent events, an error the last of them; whatever ends them ends the answers."""
 
     def __init__(self, answers: Reply, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(_events(chunks), media_type="text/event-stream")
+        super().__init__(self._events(chunks), media_type="text/event-stream")
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,20 +257,14 @@ class _Stream(StreamingResponse):
         finally:
             self._answers.end()
 
-
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """An event of each chunk; an error is the last of them."""
-    try:
-        with _as_errors():
-            async for chunk in chunks:
-                yield _event(chunk)
-    except BadRequestError as error:
-        yield _event(error.body())
-    yield b"data: [DONE]\n\n"
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    async def _events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        try:
+            with _as_errors():
+                async for chunk in chunks:
+                    yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+        except BadRequestError as error:
+            yield f"data: {json.dumps(error.body(), ensure_ascii=False)}\n\n"
+        yield "data: [DONE]\n\n"
 
 
 async def _until_gone(request: Request) -> None:

@@ -174,15 +174,10 @@ class Reader:
         if not all(prompts):
             raise BadRequestError("prompt: expected at least one token, got none")
         longest = max(map(len, prompts))
-        room, most = self.context - longest, None
-        for name in ("max_completion_tokens", "max_tokens"):
-            most = (
-                fields.number(name, int, None, least_max, None)
-                if most is None
-                else (fields.given.pop(name, 0), most)[1]
-            )
-        if most is None:
-            most = room if default_max is None else min(default_max, room)
+        room = self.context - longest
+        given = [fields.number(name, int, None, least_max, None) for name in ("max_completion_tokens", "max_tokens")]
+        default = room if default_max is None else min(default_max, room)
+        most = next((number for number in given if number is not None), default)
         if most > room or room < least_max:
             raise BadRequestError(
                 f"max_tokens: expected prompt and answer of at most {self.context} tokens (the context), got {longest} "

@@ -1,6 +1,6 @@
 """A server for the policies of one base: `rlhf-engine serve`, or beside a training loop in the same process.
 
-with PolicyThread(policies) as thread, running(make_service(thread, tokenizer, name="base"), port=8000) as url:
+with PolicyThread(policies) as thread, running(Service(thread, tokenizer, name="base"), port=8000) as url:
     train(thread)
 """
 
@@ -10,15 +10,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenizer import load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
@@ -27,27 +26,8 @@ from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import EngineOptions
 from rlhf_engine.serve.app import Service
-from rlhf_engine.serve.protocol import Reader
 
-_END_WITHIN = 10
-"""Seconds that answers have once the server is to end."""
-
-
-def make_service(
-    thread: PolicyThread,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    name: str,
-    keys: Sequence[str] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Service:
-    """Endpoints for a thread of policies. name: of the base among the models. keys: of clients; none: no key needed."""
-    backbone = thread.engine.backbone
-    reader = Reader(
-        tokenizer=tokenizer, ends=eos_token_ids(tokenizer, backbone.model), context=backbone.context_length,
-        vocabulary=backbone.vocabulary, template_kwargs=template_kwargs or {},
-    )  # fmt: skip
-    return Service(thread, reader, name=name, keys=keys)
+_END_WITHIN = 10  # seconds that answers have once the server is to end
 
 
 @contextlib.contextmanager
@@ -55,7 +35,7 @@ def running(service: Service, *, host: str = "127.0.0.1", port: int = 0) -> Iter
     """A block in which a server answers in a thread of its own; the server's address."""
     with _listening(host, port) as place:
         server = _server(service)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, name="serve", daemon=True)
+        thread = threading.Thread(target=server.run, args=([place],), name="serve", daemon=True)
         thread.start()
         while not server.started:
             if not thread.is_alive():
@@ -76,12 +56,8 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
         keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         config.require("api_key_file", bool(keys), "a file with at least one key")
     tokenizer = load_tokenizer(config.model_name_or_path)
-    host = HydraModel.from_pretrained(
-        config.model_name_or_path,
-        roles={BASE: RoleSpec()},
-        dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
-    )
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    host = HydraModel.from_pretrained(config.model_name_or_path, roles={BASE: RoleSpec()}, dtype=dtype, device=device)
     exactness.settle(config.exact, host.backbone())
     state = None if config.state is None else Path(config.state)
     if state is not None:
@@ -105,7 +81,7 @@ def serve(config: ServeConfig) -> Iterator[str]:
         PolicyThread(policies, max_rows=config.max_rows, max_waiting_tokens=config.max_waiting_tokens) as thread,
         _listening(config.host, config.port) as place,
     ):
-        service = make_service(thread, tokenizer, name=name, keys=keys, template_kwargs=config.chat_template_kwargs)
+        service = Service(thread, tokenizer, name=name, keys=keys, template_kwargs=config.chat_template_kwargs)
         yield _address(place)
         _server(service).run(sockets=[place])
 
