@@ -238,7 +238,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_tools_reach_the_template_and_calls_come_back(scripted):
     body = {"messages": TALK, "tools": TOOLS, "n": 2, "return_token_ids": True}
     answer = scripted.good(CHAT, **body)
-    tokenizer = scripted.service.tokenizer
+    tokenizer = scripted.service.reader.tokenizer
     assert tokenizer.decode(answer["prompt_token_ids"]) == "add red cat <eos> and"
     chunks = joined(scripted.stream(CHAT, **body))
     for choice, streamed in zip(answer["choices"], chunks, strict=True):
