@@ -18,6 +18,7 @@ from rlhf_engine.config.commands import (
 from rlhf_engine.config.parser import parse_config
 from rlhf_engine.config.run import Kernels
 from rlhf_engine.config.supervised import RewardConfig, SFTConfig
+from rlhf_engine.config.sweep import SweepConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "ServeConfig",
+    "SweepConfig",
     "TrainConfig",
     "parse_config",
 ]

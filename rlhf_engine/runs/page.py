@@ -299,10 +299,13 @@ SHARE = 0.005  # most of a run's time that its page takes
 
 
 class LivePage:
-    """Context manager of the page of a run, written anew while it goes on in a `SHARE` of the time at most."""
+    """Context manager of the page of a run, written anew while it goes on in a `SHARE` of the time at most.
 
-    def __init__(self, output: Path) -> None:
-        self.path = output / PAGE_FILE
+    runs: folders of those that the page is of instead, each of which says by its lock whether it goes on.
+    """
+
+    def __init__(self, output: Path, runs: Sequence[Path] | None = None) -> None:
+        self.path, self._runs, self._has_own = output / PAGE_FILE, runs or [output], runs is None
         self._due, self._gap = 0.0, SHORTEST
 
     def __enter__(self) -> LivePage:
@@ -320,13 +323,14 @@ class LivePage:
             self._due = now + self._gap
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        metrics = self.path.parent / METRICS_FILE
-        if metrics.is_file() and metrics.stat().st_size:
-            self._write("done" if kind is None else "stopped", refresh=None)
+        self._write("done" if kind is None else "stopped", refresh=None)
 
     def _write(self, state: str, *, refresh: float | None) -> None:
         """Write the page; where that fails there is a warning: a page can be made again, a run cannot."""
+        files = [run / METRICS_FILE for run in self._runs]
+        runs = [file.parent for file in files if file.is_file() and file.stat().st_size]
         try:
-            write_page([self.path.parent], self.path, state=state, refresh=refresh)
+            if runs:
+                write_page(runs, self.path, state=state if self._has_own else None, refresh=refresh)
         except ConfigError as failure:
             warnings.warn(f"{self.path}: the page was not written: {failure}", stacklevel=3)

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -62,6 +71,11 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def _shown(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Metrics in a line, by their labels."""
+    return "  ".join(f"{label} {format_score(metrics[name])}" for name, label in labels.items() if name in metrics)
 
 
 class TrainingProgress:
@@ -133,9 +147,8 @@ class TrainingProgress:
             self._remember(metrics)
             self._bar.update(self._task, completed=step)
             return
-        shown = [f"{label} {format_score(metrics[name])}" for name, label in self.shown.items() if name in metrics]
         rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
-        line = f"{self.title} {step}/{self.total_steps}  {'  '.join(shown)}  {rate:.2f} s/step"
+        line = f"{self.title} {step}/{self.total_steps}  {_shown(metrics, self.shown)}  {rate:.2f} s/step"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _estimate(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -194,6 +207,37 @@ class TrainingProgress:
     def __exit__(self, *error: object) -> None:
         if not self.plain:
             self._live.stop()
+
+
+class SweepProgress(Progress):
+    """Progress of several runs: a line for each on a terminal, one per step elsewhere."""
+
+    def __init__(self) -> None:
+        console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.plain = not console.is_terminal or bool(os.environ.get("CI"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+        )
+        super().__init__(*columns, TimeRemainingColumn(), console=console, disable=self.plain)
+        self._names: dict[str, TaskID] = {}
+
+    def add(self, name: str, total: int, step: int) -> None:
+        """Add a run, so many of whose steps are done."""
+        self._names[name] = self.add_task(escape(name), total=total, completed=step, shown="")
+
+    def note(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step that a run has made."""
+        shown, task = _shown(metrics, TrainingProgress.SHOWN), self._names[name]
+        self.update(task, completed=step, shown=shown)
+        if self.plain:
+            self.tell(f"{name} {step}/{self.tasks[task].total}  {shown}")
+
+    def tell(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, markup=False)
 
 
 def describe_budgets(metrics: Mapping[str, Any]) -> str:
