@@ -1,10 +1,12 @@
-"""Options of `rlhf-engine sweep`, and the grid file: many runs of `train` on one base.
+"""Options of `rlhf-engine sweep`: many runs of `train` on one base.
 
-flags: {model_name_or_path: MODEL, config: train.yaml}    # of all runs
-grid: {algorithm: [ppo, remax], seed: [0, 1, 2]}          # axes, each with its values
-with: {algorithm: {remax: {num_mini_batches: 1}}}         # flags that come with a value of an axis
-runs_at_once: 6                                           # by memory; none: all
-halving: {at: [20, 50], by: eval/reward, keep: 0.5}
+The grid file:
+
+    flags: {model_name_or_path: MODEL, config: train.yaml}    # of all runs
+    grid: {algorithm: [ppo, remax], seed: [0, 1, 2]}          # axes, each with its values
+    with: {algorithm: {remax: {num_mini_batches: 1}}}         # flags that come with a value of an axis
+    runs_at_once: 6                                           # by memory; none: all
+    halving: {at: [20, 50], by: eval/reward, keep: 0.5}
 """
 
 from __future__ import annotations
