@@ -42,7 +42,13 @@ def check_package() -> str:
 def check_data() -> str:
     """Files that are no Python are in the packages."""
     engine, kernels = importlib.resources.files("rlhf_engine"), importlib.resources.files("rlhf_kernels")
-    wanted = [engine / "py.typed", engine / "runs/page.css", engine / "runs/page.html.jinja", kernels / "py.typed"]
+    wanted = [
+        engine / "py.typed",
+        engine / "serve/page.html",
+        engine / "runs/page.css",
+        engine / "runs/page.html.jinja",
+        kernels / "py.typed",
+    ]
     wanted += [kernels / "runtime/kernel_table.json", kernels / "csrc/cuda/gae.cu", kernels / "csrc/common/check.h"]
     if (engine / "commands/init.py").is_file():
         wanted.append(engine / "templates")

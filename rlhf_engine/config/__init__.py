@@ -22,21 +22,7 @@ from rlhf_engine.config.sweep import SweepConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
-    "BenchConfig",
-    "DemoConfig",
-    "DoctorConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "GenerateConfig",
-    "InitConfig",
-    "Kernels",
-    "Method",
-    "PlanConfig",
-    "ReportConfig",
-    "RewardConfig",
-    "SFTConfig",
-    "ServeConfig",
-    "SweepConfig",
-    "TrainConfig",
-    "parse_config",
-]
+    "BenchConfig", "DemoConfig", "DoctorConfig", "EvaluateConfig", "ExportConfig", "GenerateConfig", "InitConfig",
+    "Kernels", "Method", "PlanConfig", "ReportConfig", "RewardConfig", "SFTConfig",
+    "ServeConfig", "SweepConfig", "TrainConfig", "parse_config",
+]  # fmt: skip

@@ -22,6 +22,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -78,6 +79,12 @@ def _shown(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     return "  ".join(f"{label} {format_score(metrics[name])}" for name, label in labels.items() if name in metrics)
 
 
+def counting_bar(console: Console, *columns: ProgressColumn, disable: bool = False) -> Progress:
+    """A bar for each task with its name and how much of it is done, before other columns."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*first, *columns, console=console, disable=disable)
+
+
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
@@ -115,14 +122,7 @@ class TrainingProgress:
         self._began, self._first_step = time.monotonic(), step
         self._last: tuple[int, float] | None = None  # the step before and its time, until there is an estimate
         self._has_estimate, self._chosen = False, ""
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
+        self._bar = counting_bar(self.console, TimeElapsedColumn(), TimeRemainingColumn())
         self._task = self._bar.add_task(title, total=total_steps, completed=step)
         # what a run shows beyond the usual comes first: it is why it was asked for; the last line has the speed
         beyond = {name: self.shown[name] for name in self.shown if name not in (*WATCHED, "tokens_per_second")}
@@ -209,35 +209,35 @@ class TrainingProgress:
             self._live.stop()
 
 
-class SweepProgress(Progress):
+class SweepProgress(contextlib.ExitStack):
     """Progress of several runs: a line for each on a terminal, one per step elsewhere."""
 
     def __init__(self) -> None:
-        console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
-        self.plain = not console.is_terminal or bool(os.environ.get("CI"))
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-        )
-        super().__init__(*columns, TimeRemainingColumn(), console=console, disable=self.plain)
+        super().__init__()
+        self._console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._plain = not self._console.is_terminal or bool(os.environ.get("CI"))
+        columns = (TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+        self._bar = counting_bar(self._console, *columns, disable=self._plain)
         self._names: dict[str, TaskID] = {}
+
+    def __enter__(self) -> SweepProgress:
+        self.enter_context(self._bar)
+        return self
 
     def add(self, name: str, total: int, step: int) -> None:
         """Add a run, so many of whose steps are done."""
-        self._names[name] = self.add_task(escape(name), total=total, completed=step, shown="")
+        self._names[name] = self._bar.add_task(escape(name), total=total, completed=step, shown="")
 
     def note(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a step that a run has made."""
         shown, task = _shown(metrics, TrainingProgress.SHOWN), self._names[name]
-        self.update(task, completed=step, shown=shown)
-        if self.plain:
-            self.tell(f"{name} {step}/{self.tasks[task].total}  {shown}")
+        self._bar.update(task, completed=step, shown=escape(shown))
+        if self._plain:
+            self.tell(f"{name} {step}/{self._bar.tasks[task].total}  {shown}")
 
     def tell(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, markup=False)
+        self._console.print(text, markup=False)
 
 
 def describe_budgets(metrics: Mapping[str, Any]) -> str:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.errors import EngineError, PolicyRemovedError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.outputs import TargetLogprobs, TopLogprobs
 from rlhf_engine.policy.joint import Pass
 from rlhf_engine.policy.pool import LivePolicy
-from rlhf_engine.policy.thread import PolicyThread, Ticket
+from rlhf_engine.policy.thread import Listen, PolicyThread, Ticket
 from rlhf_engine.rollout.request import Request, StopTexts
 from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.serve.protocol import TOOL_CALL, Asked, tool_calls
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_CONTEXT = 4
+"""Tokens before a text that it is decoded with: white space at its beginning may belong to it only there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,121 +36,129 @@ class TokenLogprob:
     token: int
     logprob: float | None
     """None for the first token of a prompt."""
-    top: Mapping[int, float] = field(default_factory=dict)
+    top: Sequence[tuple[int, float]] = ()
 
 
-class Answers:
-    """The answers to one body, of one policy."""
+class Reply:
+    """The answers to one body, of one policy; `end` lets go of it."""
 
     def __init__(self, thread: PolicyThread, tokenizer: PreTrainedTokenizerBase, asked: Asked, kind: str) -> None:
         """kind: `cmpl`, `chatcmpl` or `gen`, the endpoint's prefix of ids."""
         self.thread, self.tokenizer, self.asked, self.kind = thread, tokenizer, asked, kind
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
-        self._stops = StopTexts(asked.sampling.stop if asked.sampling else (), self._raw_text)
+        self.stops = asked.sampling.stop if asked.sampling else ()
+        self._prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]  # of each choice
         self._ticket: Ticket | None = None
-        self._policy: LivePolicy | None = None
+        self._held = list[LivePolicy]()
+        self._ended = False
+
+    async def _begin(self, listen: Listen | None = None) -> LivePolicy:
+        """Hold the policy, and queue the requests where something is drawn."""
+        asked, policies = self.asked, self.thread.policies
+        self.thread.require_room(asked.n_tokens)  # before so many requests are made
+        # reading a policy from disk waits for a step, at which the loop of all requests must not
+        policy = await asyncio.to_thread(self._hold) if asked.policy in policies.evicted else self._hold()
+        if asked.sampling is not None:
+            requests = [
+                Request(prompt=tuple(prompt), sample_id=i, greedy=asked.greedy, keep=True)
+                for i, prompt in enumerate(self._prompts)
+            ]
+            decode = self.raw_text if self.stops else None
+            self._ticket = self.thread.submit(asked.policy, requests, asked.sampling, decode=decode, listen=listen)
+        return policy
+
+    def _hold(self) -> LivePolicy:
+        name = self.asked.policy
+        try:
+            policy = self.thread.policies.hold(name)
+        except ValueError as error:
+            if name in self.thread.policies:
+                raise
+            raise PolicyRemovedError(f"policy {name!r} was removed") from error
+        self._held.append(policy)
+        if self._ended:  # the client has left while it was read
+            self.end()
+        return policy
+
+    def end(self) -> None:
+        """Stop drawing what is not drawn, and let go of the policy; nothing happens a second time."""
+        self._ended = True
+        with contextlib.suppress(EngineError):  # a thread that was closed has dropped it
+            if self._ticket is not None and not self._ticket.answers.done():
+                self.thread.cancel(self._ticket)
+        with contextlib.suppress(IndexError):
+            self.thread.policies.release(self._held.pop())
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of all answers."""
-        rows = await self._draw()
-        try:
-            scored = await self._scores(rows, [self.asked.prompts[i // self.asked.n] for i in range(len(rows))])
-        finally:
-            self.thread.policies.release(self._held())
-        choices = [self._choice(i, row, scored[i]) for i, row in enumerate(rows)]
-        usage = self._usage(sum(len(row.tokens) for row in rows if row is not None))
-        if self.kind == "gen":
-            prompt = None if self.asked.prompt_logprobs is None else self._prompt_object(scored[0][0])
-            return {"request_id": self.id, "choices": choices, "usage": usage, "prompt_logprobs": prompt}
-        body = {**self._frame(""), "choices": choices, "usage": usage}
-        if self.asked.token_ids and self.kind == "chatcmpl":
-            body["prompt_token_ids"] = self.asked.prompts[0]
-        if self.kind == "chatcmpl" and self.asked.prompt_logprobs is not None:
+        asked = self.asked
+        policy = await self._begin()
+        rows: list[AnswerRow] | list[None] = [None] * len(self._prompts)
+        if self._ticket is not None:
+            rows = await asyncio.wrap_future(self._ticket.answers)
+        scored = await self._scores(policy, rows, self._prompts)
+        choices = [self._choice(i, row, *scored[i]) for i, row in enumerate(rows)]
+        body = {**self._frame(""), "choices": choices, "usage": self._usage(sum(len(r.tokens) for r in rows if r))}
+        if self.kind == "chatcmpl" and asked.token_ids:
+            body["prompt_token_ids"] = asked.prompts[0]
+        if self.kind != "cmpl":
             body["prompt_logprobs"] = self._prompt_object(scored[0][0])
         return body
-
-    async def _draw(self) -> list[AnswerRow | None]:
-        """Rows of the answers, prompt by prompt; None for each where nothing is drawn. The policy is held."""
-        if self.asked.sampling is None:
-            self._policy = await asyncio.to_thread(self.thread.policies.hold, self.asked.policy)
-            return [None for _ in range(len(self.asked.prompts) * self.asked.n)]
-        await self._submit(None)
-        assert self._ticket is not None
-        try:
-            rows: list[AnswerRow] = await asyncio.wrap_future(self._ticket.answers)
-            return [*rows]
-        except BaseException:
-            self.cancel()
-            self.thread.policies.release(self._held())
-            raise
-
-    async def _submit(self, listen: Any) -> None:
-        asked, sampling = self.asked, self.asked.sampling
-        assert sampling is not None
-        requests = [
-            Request(prompt=tuple(prompt), sample_id=i * asked.n + j, greedy=asked.greedy, keep=True)
-            for i, prompt in enumerate(asked.prompts)
-            for j in range(asked.n)
-        ]
-        policies = self.thread.policies
-        # reading a policy from disk waits for a step, at which the loop of all requests must not
-        held = await asyncio.to_thread(policies.hold, asked.policy) if asked.policy in policies.evicted else None
-        self._policy = held or policies.hold(asked.policy)
-        try:
-            decode = self._raw_text if sampling.stop else None
-            self._ticket = self.thread.submit(asked.policy, requests, sampling, decode=decode, listen=listen)
-        except BaseException:
-            policies.release(self._policy)
-            raise
-
-    def cancel(self) -> None:
-        """Stop drawing; nothing happens where all is drawn."""
-        if self._ticket is not None and not self._ticket.answers.done():
-            self.thread.cancel(self._ticket)
-
-    def _held(self) -> LivePolicy:
-        assert self._policy is not None
-        return self._policy
 
     # ---- log-probs -------------------------------------------------------------------------------------------------
 
     async def _scores(
-        self, rows: Sequence[AnswerRow | None], prompts: Sequence[Sequence[int]]
+        self, policy: LivePolicy, rows: Sequence[AnswerRow | None], prompts: Sequence[Sequence[int]]
     ) -> list[tuple[list[TokenLogprob], list[TokenLogprob]]]:
         """Log-probs of each answer's prompt and tokens, as far as they are wanted."""
-        asked = self.asked
-        in_prompt = asked.prompt_logprobs is not None
-        again = asked.logprobs is not None and (asked.logprobs > 0 or not asked.draws_all_words)
-        if not (in_prompt or again):
-            return [([], [TokenLogprob(token=t, logprob=x) for t, x in _drawn(row)]) for row in rows]
-        answers = [[] if row is None else row.tokens for row in rows]
-        k = max(asked.logprobs or 0, asked.prompt_logprobs or 0)
-        batch = PackedBatch.from_lists(prompts, answers, device=self.thread.engine.backbone.device)
-        places = [r for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False) for r in range(a, b - 1)]
-        rows_P, role = torch.tensor(places, dtype=torch.int64, device=batch.device), self._held().own_role
-        targets = TargetLogprobs(role=role, rows_P=rows_P, targets=batch.tokens_T[rows_P + 1])
-        top = (TopLogprobs(role=role, rows_P=rows_P, k=k),) if k else ()
+        asked, in_prompt = self.asked, self.asked.prompt_logprobs is not None
+        drawn = [
+            [TokenLogprob(token=t, logprob=x) for t, x in zip(row.tokens, row.logprobs, strict=True)] if row else []
+            for row in rows
+        ]
+        if not (in_prompt or asked.scores_again):
+            return [([], own) for own in drawn]
+        scored = list[tuple[list[TokenLogprob], list[TokenLogprob]]]()
+        # one pass after another, each as large as a traversal may be: others draw meanwhile
+        for group in _groups([len(p) + len(own) for p, own in zip(prompts, drawn, strict=True)], self.thread):
+            given = [(prompts[i], [x.token for x in drawn[i]]) for i in group]
+            for i, tokens in zip(group, await self._score(policy, given), strict=True):
+                n = len(prompts[i])
+                scored.append((tokens[:n] if in_prompt else [], tokens[n:] if asked.scores_again else drawn[i]))
+        return scored
+
+    async def _score(
+        self, policy: LivePolicy, given: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[TokenLogprob]]:
+        """Log-probs of all tokens of some prompts with their answers, by one pass."""
+        k = max(self.asked.logprobs or 0, self.asked.prompt_logprobs or 0)
+        batch = PackedBatch.from_lists(*zip(*given, strict=True), device=self.thread.engine.backbone.device)
+        places = [r for a, b in itertools.pairwise(batch.cu_seqlens) for r in range(a, b - 1)]
+        rows_P = torch.tensor(places, dtype=torch.int64, device=batch.device)
+        targets = TargetLogprobs(role=policy.own_role, rows_P=rows_P, targets=batch.tokens_T[rows_P + 1])
+        top = (TopLogprobs(role=policy.own_role, rows_P=rows_P, k=k),) if k else ()
         results = await asyncio.wrap_future(
-            self.thread.compute(Pass(policy=self._held(), batch=batch, outputs=(targets, *top)))
+            self.thread.compute(Pass(policy=policy, batch=batch, outputs=(targets, *top)))
         )
         own = iter(zip(results[0].logprob.tolist(), *(x.tolist() for x in results[1]) if k else (), strict=True))
-        scored = []
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            tokens = [TokenLogprob(token=prompt[0], logprob=None)]
+        scored = list[list[TokenLogprob]]()
+        for prompt, answer in given:
+            scored.append([TokenLogprob(token=prompt[0], logprob=None)])
             for token in (*prompt[1:], *answer):
                 value, *best = next(own)
-                words = dict(zip(best[1], best[0], strict=True)) if best else {}
-                tokens.append(TokenLogprob(token=token, logprob=value, top=words | ({token: value} if words else {})))
-            drawn = tokens[len(prompt) :] if again else [TokenLogprob(token=t, logprob=x) for t, x in _drawn(rows[i])]
-            scored.append((tokens[: len(prompt)] if in_prompt else [], drawn))
+                words = list(zip(best[1], best[0], strict=True)) if best else []
+                words = [(t, value if t == token else x) for t, x in words]  # two sums may differ in their last bit
+                scored[-1].append(TokenLogprob(token=token, logprob=value, top=words))
         return scored
 
     # ---- objects ---------------------------------------------------------------------------------------------------
 
     def _frame(self, chunk: str) -> dict[str, Any]:
-        kind = {"cmpl": "text_completion", "chatcmpl": f"chat.completion{chunk}", "gen": "generate"}[self.kind]
+        if self.kind == "gen":
+            return {"request_id": self.id}
+        kind = "text_completion" if self.kind == "cmpl" else f"chat.completion{chunk}"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
 
     def _usage(self, drawn: int) -> dict[str, int]:
@@ -154,216 +166,246 @@ class Answers:
         return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
 
     def _choice(
-        self, i: int, row: AnswerRow | None, scored: tuple[list[TokenLogprob], list[TokenLogprob]]
+        self, i: int, row: AnswerRow | None, in_prompt: Sequence[TokenLogprob], drawn: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
-        asked, (in_prompt, drawn) = self.asked, scored
-        tokens, prompt = [] if row is None else row.tokens, asked.prompts[i // asked.n]
-        reason = "length" if row is None else _REASONS[row.finish_reason]
-        choice: dict[str, Any] = {"index": i, "finish_reason": reason}
-        if self.kind == "gen":
-            return {**choice, "token_ids": tokens, "logprobs": self._chat_logprobs(drawn, by_id=True)}
-        text = self._stops.cut(self.text(tokens))
-        choice["stop_reason"] = self._stop_reason(row)
+        asked, prompt = self.asked, self._prompts[i]
+        tokens, before = row.tokens if row else [], self.context(i)
+        choice: dict[str, Any] = {"index": i, "finish_reason": _REASONS[row.finish_reason] if row else "length"}
         if asked.token_ids:
-            choice |= {"token_ids": tokens} | ({"prompt_token_ids": prompt} if self.kind == "cmpl" else {})
-        if self.kind == "cmpl":
-            whole = self.text(prompt) + text if asked.echo else text
-            given = [*in_prompt, *drawn] if asked.echo else drawn
-            if asked.prompt_logprobs is not None and not asked.echo:
-                choice["prompt_logprobs"] = self._prompt_object(in_prompt)
-            return {**choice, "text": whole, "logprobs": self._text_logprobs(given)}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if asked.tools:
-            content, calls = tool_calls(text)
+            choice["token_ids"] = tokens
+        choice["stop_reason"] = self.stop_reason(row)
+        if self.kind == "gen":
+            return {**choice, "logprobs": self.logprobs(drawn, before)}
+        text, calls = self.parts(i, row)
+        if self.kind == "chatcmpl":
+            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
             if calls:
-                message |= {"content": content or None, "tool_calls": calls}
-                choice["finish_reason"] = "tool_calls" if reason == "stop" else reason
-        return {**choice, "message": message, "logprobs": self._chat_logprobs(drawn)}
+                message["tool_calls"] = calls
+                choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else "length"
+            return {**choice, "message": message, "logprobs": self.logprobs(drawn, before)}
+        if asked.token_ids:
+            choice["prompt_token_ids"] = prompt
+        if asked.echo:
+            text, drawn, before = self.text(prompt) + text, [*in_prompt, *drawn], []
+        else:
+            choice["prompt_logprobs"] = self._prompt_object(in_prompt)
+        return {**choice, "text": text, "logprobs": self.logprobs(drawn, before)}
 
-    def _stop_reason(self, row: AnswerRow | None) -> str | int | None:
+    def stop_reason(self, row: AnswerRow | None) -> str | int | None:
         """The stop text, or the token that ended an answer, unless that is the tokenizer's end of sequence."""
         if row is None or row.finish_reason == "length":
             return None
         if row.finish_reason == "stop":
-            text = self._raw_text(row.tokens)
+            text = self.raw_text(row.tokens)
             return next((stop for stop in row.sampling.stop if stop in text), None)
         return None if row.tokens[-1] == self.tokenizer.eos_token_id else row.tokens[-1]
 
-    def _text_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """OpenAI's object for completions."""
-        if self.asked.logprobs is None:
+    def logprobs(self, tokens: Sequence[TokenLogprob], before: Sequence[int], offset: int = 0) -> dict[str, Any] | None:
+        """OpenAI's object for completions, or for chats, of tokens that follow others.
+
+        offset: characters of the answer before them.
+        """
+        asked = self.asked
+        if asked.logprobs is None:
             return None
-        before = [None, *(x.token for x in tokens)]
-        texts = [self._piece(a, x.token) for a, x in zip(before, tokens, strict=False)]
-        offsets = [0, *itertools.accumulate(map(len, texts))]
-        top = [
-            None if x.logprob is None or not self.asked.logprobs else self._named(a, x.top)
-            for a, x in zip(before, tokens, strict=False)
-        ]
+        following = [list(before[-1:]), *([x.token] for x in tokens)]
+        each = list(zip(following, tokens, strict=False))
+        texts = [self._piece(a, x.token) for a, x in each]
+        ranked = [x.top[: asked.logprobs] for x in tokens]
+        if self.kind != "cmpl":
+
+            def entry(text: str, value: float | None) -> dict[str, Any]:
+                return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+            content = [
+                {
+                    **entry(text, x.logprob),
+                    "top_logprobs": [entry(self._piece(a, t), value) for t, value in best],
+                }
+                for (a, x), text, best in zip(each, texts, ranked, strict=True)
+            ]
+            return {"content": content}
+        top = list[dict[str, float] | None]()
+        for (a, x), best in zip(each, ranked, strict=True):
+            named: dict[str, Any] = {}
+            for token, value in [*best, (x.token, x.logprob)] if best else ():
+                named.setdefault(self._piece(a, token), value)  # of several words with one text the likeliest
+            top.append(named or None)
+        lengths = [self.length(a, x.token) for a, x in each]
         return {
             "tokens": texts, "token_logprobs": [x.logprob for x in tokens], "top_logprobs": top,
-            "text_offset": offsets[:-1],
+            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1],
         }  # fmt: skip
 
-    def _named(self, before: int | None, top: Mapping[int, float]) -> dict[str, float]:
-        """Log-probs by the words' texts after a token; of several words with one text the likeliest."""
-        named: dict[str, float] = {}
-        for token, value in sorted(top.items(), key=lambda item: -item[1]):
-            named.setdefault(self._piece(before, token), value)
-        return named
+    def _piece(self, before: Sequence[int], token: int) -> str:
+        """What a token adds to the text of the one before, or its id."""
+        if self.asked.by_id:
+            return f"token_id:{token}"
+        first, both = self.raw_text(before), self.raw_text([*before, token])
+        return both[len(first) :] if both.startswith(first) else self.raw_text([token])
 
-    def _piece(self, before: int | None, token: int) -> str:
-        """What a token adds to the text of the one before: white space may belong to it only there."""
-        first = "" if before is None else self._raw_text([before])
-        both = self._raw_text([token] if before is None else [before, token])
-        return both[len(first) :] if both.startswith(first) else self._raw_text([token])
+    def length(self, before: Sequence[int], token: int) -> int:
+        """Characters that a token adds to the text of the one before; special ones add none."""
+        if token in self.tokenizer.all_special_ids:
+            return 0
+        return len(self.raw_text([*before, token])) - len(self.raw_text(before))
 
-    def _chat_logprobs(self, tokens: Sequence[TokenLogprob], *, by_id: bool = False) -> dict[str, Any] | None:
-        """OpenAI's object for chats."""
-        if self.asked.logprobs is None:
-            return None
-
-        def named(before: int | None, token: int, value: float | None) -> dict[str, Any]:
-            text = f"token_id:{token}" if by_id else self._piece(before, token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-        def best(before: int | None, x: TokenLogprob) -> list[dict[str, Any]]:
-            words = sorted(x.top.items(), key=lambda item: -item[1])
-            return [named(before, *word) for word in words[: self.asked.logprobs]]
-
-        each = zip([None, *(x.token for x in tokens)], tokens, strict=False)
-        return {"content": [{**named(a, x.token, x.logprob), "top_logprobs": best(a, x)} for a, x in each]}
-
-    def _prompt_object(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-        """vLLM's list: for each token of a prompt but the first, words by id."""
+    def _prompt_object(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None] | None:
+        """vLLM's list: for each token of a prompt but the first, words by id; None where it was not asked for."""
         entries: list[dict[str, Any] | None] = [None]
         for x in tokens[1:]:
-            ranked = sorted(({x.token: x.logprob or 0.0} | dict(x.top)).items(), key=lambda item: -item[1])
+            best = enumerate(x.top[: self.asked.prompt_logprobs], start=1)
+            ranks: dict[int, tuple[int | None, float | None]] = {token: (rank, value) for rank, (token, value) in best}
+            ranks.setdefault(x.token, (None, x.logprob))  # none of the likeliest
             entries.append(
                 {
-                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._raw_text([token])}
-                    for rank, (token, value) in enumerate(ranked, start=1)
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self.raw_text([token])}
+                    for token, (rank, value) in ranks.items()
                 }
             )
-        return entries
+        return entries if tokens else None
 
-    def _raw_text(self, tokens: Any) -> str:
+    # ---- texts -----------------------------------------------------------------------------------------------------
+
+    def raw_text(self, tokens: Any) -> str:
+        """Text of tokens with special ones."""
         return str(self.tokenizer.decode(tokens))
 
     def text(self, tokens: Any) -> str:
         """Text of tokens without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def context(self, i: int) -> list[int]:
+        """Tokens that the text of a choice goes on from: a message begins anew."""
+        return self._prompts[i][-_CONTEXT:] if self.kind == "cmpl" else []
+
+    def parts(self, i: int, row: AnswerRow | None) -> tuple[str, list[dict[str, Any]]]:
+        """Text of a choice up to its end, and the calls of tools in it."""
+        if row is None:
+            return "", []
+        before, tokens = self.context(i), row.tokens[: len(row.tokens) - (row.finish_reason == "eos")]
+        first, both = self.text(before), self.text([*before, *tokens])
+        text = both[len(first) :] if both.startswith(first) else self.text(tokens)
+        text = StopTexts(self.stops, self.raw_text).cut(text)
+        return tool_calls(text) if self.asked.tools else (text, [])
+
     # ---- token by token --------------------------------------------------------------------------------------------
 
-    async def begin_stream(self) -> asyncio.Queue[Any]:
-        """Queue the requests; the queue of what they draw: (choice, tokens, log-probs, finish reason or None)."""
+    async def begin_stream(self) -> AsyncIterator[dict[str, Any]]:
+        """Queue the requests; OpenAI's objects of a stream, as tokens come."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        seen = [0] * len(self.asked.prompts) * self.asked.n
+        seen = [0] * len(self._prompts)
+
+        def tell(item: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody reads any more
+                loop.call_soon_threadsafe(news.put_nowait, item)
 
         def listen(place: int, row: AnswerRow, finished: bool) -> None:
-            new = row.tokens[seen[place] :], row.logprobs[seen[place] :]
-            if new[0] or finished:
-                seen[place] += len(new[0])
-                loop.call_soon_threadsafe(news.put_nowait, (place, *new, row if finished else None))
-
-        await self._submit(listen)
-        assert self._ticket is not None
-        self._ticket.answers.add_done_callback(lambda done: loop.call_soon_threadsafe(news.put_nowait, done))
-        return news
-
-    async def chunks(self, news: asyncio.Queue[Any]) -> AsyncIterator[dict[str, Any]]:
-        """OpenAI's objects of a stream, as tokens come."""
-        asked, drawn = self.asked, 0
-        # likeliest words, and log-probs before the temperature, are computed when an answer is whole
-        late = asked.logprobs is not None and (asked.logprobs > 0 or not asked.draws_all_words)
-        texts = [_Text(self) for _ in range(len(asked.prompts) * asked.n)]
-        try:
-            if self.kind == "chatcmpl":
-                for i in range(len(texts)):
-                    yield self._chunk(i, {"role": "assistant", "content": ""})
-            while True:
-                item = await news.get()
-                if not isinstance(item, tuple):
-                    item.result()  # raises what ended the answers
-                    break
-                place, tokens, logprobs, row = item
-                drawn += len(tokens)
+            tokens, logprobs = row.tokens[seen[place] :], row.logprobs[seen[place] :]
+            seen[place] += len(tokens)
+            if tokens:
                 scored = [TokenLogprob(token=t, logprob=x) for t, x in zip(tokens, logprobs, strict=True)]
-                if late:
-                    scored = [] if row is None else (await self._scores([row], [asked.prompts[place // asked.n]]))[0][1]
-                for chunk in self._chunks_of(place, texts[place], tokens, scored, row):
-                    yield chunk
-            if asked.usage_in_stream:
-                yield {**self._frame(".chunk"), "choices": [], "usage": self._usage(drawn)}
-        finally:
-            self.cancel()
-            self.thread.policies.release(self._held())
+                tell((place, scored, row if finished else None))
+
+        try:
+            policy = await self._begin(listen)
+        except BaseException:
+            self.end()
+            raise
+        assert self._ticket is not None, "what is streamed is drawn"
+        self._ticket.answers.add_done_callback(tell)
+        return self._chunks(policy, news)
+
+    async def _chunks(self, policy: LivePolicy, news: asyncio.Queue[Any]) -> AsyncIterator[dict[str, Any]]:
+        drawn, texts = 0, [_Text(self, i) for i in range(len(self._prompts))]
+        if self.kind == "chatcmpl":
+            for i in range(len(texts)):
+                yield self._chunk(i, delta={"role": "assistant", "content": ""})
+        while isinstance(item := await news.get(), tuple):
+            place, tokens, row = item
+            drawn += len(tokens)
+            ids, scored = [x.token for x in tokens], tokens
+            if self.asked.scores_again:  # likeliest words, and log-probs of the model itself, once an answer is whole
+                scored = (await self._scores(policy, [row], [self._prompts[place]]))[0][1] if row else []
+            for chunk in self._chunks_of(texts[place], ids, scored, row):
+                yield chunk
+        item.result()  # raises what ended the answers
+        if self.asked.usage_in_stream:
+            yield {**self._frame(".chunk"), "choices": [], "usage": self._usage(drawn)}
 
     def _chunks_of(
-        self, place: int, text: _Text, tokens: Sequence[int], scored: Sequence[TokenLogprob], row: AnswerRow | None
+        self, text: _Text, tokens: Sequence[int], scored: Sequence[TokenLogprob], row: AnswerRow | None
     ) -> Iterator[dict[str, Any]]:
         """Chunks for new tokens of one choice, the last of which has the finish reason."""
-        new, more = text.add(tokens, row), dict[str, Any]()
-        reason = None if row is None else _REASONS[row.finish_reason]
+        new, calls = text.add(tokens, row)
+        more: dict[str, Any] = {"logprobs": text.logprobs(scored), "finish_reason": None}
         if self.asked.token_ids:
             more["token_ids"] = list(tokens)
-        calls = text.calls if row is not None else []
-        if not new and not scored and reason is None and not more:
+        if row is not None:
+            more |= {"finish_reason": _REASONS[row.finish_reason], "stop_reason": self.stop_reason(row)}
+        elif not (new or scored or self.asked.token_ids):
             return
-        if self.kind == "gen":
-            logprobs = self._chat_logprobs(scored, by_id=True)
-            choice = {"index": place, "token_ids": list(tokens), "logprobs": logprobs, "finish_reason": reason}
-            yield {"request_id": self.id, "choices": [choice]}
-        elif self.kind == "cmpl":
-            choice = {"index": place, "text": new, "logprobs": self._text_logprobs(scored), "finish_reason": reason}
-            yield {**self._frame(""), "choices": [{**choice, **more}]}
-        else:
+        if self.kind == "chatcmpl":
             delta: dict[str, Any] = {"content": new} if new else {}
             if calls:
                 delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                reason = "tool_calls" if reason == "stop" else reason
-            yield self._chunk(place, delta, logprobs=self._chat_logprobs(scored), finish_reason=reason, **more)
+                more["finish_reason"] = "tool_calls" if more["finish_reason"] == "stop" else "length"
+            more["delta"] = delta
+        elif self.kind == "cmpl":
+            more["text"] = new
+        yield self._chunk(text.place, **more)
 
-    def _chunk(self, i: int, delta: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-        choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-        return {**self._frame(".chunk"), "choices": [choice]}
+    def _chunk(self, i: int, **fields: Any) -> dict[str, Any]:
+        return {**self._frame(".chunk"), "choices": [{"index": i, "logprobs": None, "finish_reason": None, **fields}]}
 
 
 class _Text:
     """The text of one choice of a stream, as far as later tokens cannot change it."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self._tokens: list[int] = []
-        self._from, self._read = 0, 0  # tokens whose text gives the next ones' context; tokens whose text is known
+    def __init__(self, answers: Reply, place: int) -> None:
+        self.place, self._answers = place, answers
+        self._tokens = answers.context(place)
+        self._from, self._read = 0, len(self._tokens)  # tokens whose text gives the next ones' context; that are read
         self._text, self._sent = "", 0
-        stops = answers.asked.sampling.stop if answers.asked.sampling else ()
-        holds = (*stops, *((TOOL_CALL,) if answers.asked.tools else ()))
-        self._holds = StopTexts(holds, answers._raw_text)
-        self.calls: list[dict[str, Any]] = []
-        """Calls of tools, once the answer is whole."""
+        self._before, self._offset = self._tokens[-1:], 0  # of the next log-prob
+        holds = (*answers.stops, *((TOOL_CALL,) if answers.asked.tools else ()))
+        self._holds = StopTexts(holds, answers.raw_text)
 
-    def add(self, tokens: Sequence[int], row: AnswerRow | None) -> str:
-        """What new tokens add to the text; row: the answer, where it is whole."""
-        self._tokens += tokens
+    def add(self, tokens: Sequence[int], row: AnswerRow | None) -> tuple[str, list[dict[str, Any]]]:
+        """What new tokens add to the text, and calls of tools; row: the answer, where it is whole."""
         answers = self._answers
+        if row is not None:
+            whole, calls = answers.parts(self.place, row)
+            return whole[self._sent :], calls
+        self._tokens += tokens
         before, now = answers.text(self._tokens[self._from : self._read]), answers.text(self._tokens[self._from :])
-        if not now.endswith("\ufffd") or row is not None:
+        if len(now) > len(before) and not now.endswith("\ufffd"):  # else it may be part of a character, or special
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._tokens)
-        if row is not None:
-            whole = answers._stops.cut(self._text)
-            if answers.asked.tools:
-                content, self.calls = tool_calls(whole)
-                whole = content if self.calls else whole
-            new = whole[self._sent :]
-            return new
         shown = self._holds.cut(self._text)
-        end = len(shown) - (self._holds.may_begin(shown) if shown == self._text else 0)
-        new, self._sent = shown[self._sent : end], max(self._sent, end)
-        return new
+        if shown == self._text:
+            shown = shown[: len(shown) - self._holds.may_begin(shown)]
+        if answers.asked.tools:  # a call takes the white space before it along
+            shown = shown.rstrip()
+        new, self._sent = shown[self._sent :], max(self._sent, len(shown))
+        return new, []
+
+    def logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Object of the next tokens' log-probs."""
+        found = self._answers.logprobs(scored, self._before, self._offset)
+        for x in scored:
+            self._offset += self._answers.length(self._before, x.token)
+            self._before = [x.token]
+        return found
 
 
-def _drawn(row: AnswerRow | None) -> list[tuple[int, float]]:
-    return [] if row is None else list(zip(row.tokens, row.logprobs, strict=True))
+def _groups(lengths: Sequence[int], thread: PolicyThread) -> Iterator[list[int]]:
+    """Places of sequences that follow each other and fit the token budget together, or one that is longer."""
+    group, tokens = list[int](), 0
+    for i, length in enumerate(lengths):
+        if group and tokens + length > thread.policies.host.token_budget:
+            yield group
+            group, tokens = [], 0
+        group.append(i)
+        tokens += length
+    yield group

@@ -17,17 +17,20 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
-from rlhf_engine.policy.pool import BASE
+from rlhf_engine.devices import peak_memory_bytes
+from rlhf_engine.errors import BusyError, CorruptCheckpointError, EngineError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.runs.metrics import peak_memory_bytes
-from rlhf_engine.serve.answers import Answers
+from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 
 MOST_BODY = 16 * 2**20
 """Most bytes of a body."""
+_LARGE = 1 << 16
+"""Bytes of a body beyond which another thread reads it."""
 _POINTS, _SECONDS = 300, 2.0  # points of the page's curves, and seconds between two
 
 
@@ -109,40 +112,42 @@ class Service:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # each is compared, in constant time, so that the time tells nothing
-        known = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise BadRequestError(
                 "authorization: expected 'Bearer KEY' with a key of this server, got none", status=401
             )
 
-    async def _body(self, request: Request) -> Any:
+    async def _body(self, request: Request) -> bytes:
         parts, size = list[bytes](), 0
         async for part in request.stream():
             size += len(part)
             if size > self._most_body:
                 raise BadRequestError(f"body: expected at most {self._most_body} bytes, got more", status=413)
             parts.append(part)
-        return parse_json(b"".join(parts))
+        return b"".join(parts)
 
     async def _drawn(self, request: Request, kind: str, read: Callable[[Any], Asked]) -> Response:
         """Answer a body, whole or as a stream."""
-        body = await self._body(request)
+        raw = await self._body(request)
         with _as_errors():
-            asked = self._named(read(body))
-            answers = Answers(self.thread, self.tokenizer, asked, kind)
+            if len(raw) > _LARGE:  # the loop of all requests does not wait for it
+                asked = self._named(await asyncio.to_thread(lambda: read(parse_json(raw))))
+            else:
+                asked = self._named(read(parse_json(raw)))
+            answers = Reply(self.thread, self.tokenizer, asked, kind)
             if asked.stream:
-                news = await answers.begin_stream()
-                return StreamingResponse(_events(answers.chunks(news)), media_type="text/event-stream")
-            drawing = asyncio.ensure_future(answers.whole())
-            leaving = asyncio.ensure_future(_until_gone(request))
+                return _Stream(answers, await answers.begin_stream())
+            drawing, leaving = asyncio.ensure_future(answers.whole()), asyncio.ensure_future(_until_gone(request))
             try:
                 await asyncio.wait({drawing, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if not drawing.done():
                     raise ClientDisconnect
-                return JSONResponse(await drawing)
+                return JSONResponse(drawing.result())
             finally:
                 leaving.cancel()
                 drawing.cancel()
+                answers.end()
 
     def _named(self, asked: Asked) -> Asked:
         """The same, of the policy that the body names; no name, and the base's, are the base."""
@@ -211,7 +216,7 @@ class Service:
                 {
                     "name": self.name if policy.name == BASE else policy.name, "steps": policy.state.step,
                     "bytes": 0 if policy.name == BASE else policy.n_bytes, "users": policy.holders,
-                    "state": "paused" if policy.paused else "trained" if policy.optimizer else "drawn from",
+                    "state": _state(policy, policies),
                 }
                 for policy in policies
             ] + [{**_ON_DISK, "name": name} for name in list(policies.evicted)],
@@ -232,7 +237,7 @@ class Service:
             lines += [f"# TYPE rlhf_engine_{name} {kinds.get(name, 'gauge')}", f"rlhf_engine_{name} {facts[name] or 0}"]
         lines += [f"# TYPE rlhf_engine_exact gauge\nrlhf_engine_exact {int(facts['exact'])}"]
         lines += ["# TYPE rlhf_engine_policy_bytes gauge"]
-        lines += [f'rlhf_engine_policy_bytes{{policy="{p["name"]}"}} {p["bytes"]}' for p in facts["policies"]]
+        lines += [f"rlhf_engine_policy_bytes{{policy={json.dumps(p['name'])}}} {p['bytes']}" for p in facts["policies"]]
         lines += ["# TYPE rlhf_engine_requests counter"]
         lines += [f'rlhf_engine_requests{{path="{path}",status="{code}"}} {n}' for path, code, n in facts["requests"]]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
@@ -251,8 +256,17 @@ class Service:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def _state(policy: LivePolicy, policies: Policies) -> str:
+    return "paused" if policy.name in policies.paused else "trained" if policy.optimizer else "frozen"
+
+
 _ON_DISK = {"steps": 0, "bytes": 0, "users": 0, "state": "on disk"}
-_STATUS = {PolicyRemovedError: 404, BusyError: 429, MemoryLimitError: 429, EngineError: 503, ValueError: 400}
+_STATUS: tuple[tuple[Any, int], ...] = (
+    (CorruptCheckpointError, 503), (PolicyRemovedError, 404), ((BusyError, MemoryLimitError), 429), (ValueError, 400),
+    ((EngineError, OSError), 503),
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -260,15 +274,27 @@ def _as_errors() -> Iterator[None]:
     """Errors of the block as what is answered to a request."""
     try:
         yield
-    except BadRequestError:
-        raise
-    except (EngineError, ValueError) as error:
-        kinds = [kind for kind in (*_STATUS,) if isinstance(error, kind)]
-        raise BadRequestError(str(error), status=400 if isinstance(error, ValueError) else _STATUS[kinds[0]]) from error
+    except (EngineError, ValueError, OSError) as error:
+        status = next(status for kinds, status in _STATUS if isinstance(error, kinds))
+        raise BadRequestError(str(error), status=status) from error
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; whatever ends them ends the answers."""
+
+    def __init__(self, answers: Reply, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(_events(chunks), media_type="text/event-stream")
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.end()
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Server-sent events; an error is the last of them."""
+    """An event of each chunk; an error is the last of them."""
     try:
         with _as_errors():
             async for chunk in chunks:

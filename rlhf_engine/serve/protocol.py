@@ -6,7 +6,6 @@ Every field of a body is read, known to change nothing, or refused: none is left
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from collections.abc import Mapping
@@ -16,32 +15,26 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tokenizer import encode, encode_prompt
+from rlhf_engine.data.tokenize import encode, encode_prompt
 from rlhf_engine.rollout.request import SamplingConfig
 
-MOST_CHOICES, MOST_TOP, MOST_STOPS = 128, 20, 16
+MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_WORDS = 128, 20, 16, 1 << 20
+"""Most answers to a prompt, likeliest words at a token, stop texts, and likeliest words in one answer to a body."""
+_TEMPERATURES = (1e-3, 1e3)
 _PLAIN = {
-    **dict.fromkeys(
-        ("user", "metadata", "store", "service_tier", "request_id", "cache_salt", "priority", "safety_identifier")
-    ),
-    **dict.fromkeys(
-        ("detokenize", "flat_logprobs", "extra_args", "skip_special_tokens", "spaces_between_special_tokens")
-    ),
-    **dict.fromkeys(("parallel_tool_calls", "prompt_cache_key", "reasoning_effort", "output_kind")),
-}
+    "user", "metadata", "store", "service_tier", "request_id", "cache_salt", "priority", "safety_identifier",
+    "detokenize", "flat_logprobs", "extra_args", "spaces_between_special_tokens", "prompt_cache_key",
+    "reasoning_effort", "output_kind",
+}  # fmt: skip
 """Fields that change no answer here."""
-_ONLY = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(
-        ("suffix", "best_of", "function_call", "functions", "audio", "prediction", "web_search_options"), ()
-    ),
-    **dict.fromkeys(("truncate_prompt_tokens", "features", "kv_transfer_params", "bad_words", "allowed_token_ids"), ()),
-    **dict.fromkeys(("logit_bias", "modalities"), ({}, ["text"])),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "continue_final_message"), (False,)),
-    "add_generation_prompt": (True,),
-    "response_format": ({"type": "text"},),
-}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "include_stop_str_in_output": (False,), "use_beam_search": (False,), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "skip_special_tokens": (True,), "parallel_tool_calls": (True,),
+    "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},), "best_of": (1,),
+    "suffix": (), "function_call": (), "functions": (), "audio": (), "prediction": (), "web_search_options": (),
+    "truncate_prompt_tokens": (), "features": (), "kv_transfer_params": (), "bad_words": (), "allowed_token_ids": (),
+}  # fmt: skip
 """Fields that are served with these values alone, or null."""
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 TOOL_CALL = "<tool_call>"
@@ -65,7 +58,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a body asks for."""
+    """A body that was read."""
 
     model: str
     """Name in the body, and in the answer; empty: none."""
@@ -91,13 +84,22 @@ class Asked:
     """Whether the prompt stands before the answer."""
     token_ids: bool = False
     """Whether token ids are given."""
+    by_id: bool = False
+    """Whether log-probs name tokens by id, `token_id:17`."""
     tools: bool = False
     """Whether tool calls are looked for in answers."""
 
     @property
-    def draws_all_words(self) -> bool:
-        """Whether drawn log-probs are those of the model itself."""
-        return self.sampling is None or (self.sampling.temperature == 1.0 and not self.sampling.filters)
+    def n_tokens(self) -> int:
+        """Most tokens of prompts and answers."""
+        most = self.sampling.max_completion_length if self.sampling else 0
+        return self.n * sum(len(prompt) + most for prompt in self.prompts)
+
+    @property
+    def scores_again(self) -> bool:
+        """Whether the log-probs of answers are not those that they were drawn by."""
+        own = self.sampling is None or (self.sampling.temperature == 1.0 and not self.sampling.filters)
+        return self.logprobs is not None and (self.logprobs > 0 or not own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ class Reader:
     """Tokens that end an answer."""
     context: int
     """Most tokens of prompt and answer."""
+    vocabulary: int
+    """Number of token ids."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, unless a body has its own."""
 
@@ -147,12 +151,7 @@ class Reader:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
             )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-        ) as error:  # what templates raise of what they do not know
+        except _OF_TEMPLATES as error:
             raise BadRequestError(
                 f"messages: expected what the chat template takes, got an error of it: {error}"
             ) from error
@@ -167,11 +166,12 @@ class Reader:
     def tokens(self, body: Mapping[str, Any]) -> Asked:
         """Read a body of /inference/v1/generate, tokens to tokens."""
         fields = _Fields(body)
-        prompt = _ids("token_ids", fields.take("token_ids", list, required=True))
+        prompt = self._ids("token_ids", fields.take("token_ids", list, required=True))
         model, stream = fields.take("model", str, None), fields.take("stream", bool, False)
         options = fields.take("stream_options", object, None)
         given = fields.inner("sampling_params")
         fields.end()
+        given.given.pop("skip_special_tokens", None)  # of texts, which there are none of
         given.given |= {"model": model, "stream": stream, "stream_options": options}
         return self._asked(
             given, [prompt], default_max=16, logprobs=given.number("logprobs", int, None, 0, MOST_TOP), token_ids=True,
@@ -183,13 +183,19 @@ class Reader:
     def _prompts(self, prompt: Any) -> list[list[int]]:
         """One prompt or several, each a text or token ids."""
         several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else [prompt]
-        prompts = []
-        for i, each in enumerate(several):
-            if isinstance(each, str):
-                prompts.append(encode_prompt(self.tokenizer, each))
-            else:
-                prompts.append(_ids("prompt" if len(several) == 1 else f"prompt[{i}]", each))
-        return prompts
+        return [
+            encode_prompt(self.tokenizer, each)
+            if isinstance(each, str)
+            else self._ids("prompt" if len(several) == 1 else f"prompt[{i}]", each)
+            for i, each in enumerate(several)
+        ]
+
+    def _ids(self, name: str, value: Any) -> list[int]:
+        if not isinstance(value, list) or not all(type(x) is int and 0 <= x < self.vocabulary for x in value):
+            raise BadRequestError(
+                f"{name}: expected a text or a list of token ids of 0 to {self.vocabulary - 1}, got {_short(value)}"
+            )
+        return value
 
     def _asked(
         self,
@@ -206,7 +212,7 @@ class Reader:
     ) -> Asked:
         """Read the fields that all bodies have."""
         longest = max(map(len, prompts))
-        if longest == 0:
+        if not all(prompts):
             raise BadRequestError("prompt: expected at least one token, got none")
         room = self.context - longest
         name = "max_completion_tokens" if fields.given.get("max_completion_tokens") is not None else "max_tokens"
@@ -219,29 +225,30 @@ class Reader:
                 f"{max(most, least_max)}",
                 code="context_length_exceeded",
             )
-        temperature = fields.number("temperature", float, 1.0, 0.0, None)
-        stop = fields.take("stop", object, None) or []
+        temperature = fields.number("temperature", float, 1.0, 0.0, _TEMPERATURES[1])
+        if 0.0 < temperature < _TEMPERATURES[0]:  # which logits are divided by
+            raise BadRequestError(f"temperature: expected 0 or at least {_TEMPERATURES[0]}, got {temperature}")
+        stop = fields.take("stop", object, [])
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(x, str) and x for x in stops):
             raise BadRequestError(
                 f"stop: expected a text or at most {MOST_STOPS} texts, none empty, got {_short(stop)}"
             )
         ends = () if fields.take("ignore_eos", bool, False) else self.ends
-        ends = tuple({*ends, *_ids("stop_token_ids", fields.take("stop_token_ids", list, None) or [])})
+        ends = tuple({*ends, *self._ids("stop_token_ids", fields.take("stop_token_ids", list, []))})
         seed = fields.number("seed", int, None, -(2**63), 2**63 - 1)
-        top_k, min_p = fields.number("top_k", int, None, -1, None), fields.number("min_p", float, None, 0.0, 1.0)
-        top_p = fields.number("top_p", float, None, 0.0, 1.0)
-        if top_p == 0.0:
-            raise BadRequestError("top_p: expected a number in (0, 1], got 0.0")
+        top_k, min_p = fields.number("top_k", int, 0, -1, None), fields.number("min_p", float, None, 0.0, 1.0)
+        top_p = fields.number("top_p", float, None, 1e-6, 1.0)
         sampling = None
         if most > 0:
-            least = fields.number("min_tokens", int, 0, 0, most)
+            # an end may be drawn once so many tokens stand before it
+            least = fields.number("min_tokens", int, 0, 0, most - 1 if ends else most)
             sampling = SamplingConfig(
                 max_completion_length=most,
-                min_completion_length=least,
+                min_completion_length=least + 1 if least and ends else 0,
                 eos_token_ids=tuple(sorted(ends)),
                 temperature=temperature or 1.0,
-                top_k=None if top_k in (None, -1, 0) else top_k,
+                top_k=min(top_k, self.vocabulary) if top_k > 0 else None,
                 top_p=None if top_p == 1.0 else top_p,
                 min_p=min_p or None,
                 stop=tuple(stops),
@@ -251,6 +258,7 @@ class Reader:
         usage = options.take("include_usage", bool, False)
         options.take("continuous_usage_stats", bool, False)
         options.end()
+        k = max(logprobs or 0, prompt_logprobs or 0)
         asked = Asked(
             model=fields.take("model", str, None) or "",
             prompts=prompts,
@@ -263,12 +271,19 @@ class Reader:
             prompt_logprobs=prompt_logprobs,
             echo=echo,
             token_ids=fields.take("return_token_ids", bool, False) or token_ids,
+            by_id=fields.take("return_tokens_as_token_ids", bool, False) or token_ids,
             tools=tools,
         )
         fields.end()
+        if asked.n_tokens * k > MOST_WORDS:
+            raise BadRequestError(
+                f"logprobs: expected at most {MOST_WORDS} likeliest words of all tokens, got {asked.n_tokens} × {k}"
+            )
         return asked
 
 
+_OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What templates raise of what they do not know."""
 _RESERVED = {"tokenize", "add_generation_prompt", "tools", "conversation", "chat_template", "return_dict"}
 
 
@@ -298,7 +313,7 @@ class _Fields:
         if value is None:
             return default
         fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not fits or not math.isfinite(value) or value < least or (most is not None and value > most):
+        if not fits or not least <= value <= (2**63 - 1 if most is None else most):
             bound = f"of at least {least}" if most is None else f"from {least} to {most}"
             what = "a whole number" if kind is int else "a number"
             raise BadRequestError(f"{name}: expected {what} {bound}, got {_short(value)}")
@@ -306,7 +321,8 @@ class _Fields:
 
     def inner(self, name: str) -> _Fields:
         """An object within, empty where there is none."""
-        return _Fields(self.given.pop(name, None) or {}, name)
+        value = self.given.pop(name, None)
+        return _Fields({} if value is None else value, name)
 
     def end(self) -> None:
         """Refuse what is left, unless it changes nothing."""
@@ -339,12 +355,19 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         raise BadRequestError(f"{name}.content: expected text or parts of text, got {_short(content)}")
     calls = message.get("tool_calls")
     if calls is not None:
-        if not isinstance(calls, list) or not all(
-            isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
-        ):
-            raise BadRequestError(f"{name}.tool_calls: expected a list of calls of functions, got {_short(calls)}")
-        own["tool_calls"] = [_with_parsed_arguments(f"{name}.tool_calls", call) for call in calls]
+        own["tool_calls"] = [
+            _with_parsed_arguments(f"{name}.tool_calls", call) for call in _list_of_objects(name, calls)
+        ]
     return own
+
+
+def _list_of_objects(name: str, calls: Any) -> list[Mapping[str, Any]]:
+    """Calls of functions."""
+    if not isinstance(calls, list) or not all(
+        isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
+    ):
+        raise BadRequestError(f"{name}.tool_calls: expected a list of calls of functions, got {_short(calls)}")
+    return calls
 
 
 def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,30 +376,30 @@ def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> dict[str, Any]
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequestError(f"{name}: expected arguments in JSON, got {_short(function['arguments'])}") from error
     return {**call, "function": function}
 
 
-def _ids(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(x) is int for x in value):
-        raise BadRequestError(f"{name}: expected a text or a list of token ids, got {_short(value)}")
-    return value
-
-
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return f"a deep {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}…"
 
 
 def parse_json(raw: bytes) -> Any:
-    """A body's JSON. BadRequestError for what is none, numbers that are none included."""
+    """A body's JSON. BadRequestError for what is none, numbers and characters that are none included."""
 
     def refuse(name: str) -> float:
         raise ValueError(f"the number {name}")
 
     try:
-        return json.loads(raw, parse_constant=refuse)
+        value = json.loads(raw.decode(), parse_constant=refuse)
+        if b"\\u" in raw:  # halves of characters may be escaped
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"body: expected JSON, got {error}") from error
 

@@ -18,14 +18,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.engine import EngineOptions
+from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.serve.app import Service
 from rlhf_engine.serve.protocol import Reader
 
@@ -42,8 +41,9 @@ def make_service(
     backbone = thread.engine.backbone
     ends = eos_token_ids(tokenizer, backbone.model)
     reader = Reader(
-        tokenizer=tokenizer, ends=ends, context=backbone.context_length, template_kwargs=template_kwargs or {}
-    )
+        tokenizer=tokenizer, ends=ends, context=backbone.context_length, vocabulary=backbone.vocabulary,
+        template_kwargs=template_kwargs or {},
+    )  # fmt: skip
     return Service(thread, tokenizer, reader, name=name, keys=keys)
 
 
@@ -79,18 +79,25 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
         dtype=DTYPES[config.dtype],
         device=resolve_device(config.device),
     )
-    exactness.settle(config.exact, host.backbone())
+
     state = None if config.state is None else Path(config.state)
     if state is not None:
         state.mkdir(parents=True, exist_ok=True)
-    policies = Policies(host, state=state, max_policies=config.max_policies, options=EngineOptions.of(config))
+    policies = Policies(
+        host,
+        state=state,
+        max_policies=config.max_policies,
+        options=EngineOptions.of(config),
+        exact=config.exact,
+    )
+    name = config.served_name or Path(config.model_name_or_path.partition("@")[0].rstrip("/")).name
     for place in config.adapters:
-        name, _, folder = place.partition("=")
+        adapter, _, folder = place.partition("=")
+        config.require("adapters", adapter != name, f"other names than the base's, {name!r}")
         try:
-            policies.load(name, Path(folder))
+            policies.load(adapter, Path(folder))
         except ValueError as error:
             raise ConfigError(f"adapters: {place!r}: {error}") from error
-    name = config.served_name or Path(config.model_name_or_path.partition("@")[0].rstrip("/")).name
     return policies, tokenizer, keys, name
 
 
@@ -114,7 +121,8 @@ def _server(service: Service) -> uvicorn.Server:
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as place:
+    # asyncio sends small answers at once only where the protocol is named
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((host, port))
