@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -285,9 +286,15 @@ class Policies:
             folder = self.evicted.pop(name)
             try:
                 return self._read(name, folder)
-            except (EngineError, OSError):
+            except (EngineError, OSError) as error:
                 self.evicted[name] = folder
-                raise
+                if isinstance(error, MemoryLimitError):
+                    raise
+                warnings.warn(f"policy {name!r}: {error}", stacklevel=2)
+                # whoever asked for it need not know where it lies
+                raise EngineError(
+                    f"policy {name!r}: expected a checkpoint that can be read, got one that cannot"
+                ) from error
 
     # ---- training --------------------------------------------------------------------------------------------------
 

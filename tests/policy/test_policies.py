@@ -242,6 +242,16 @@ def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_b
     assert drawn(again, "p0") == after
     again.remove("p0")
     assert "p0" not in make_pool(state=tmp_path)
+    last = make_pool(state=tmp_path)
+    (last.evicted["fork"] / "optimizer.safetensors").write_bytes(b"spoilt")
+    with (
+        pytest.warns(UserWarning, match=r"policy 'fork': .*optimizer.safetensors"),
+        pytest.raises(
+            EngineError, match=r"^policy 'fork': expected a checkpoint that can be read, got one that cannot$"
+        ),
+    ):
+        last.get("fork")
+    assert "fork" in last
 
 
 def test_what_cannot_be_served_is_refused_and_moves_nobody(tmp_path):
