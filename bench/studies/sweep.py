@@ -340,10 +340,6 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     return table
 
 
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
-
-
 def _interval(values: list[float], *, signed: bool) -> str:
     """A mean and half the width of its 95 % interval; the mean alone of a single run."""
     mean = f"{statistics.fmean(values):{'+' if signed else ''}.4g}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import sys
@@ -67,7 +68,7 @@ class Sweep:
             for name, run in grid.runs.items()
         }
         self.at_once = grid.at_once or len(self.runs)
-        self.failed: dict[str, Exception] = {}
+        self.failed = set[str]()
         self.rungs: dict[str, Any] = {}
         """What became of the runs after the steps of `halving`, by step."""
         require_unlocked(self.output)
@@ -118,7 +119,7 @@ class Sweep:
         return {name for rung in self.rungs.values() for name in rung["dropped"]}
 
     def _left(self) -> list[str]:
-        return [name for name in self.runs if name not in self.failed.keys() | self.dropped]
+        return [name for name in self.runs if name not in self.failed | self.dropped]
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Make all steps that are left. A run that fails stops alone; `stop` says whether all are to."""
@@ -150,9 +151,10 @@ class Sweep:
                     except (StopIteration, RunStopped):
                         pass
                     except (EngineError, OSError) as error:
-                        self.failed[name] = error
+                        self.failed.add(name)
                         fail(f"sweep, run {name}", error, 1)
                     del turns[name]
+                    gc.collect()  # a trainer and what looks at it hold each other, and the policy
 
     def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Generator[None, None, None]:
         """The turns of one run, whose policy is in memory until it ends."""

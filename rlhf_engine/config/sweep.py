@@ -73,7 +73,7 @@ class GridFile(Options):
 
 
 class Grid(NamedTuple):
-    """What a grid file asks for."""
+    """Runs of a grid file, and how they take turns."""
 
     runs: dict[str, TrainConfig]
     """Runs by the names of their folders, those of one seed together."""
