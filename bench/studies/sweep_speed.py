@@ -64,10 +64,10 @@ def measure(arm: str, grid: Path, threads: int) -> tuple[float, float]:
             run(["sweep", str(grid), "--output_dir", f"{folder}/sweep"], threads)
         else:
             commands = []
-            for name, config in read_grid(str(grid)).runs.items():
+            for name, config in read_grid(str(grid), Path(folder)).runs.items():
                 file = Path(folder, f"{name}.yaml")
                 file.write_text(config.to_yaml())
-                commands.append(["train", "--config", str(file), "--output_dir", f"{folder}/{name}"])
+                commands.append(["train", "--config", str(file)])
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(run, commands, [1] * len(commands)))
         after = os.times()
@@ -88,7 +88,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def memory(grid: Path) -> dict[str, float]:
     """MB of the base, of the policies, and of all tensors, in the third round of turns."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Sweep(read_grid(str(grid)), Path(folder) / "sweep")
+        made = Sweep(read_grid(str(grid), Path(folder)), Path(folder))
         base = sum(p.numel() * p.element_size() for p in made.base.parameters())
         groups = [group for trainer in made._ready.values() for group in trainer.optimizer.groups.values()]
         policies = 4 * sum(p.numel() * p.element_size() for group in groups for p in group.values())

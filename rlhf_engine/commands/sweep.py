@@ -15,14 +15,13 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
 from rlhf_engine.commands.main import fail
-from rlhf_engine.config.sweep import Grid, SweepConfig, group_of, read_grid
+from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
 from rlhf_engine.data import Tally
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
@@ -30,7 +29,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.runs.folder import METRICS_FILE, locked, require_unlocked
 from rlhf_engine.runs.headline import numbers
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
-from rlhf_engine.runs.page import PAGE_FILE, LivePage
+from rlhf_engine.runs.page import PAGE_FILE, LivePage, groups_of
 from rlhf_engine.runs.progress import StopSignals, SweepProgress
 from rlhf_engine.training.rl import RlTrainer
 
@@ -40,12 +39,13 @@ _ENDED = object()
 
 def run(config: SweepConfig) -> int:
     """Make what is left of all runs; 1 where one has failed, as its exit code would be."""
-    grid = read_grid(config.grid)
+    output = Path(config.output_dir).absolute()
+    grid = read_grid(config.grid, output)
     first = next(iter(grid.runs.values()))
     prepare(first.kernels)
     with as_request_errors():
         check_kernels(first.kernels, resolve_device(first.device).type, DTYPES[first.dtype])
-        sweep = Sweep(grid, Path(config.output_dir).absolute())
+        sweep = Sweep(grid, output)
     with StopSignals() as signals:
         sweep.run(signals.asked)
     if signals.asked():
@@ -62,17 +62,12 @@ class Sweep:
 
     def __init__(self, grid: Grid, output: Path) -> None:
         """Load the base, and find everything that can be wrong with any run before the first step of one."""
-        self.output, self.halving = output, grid.halving
-        self.runs = {
-            name: replace(run, output_dir=str(output / name), resume_from_checkpoint="auto")
-            for name, run in grid.runs.items()
-        }
-        self.at_once = grid.at_once or len(self.runs)
-        self.failed = set[str]()
-        self.rungs: dict[str, Any] = {}
+        self.output, self.runs, self.halving = output, grid.runs, grid.halving
+        self.at_once, self.failed = grid.at_once or len(grid.runs), set[str]()
+        require_unlocked(output)
+        self._record = self._read_record()
+        self.rungs: dict[str, Any] = self._record["rungs"]
         """What became of the runs after the steps of `halving`, by step."""
-        require_unlocked(self.output)
-        self._read_record()
         first = next(iter(self.runs.values()))
         self.base = HydraModel.from_pretrained(
             first.model_name_or_path,
@@ -89,15 +84,18 @@ class Sweep:
             last = self.halving.at[-1] if self.halving else 0
             if last >= trainer.total_steps:
                 raise ConfigError(f"halving: expected at below the {trainer.total_steps} steps of {name}, got {last}")
-            self.progress.add(name, trainer.total_steps, trainer.state.step)
             reports |= {report.text(): report for report in trainer.reports.values()}
             if len(self._ready) < self.at_once:
                 self._ready[name] = trainer
+            else:
+                gc.collect()  # a trainer and what looks at it hold each other, and the policy
         print_what_was_left_out(reports.values())
 
-    def _read_record(self) -> None:
+    def _read_record(self) -> dict[str, Any]:
         """Take up what an earlier process has decided. Raises ConfigError where its runs have other options."""
         options = json.loads(json.dumps({name: run.to_dict() for name, run in self.runs.items()}))
+        for given in options.values():
+            del given["output_dir"]  # a sweep may have been moved
         path = self.output / SWEEP_FILE
         held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": {}, "rungs": {}}
         for name in options.keys() & held["runs"].keys():
@@ -106,12 +104,11 @@ class Sweep:
                     where = f"of run {name} in {path}; another output_dir begins anew"
                     raise ConfigError(f"{option}: expected {before!r}, that {where}, got {value!r}")
         halving = None if self.halving is None else self.halving.to_dict()
-        self.rungs = held["rungs"]
-        if self.rungs and halving != held["halving"]:
+        if held["rungs"] and halving != held["halving"]:
             raise ConfigError(
                 f"halving: expected {held['halving']}, by which runs in {path} were dropped, got {halving}"
             )
-        self._record = {"runs": held["runs"] | options, "halving": halving}
+        return {"runs": held["runs"] | options, "halving": halving, "rungs": held["rungs"]}
 
     @property
     def dropped(self) -> set[str]:
@@ -130,7 +127,7 @@ class Sweep:
                 if str(until) in self.rungs:
                     continue
                 self._advance(until, stop, page)
-                if stop():
+                if stop() or not self._left():
                     return
                 if until is not None:
                     self._halve(until)
@@ -154,7 +151,7 @@ class Sweep:
                         self.failed.add(name)
                         fail(f"sweep, run {name}", error, 1)
                     del turns[name]
-                    gc.collect()  # a trainer and what looks at it hold each other, and the policy
+                    gc.collect()
 
     def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Generator[None, None, None]:
         """The turns of one run, whose policy is in memory until it ends."""
@@ -162,7 +159,8 @@ class Sweep:
         if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
             return
         asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
-        with contextlib.closing(trainer.turns(functools.partial(self.progress.note, name), asked)) as turns:
+        note = functools.partial(self.progress.note, name, trainer.total_steps)
+        with contextlib.closing(trainer.turns(note, asked)) as turns:
             while True:
                 with trainer.kernels.used():
                     if next(turns, _ENDED) is _ENDED:
@@ -174,23 +172,19 @@ class Sweep:
         assert self.halving is not None
         metric, sign = self.halving.by.removeprefix("-"), -1 if self.halving.by.startswith("-") else 1
         since = max([int(before) for before in self.rungs], default=0)
-        groups: dict[str, list[str]] = {}
-        for name in self._left():
-            groups.setdefault(group_of(self.runs[name]), []).append(name)
-        means = dict[str, float]()
-        for group, names in groups.items():
-            rows = [row for name in names for row in read_metrics(self.output / name / METRICS_FILE)]
-            if values := [value for at, value in numbers(rows, metric) if since < at <= step]:
-                means[group] = fmean(values)
-        if not means:
+        names, means = self._left(), list[tuple[float, list[str]]]()
+        for places in groups_of([self.runs[name].to_dict() for name in names]):
+            group = [names[place] for place in places]
+            rows = [row for name in group for row in read_metrics(self.output / name / METRICS_FILE)]
+            values = [sign * value for at, value in numbers(rows, metric) if since < at <= step]
+            means.append((fmean(values or [-math.inf]), group))
+        if all(math.isinf(mean) for mean, _ in means):
             raise ConfigError(f"halving: expected by to be a metric of steps {since + 1} to {step}, got {metric!r}")
-        ranked = sorted(groups, key=lambda group: sign * means.get(group, -sign * math.inf), reverse=True)
-        kept = math.ceil(self.halving.keep * len(ranked))
-        dropped = [name for group in ranked[kept:] for name in groups[group]]
-        told = {name: means.get(group) for group, names in groups.items() for name in names}
-        self.rungs[str(step)] = {"dropped": dropped, self.halving.by: told}
+        means.sort(key=lambda each: each[0], reverse=True)
+        dropped = [name for _, group in means[math.ceil(self.halving.keep * len(means)) :] for name in group]
+        self.rungs[str(step)] = {"dropped": dropped}
         self._write()
         self.progress.tell(f"step {step}: {', '.join(dropped) or 'no run'} dropped by {self.halving.by}")
 
     def _write(self) -> None:
-        write_json_atomic(self.output / SWEEP_FILE, {**self._record, "rungs": self.rungs})
+        write_json_atomic(self.output / SWEEP_FILE, self._record)

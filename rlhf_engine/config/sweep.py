@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_engine.config.parser import Options, config_of, option, read_config, required
@@ -23,8 +24,6 @@ from rlhf_engine.errors import ConfigError
 SEED = "seed"
 SHARED = ("model_name_or_path", "dtype", "device", "quantization", "kernels", "exact", "gradient_checkpointing")
 """Options that belong to the base, or to the process."""
-OWN = {"output_dir", "resume_from_checkpoint"}
-"""Options that a sweep sets."""
 _UNSET = ("vllm_server_base_url", "shard_base", "dry_run", "push_to_hub")
 
 
@@ -82,8 +81,11 @@ class Grid(NamedTuple):
     """Runs in memory at once; None: all."""
 
 
-def read_grid(path: str) -> Grid:
-    """Read a grid file. Raises ConfigError for options that are wrong, and for runs that cannot share a base."""
+def read_grid(path: str, output: Path) -> Grid:
+    """Read a grid file, of runs in folders within `output`, which go on there.
+
+    Raises ConfigError for options that are wrong, and for runs that cannot share a base.
+    """
     file = read_config(GridFile, path, "grid")
     halving = None if file.halving is None else config_of(Halving, file.halving, f"halving of {path}")
     runs: dict[str, TrainConfig] = {}
@@ -93,12 +95,13 @@ def read_grid(path: str) -> Grid:
         for axis, value in point.items():
             given |= next((more for key, more in (file.with_value or {}).get(axis, {}).items() if key == value), {})
         given |= point
-        for own in OWN & given.keys():
-            raise ConfigError(f"{own}: expected it unset in a grid, whose runs have folders, got {given[own]!r}")
         name = re.sub(r"[^\w.,=+-]+", "-", "_".join(f"{axis}-{point[axis]}" for axis in file.grid))
         if name in runs:
             raise ConfigError(f"grid: expected values that give each run a name of its own, got {name!r} twice")
-        runs[name] = config_of(TrainConfig, {**given, "output_dir": name}, path)
+        own = {"output_dir": str(output / name), "resume_from_checkpoint": "auto"}
+        for option_name in own.keys() & given.keys():
+            raise ConfigError(f"{option_name}: expected it unset in a grid, got {given[option_name]!r}")
+        runs[name] = config_of(TrainConfig, {**given, **own}, path)
     _check_shared(list(runs.values()))
     return Grid(runs, halving, file.runs_at_once)
 
@@ -116,9 +119,3 @@ def _check_shared(runs: Sequence[TrainConfig]) -> None:
         run.require_unset(_UNSET, "in a sweep")
         local = set(run.report_to) <= {"tensorboard"}
         run.require("report_to", local, "tensorboard alone in a sweep, as others have one run a process")
-
-
-def group_of(config: TrainConfig) -> str:
-    """Name the group of a run: those that differ from it in seed and folder alone have the same."""
-    options = {name: value for name, value in config.to_dict().items() if name not in {SEED, *OWN}}
-    return repr(options)

@@ -224,16 +224,14 @@ class SweepProgress(contextlib.ExitStack):
         self.enter_context(self._bar)
         return self
 
-    def add(self, name: str, total: int, step: int) -> None:
-        """Add a run, so many of whose steps are done."""
-        self._names[name] = self._bar.add_task(escape(name), total=total, completed=step, shown="")
-
-    def note(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a step that a run has made."""
-        shown, task = _shown(metrics, TrainingProgress.SHOWN), self._names[name]
-        self._bar.update(task, completed=step, shown=escape(shown))
+    def note(self, name: str, total: int, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step of so many that a run has made."""
+        shown = _shown(metrics, TrainingProgress.SHOWN)
+        if name not in self._names:
+            self._names[name] = self._bar.add_task(escape(name), total=total, shown="")
+        self._bar.update(self._names[name], completed=step, shown=escape(shown))
         if self._plain:
-            self.tell(f"{name} {step}/{self._bar.tasks[task].total}  {shown}")
+            self.tell(f"{name} {step}/{total}  {shown}")
 
     def tell(self, text: str) -> None:
         """Print a line."""

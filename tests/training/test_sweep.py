@@ -107,7 +107,7 @@ def test_out_of_exact_mode_each_run_is_that_of_train_alone(flags, tmp_path):
 def test_a_sweep_that_is_killed_goes_on(flags, alone, tmp_path):
     out, grid = tmp_path / "out", write_grid(tmp_path, flags, runs_at_once=2)
     command = [sys.executable, "-m", "rlhf_engine", "sweep", grid, "--output_dir", str(out)]
-    names = list(read_grid(grid).runs)
+    names = list(read_grid(grid, tmp_path).runs)
     assert names == ["algorithm-ppo_seed-1", "algorithm-grpo_seed-1", "algorithm-ppo_seed-2", "algorithm-grpo_seed-2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -162,7 +162,7 @@ def test_an_error_stops_one_run_alone(flags, alone, tmp_path, capsys):
     bad = [write_reward(tmp_path, lost + REWARD, "shaky")]
     axes = {"reward_funcs": [good, bad], "seed": [1]}
     grid = write_grid(tmp_path, {**flags, **WITH["algorithm"]["ppo"]}, **{"grid": axes, "with": {}})
-    good_name, bad_name = read_grid(grid).runs
+    good_name, bad_name = read_grid(grid, tmp_path).runs
     assert sweep(grid, tmp_path / "out") == 1
     said = capsys.readouterr()
     assert said.out.startswith("1 of 2 runs done, 0 dropped, 1 failed\n")
@@ -196,7 +196,7 @@ def test_grids_that_are_refused(flags, tmp_path, capsys):
             "method: expected hydra_ppo or j_hydra_ppo in a sweep, whose roles share ",
         ),
         ({"vllm_server_base_url": "http://localhost:1"}, {}, "vllm_server_base_url: expected it unset in a sweep, got"),
-        ({"output_dir": "here"}, {}, "output_dir: expected it unset in a grid, whose runs have folders, got 'here'"),
+        ({"output_dir": "here"}, {}, "output_dir: expected it unset in a grid, got 'here'"),
         ({"learning_rat": 1}, {}, "; did you mean learning_rate?"),
         ({}, {"grid": {"seed": 1}}, "grid.seed: expected a list of values, got 1"),
         ({}, {"grid": {"seed": [1, 1]}}, "got 'seed-1' twice"),
