@@ -41,19 +41,17 @@ def grid_of(options: argparse.Namespace, folder: Path) -> Path:
         "model_name_or_path": options.model_name_or_path, "algorithm": options.algorithm, "device": "cpu",
         "dataset_name": str(TEMPLATES / "story_prompts.jsonl"), "max_completion_length": options.tokens,
         "reward_funcs": f"{TEMPLATES / 'happy_endings.py'}:reward", "max_steps": options.steps, "save_steps": 0,
-        "generation_batch_size": 4, "num_generations": 4 if options.algorithm == "grpo" else None,
-    }  # fmt: skip
-    flags = {name: value for name, value in flags.items() if value is not None}
+        "generation_batch_size": 4,
+    } | ({"num_generations": 4} if options.algorithm == "grpo" else {})  # fmt: skip
     path = folder / "grid.yaml"
     path.write_text(yaml.safe_dump({"flags": flags, "grid": GRID}))
     return path
 
 
-def run(arguments: list[str], threads: int) -> None:
+def run(arguments: list[str], threads: int = 1) -> None:
     """A command in a process of its own."""
-    command = [sys.executable, "-m", "rlhf_engine", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "rlhf_engine", *arguments], env=environment, check=True, capture_output=True)
 
 
 def measure(arm: str, grid: Path, threads: int) -> tuple[float, float]:
@@ -69,7 +67,7 @@ def measure(arm: str, grid: Path, threads: int) -> tuple[float, float]:
                 file.write_text(config.to_yaml())
                 commands.append(["train", "--config", str(file)])
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(run, commands, [1] * len(commands)))
+                list(pool.map(run, commands))
         after = os.times()
         cpu = after.children_user + after.children_system - before.children_user - before.children_system
         return time.perf_counter() - began, cpu
@@ -78,11 +76,8 @@ def measure(arm: str, grid: Path, threads: int) -> tuple[float, float]:
 def tensor_bytes() -> int:
     """Bytes of all tensors that are alive, each storage once."""
     gc.collect()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in gc.get_objects() if type(t) in _TENSORS}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    alive = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
 
 
 def memory(grid: Path) -> dict[str, float]:

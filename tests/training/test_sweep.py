@@ -225,7 +225,8 @@ def test_other_options_are_not_mixed_into_a_sweep(flags, tmp_path, capsys):
     assert sweep(write_grid(tmp_path, flags, **axes), tmp_path / "out") == 0
     assert sweep(write_grid(tmp_path, {**flags, "beta": 0.5}, **axes), tmp_path / "out") == 2
     assert "beta: expected " in capsys.readouterr().err
-    more = {**axes, "grid": {"seed": [1, 2]}}  # further seeds of the same are welcome
-    assert sweep(write_grid(tmp_path, flags, **more), tmp_path / "out") == 0
-    runs = [tmp_path / "out" / f"seed-{seed}" for seed in (1, 2)]
+    more = {**axes, "grid": {"seed": [1, 2]}}  # further seeds of the same are welcome, and another place
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert sweep(write_grid(tmp_path, flags, **more), tmp_path / "moved") == 0
+    runs = [tmp_path / "moved" / f"seed-{seed}" for seed in (1, 2)]
     assert [run["steps"] for run in data_of(write_page(runs, tmp_path / "page.html"))["runs"]] == [2, 2]
