@@ -22,7 +22,6 @@ from typing import Any
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
 from rlhf_engine.commands.main import fail
 from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
-from rlhf_engine.data import Tally
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
 from rlhf_engine.hydra import HydraModel, RoleSpec
@@ -78,7 +77,7 @@ class Sweep:
         )
         self.base.backbone().base_hash()  # once for all
         self._ready: dict[str, RlTrainer] = {}
-        self.progress, reports = SweepProgress(), dict[str, Tally]()
+        self.progress, reports = SweepProgress(), dict[str, Any]()
         for name in self._left():
             trainer = RlTrainer(self.runs[name], base=self.base)
             last = self.halving.at[-1] if self.halving else 0

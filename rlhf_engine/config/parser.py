@@ -201,18 +201,13 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
     return config
 
 
-def read_config(cls: type[C], path: str, argument: str) -> C:
-    """Build a config from a YAML file that an argument names. Raises ConfigError as `parse_config` does."""
-    return _made(cls, {}, path, "", argument)
+def config_of(cls: type[C], content: Mapping[str, Any], where: str, *, argument: str = "config") -> C:
+    """Build a config from values as a file has them. Raises ConfigError as `parse_config` does.
 
-
-def config_of(cls: type[C], content: Mapping[str, Any], where: str) -> C:
-    """Build a config from values as a file has them, which come from `where`; `config` names a file with more.
-
-    Raises ConfigError as `parse_config` does.
+    where: name of their source. argument: one of them that is the path of a file with more.
     """
-    values = _yaml_values(cls, {name: value for name, value in content.items() if name != "config"}, where)
-    return _made(cls, values, content.get("config"), "")
+    values = _yaml_values(cls, {name: value for name, value in content.items() if name != argument}, where)
+    return _made(cls, values, content.get(argument), "", argument)
 
 
 def _made(cls: type[C], values: Mapping[str, Any], path: str | None, prefix: str, argument: str = "config") -> C:

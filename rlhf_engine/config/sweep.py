@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_engine.config.parser import Options, config_of, option, read_config, required
+from rlhf_engine.config.parser import Options, config_of, option, required
 from rlhf_engine.config.train import TrainConfig
 from rlhf_engine.errors import ConfigError
 
@@ -86,7 +86,7 @@ def read_grid(path: str, output: Path) -> Grid:
 
     Raises ConfigError for options that are wrong, and for runs that cannot share a base.
     """
-    file = read_config(GridFile, path, "grid")
+    file = config_of(GridFile, {"grid file": path}, path, argument="grid file")
     halving = None if file.halving is None else config_of(Halving, file.halving, f"halving of {path}")
     runs: dict[str, TrainConfig] = {}
     axes = sorted(file.grid, key=lambda axis: axis != SEED)  # the seed turns slowest
