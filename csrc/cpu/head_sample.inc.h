@@ -260,7 +260,7 @@ RLHF_INLINE void add_tails(const SampleCall& call, int64_t half, bool two, float
             strip_products<1, Stored>(tail(s->run), sizes.tail(call.batch.runs[s->run]), kStrip,
                                       call.tails + s->columns * kTileElements, 0, tiles(*s), to, more);
             if (alone) continue;
-            i32x16 mine = {};
+            i32x16 mine = {};  // other lanes have met zeros, which a NaN or an infinity makes a NaN of
             for (int64_t i = s->begin; i < s->end; ++i) mine[i] = -1;
             for (int64_t v = 0; v < kStrip * 16; v += 16) {
                 store16(logits + v, select(mine, load16(own + v), load16(logits + v)));

@@ -12,7 +12,7 @@ from rlhf_engine.errors import ConfigError, as_request_errors
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until Ctrl-C or SIGTERM; 0."""
+    """Serve until Ctrl-C or SIGTERM ends the process."""
     try:
         from rlhf_engine.serve import server
     except ImportError as error:

@@ -415,8 +415,8 @@ class LiveRows:
         members: dict[
             tuple[str | None, int | None, float | None, float | None, tuple[int, ...]], tuple[list[int], set[float]]
         ] = {}
-        heads = [row.slot if row.slot in self.head_slots else None for row in rows]
-        for i in sorted(range(len(rows)), key=lambda i: heads[i] or ""):
+        heads = [row.slot if row.slot in self.head_slots else "" for row in rows]
+        for i in sorted(range(len(rows)), key=heads.__getitem__):
             row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
             apart = heads[i] if is_gpu(self._device) else None  # no GPU has drawn for several heads in one call
@@ -426,7 +426,7 @@ class LiveRows:
         return [
             SampleGroup(
                 rows_N=None if places == [*range(len(rows))] else queued(places, self._device),
-                heads=slot_table([heads[i] for i in places], [1] * len(places)),
+                heads=slot_table([heads[i] or None for i in places], [1] * len(places)),
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
@@ -439,10 +439,11 @@ class LiveRows:
 
 def slot_table(slots: Sequence[str | None], lengths: Sequence[int]) -> SlotTable:
     """The table of a call with so many rows of each slot, one after another."""
-    groups = itertools.groupby(zip(slots, lengths, strict=True), operator.itemgetter(0))
-    runs = [(slot, sum(length for _, length in run)) for slot, run in groups]
-    ends = tuple(itertools.accumulate(length for _, length in runs))
-    return SlotTable(starts=(0, *ends)[:-1], ends=ends, slots=tuple(slot for slot, _ in runs))
+    slot_of, length_of = operator.itemgetter(0), operator.itemgetter(1)
+    groups = itertools.groupby(zip(slots, lengths, strict=True), slot_of)
+    runs = [(slot, sum(map(length_of, run))) for slot, run in groups]
+    ends = tuple(itertools.accumulate(map(length_of, runs)))
+    return SlotTable(starts=(0, *ends)[:-1], ends=ends, slots=tuple(map(slot_of, runs)))
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------

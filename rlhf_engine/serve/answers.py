@@ -7,15 +7,14 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.errors import EngineError, PolicyRemovedError
-from rlhf_engine.hydra import PackedBatch
+from rlhf_engine.hydra.batch import PackedBatch, split_by_tokens
 from rlhf_engine.hydra.outputs import TargetLogprobs, TopLogprobs
 from rlhf_engine.policy.joint import Pass
 from rlhf_engine.policy.pool import LivePolicy
@@ -25,18 +24,20 @@ from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.serve.protocol import TOOL_CALL, Asked, tool_calls
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_REASONS_OF_CALLS = {"stop": "tool_calls", "length": "length"}
 _CONTEXT = 4
 """Tokens before a text that it is decoded with: white space at its beginning may belong to it only there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token, its log-prob in nats, and the likeliest words in its place, in falling order."""
 
     token: int
-    logprob: float | None
-    """None for the first token of a prompt."""
+    logprob: float | None  # None for the first token of a prompt
     top: Sequence[tuple[int, float]] = ()
+
+
+Scored = tuple[list[TokenLogprob], list[TokenLogprob]]  # of a prompt and of an answer, as far as they are wanted
 
 
 class Reply:
@@ -59,11 +60,8 @@ class Reply:
         # reading a policy from disk waits for a step, at which the loop of all requests must not
         policy = await asyncio.to_thread(self._hold) if asked.policy in policies.evicted else self._hold()
         if asked.sampling is not None:
-            requests = [
-                Request(prompt=tuple(prompt), sample_id=i, greedy=asked.greedy, keep=True)
-                for i, prompt in enumerate(self._prompts)
-            ]
-            decode = self.raw_text if self.stops else None
+            numbered, decode = enumerate(self._prompts), self.raw_text if self.stops else None
+            requests = [Request(prompt=tuple(p), sample_id=i, greedy=asked.greedy, keep=True) for i, p in numbered]
             self._ticket = self.thread.submit(asked.policy, requests, asked.sampling, decode=decode, listen=listen)
         return policy
 
@@ -89,12 +87,9 @@ class Reply:
         with contextlib.suppress(IndexError):
             self.thread.policies.release(self._held.pop())
 
-    # ---- whole -----------------------------------------------------------------------------------------------------
-
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of all answers."""
-        asked = self.asked
-        policy = await self._begin()
+        asked, policy = self.asked, await self._begin()
         rows: list[AnswerRow] | list[None] = [None] * len(self._prompts)
         if self._ticket is not None:
             rows = await asyncio.wrap_future(self._ticket.answers)
@@ -107,53 +102,37 @@ class Reply:
             body["prompt_logprobs"] = self._prompt_object(scored[0][0])
         return body
 
-    # ---- log-probs -------------------------------------------------------------------------------------------------
-
     async def _scores(
         self, policy: LivePolicy, rows: Sequence[AnswerRow | None], prompts: Sequence[Sequence[int]]
-    ) -> list[tuple[list[TokenLogprob], list[TokenLogprob]]]:
-        """Log-probs of each answer's prompt and tokens, as far as they are wanted."""
-        asked, in_prompt = self.asked, self.asked.prompt_logprobs is not None
-        drawn = [
-            [TokenLogprob(token=t, logprob=x) for t, x in zip(row.tokens, row.logprobs, strict=True)] if row else []
-            for row in rows
-        ]
-        if not (in_prompt or asked.scores_again):
+    ) -> list[Scored]:
+        """Log-probs of each answer's prompt and tokens."""
+        asked, host = self.asked, self.thread.policies.host
+        drawn = [list(map(TokenLogprob, row.tokens, row.logprobs)) if row else [] for row in rows]
+        if asked.prompt_logprobs is None and not asked.scores_again:
             return [([], own) for own in drawn]
-        scored = list[tuple[list[TokenLogprob], list[TokenLogprob]]]()
+        answers, scored = [[x.token for x in own] for own in drawn], list[Scored]()
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        k = max(asked.logprobs or 0, asked.prompt_logprobs or 0)
         # one pass after another, each as large as a traversal may be: others draw meanwhile
-        for group in _groups([len(p) + len(own) for p, own in zip(prompts, drawn, strict=True)], self.thread):
-            given = [(prompts[i], [x.token for x in drawn[i]]) for i in group]
-            for i, tokens in zip(group, await self._score(policy, given), strict=True):
-                n = len(prompts[i])
-                scored.append((tokens[:n] if in_prompt else [], tokens[n:] if asked.scores_again else drawn[i]))
+        for group in split_by_tokens(lengths, host.token_budget):
+            batch = PackedBatch.from_lists([prompts[i] for i in group], [answers[i] for i in group], device=host.device)
+            places = [r for a, b in itertools.pairwise(batch.cu_seqlens) for r in range(a, b - 1)]
+            rows_P, role = torch.tensor(places, dtype=torch.int64, device=batch.device), policy.own_role
+            targets = TargetLogprobs(role=role, rows_P=rows_P, targets=batch.tokens_T[rows_P + 1])
+            top = (TopLogprobs(role=role, rows_P=rows_P, k=k),) if k else ()
+            done = self.thread.compute(Pass(policy=policy, batch=batch, outputs=(targets, *top)))
+            own, *best = await asyncio.wrap_future(done)
+            found = iter(zip(own.logprob.tolist(), *(x.tolist() for x in best[0]) if best else (), strict=True))
+            for i in group:
+                tokens, n = [TokenLogprob(prompts[i][0], None)], len(prompts[i])
+                for token in (*prompts[i][1:], *answers[i]):
+                    value, *ranked = next(found)
+                    # of one word there are two sums, which may differ in their last bit
+                    words = [(t, value if t == token else x) for x, t in zip(*ranked, strict=True)] if ranked else []
+                    tokens.append(TokenLogprob(token, value, words))
+                in_prompt = [] if asked.prompt_logprobs is None else tokens[:n]
+                scored.append((in_prompt, tokens[n:] if asked.scores_again else drawn[i]))
         return scored
-
-    async def _score(
-        self, policy: LivePolicy, given: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[TokenLogprob]]:
-        """Log-probs of all tokens of some prompts with their answers, by one pass."""
-        k = max(self.asked.logprobs or 0, self.asked.prompt_logprobs or 0)
-        batch = PackedBatch.from_lists(*zip(*given, strict=True), device=self.thread.engine.backbone.device)
-        places = [r for a, b in itertools.pairwise(batch.cu_seqlens) for r in range(a, b - 1)]
-        rows_P = torch.tensor(places, dtype=torch.int64, device=batch.device)
-        targets = TargetLogprobs(role=policy.own_role, rows_P=rows_P, targets=batch.tokens_T[rows_P + 1])
-        top = (TopLogprobs(role=policy.own_role, rows_P=rows_P, k=k),) if k else ()
-        results = await asyncio.wrap_future(
-            self.thread.compute(Pass(policy=policy, batch=batch, outputs=(targets, *top)))
-        )
-        own = iter(zip(results[0].logprob.tolist(), *(x.tolist() for x in results[1]) if k else (), strict=True))
-        scored = list[list[TokenLogprob]]()
-        for prompt, answer in given:
-            scored.append([TokenLogprob(token=prompt[0], logprob=None)])
-            for token in (*prompt[1:], *answer):
-                value, *best = next(own)
-                words = list(zip(best[1], best[0], strict=True)) if best else []
-                words = [(t, value if t == token else x) for t, x in words]  # two sums may differ in their last bit
-                scored[-1].append(TokenLogprob(token=token, logprob=value, top=words))
-        return scored
-
-    # ---- objects ---------------------------------------------------------------------------------------------------
 
     def _frame(self, chunk: str) -> dict[str, Any]:
         if self.kind == "gen":
@@ -181,7 +160,7 @@ class Reply:
             message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
             if calls:
                 message["tool_calls"] = calls
-                choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else "length"
+                choice["finish_reason"] = _REASONS_OF_CALLS[choice["finish_reason"]]
             return {**choice, "message": message, "logprobs": self.logprobs(drawn, before)}
         if asked.token_ids:
             choice["prompt_token_ids"] = prompt
@@ -208,29 +187,23 @@ class Reply:
         asked = self.asked
         if asked.logprobs is None:
             return None
-        following = [list(before[-1:]), *([x.token] for x in tokens)]
-        each = list(zip(following, tokens, strict=False))
+        each = list(zip([list(before[-1:]), *([x.token] for x in tokens)], tokens, strict=False))
         texts = [self._piece(a, x.token) for a, x in each]
-        ranked = [x.top[: asked.logprobs] for x in tokens]
+        named = [[(self._piece(a, t), value) for t, value in x.top[: asked.logprobs]] for a, x in each]
         if self.kind != "cmpl":
 
             def entry(text: str, value: float | None) -> dict[str, Any]:
                 return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-            content = [
-                {
-                    **entry(text, x.logprob),
-                    "top_logprobs": [entry(self._piece(a, t), value) for t, value in best],
-                }
-                for (a, x), text, best in zip(each, texts, ranked, strict=True)
-            ]
-            return {"content": content}
-        top = list[dict[str, float] | None]()
-        for (a, x), best in zip(each, ranked, strict=True):
-            named: dict[str, Any] = {}
-            for token, value in [*best, (x.token, x.logprob)] if best else ():
-                named.setdefault(self._piece(a, token), value)  # of several words with one text the likeliest
-            top.append(named or None)
+            parts = zip(texts, tokens, named, strict=True)
+            return {
+                "content": [{**entry(t, x.logprob), "top_logprobs": [entry(*w) for w in best]} for t, x, best in parts]
+            }
+        # of several words with one text the likeliest
+        top = [
+            dict([(t, x.logprob), *best[::-1]]) if best else None
+            for t, (_, x), best in zip(texts, each, named, strict=True)
+        ]
         lengths = [self.length(a, x.token) for a, x in each]
         return {
             "tokens": texts, "token_logprobs": [x.logprob for x in tokens], "top_logprobs": top,
@@ -238,7 +211,7 @@ class Reply:
         }  # fmt: skip
 
     def _piece(self, before: Sequence[int], token: int) -> str:
-        """What a token adds to the text of the one before, or its id."""
+        """The characters that a token adds to the text of the one before, or its id."""
         if self.asked.by_id:
             return f"token_id:{token}"
         first, both = self.raw_text(before), self.raw_text([*before, token])
@@ -252,20 +225,16 @@ class Reply:
 
     def _prompt_object(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None] | None:
         """vLLM's list: for each token of a prompt but the first, words by id; None where it was not asked for."""
-        entries: list[dict[str, Any] | None] = [None]
-        for x in tokens[1:]:
+        entries = list[dict[str, Any] | None]()
+        for x in tokens:
             best = enumerate(x.top[: self.asked.prompt_logprobs], start=1)
             ranks: dict[int, tuple[int | None, float | None]] = {token: (rank, value) for rank, (token, value) in best}
             ranks.setdefault(x.token, (None, x.logprob))  # none of the likeliest
-            entries.append(
-                {
-                    str(token): {"logprob": value, "rank": rank, "decoded_token": self.raw_text([token])}
-                    for token, (rank, value) in ranks.items()
-                }
-            )
-        return entries if tokens else None
-
-    # ---- texts -----------------------------------------------------------------------------------------------------
+            words = {
+                t: {"logprob": v, "rank": rank, "decoded_token": self.raw_text([t])} for t, (rank, v) in ranks.items()
+            }
+            entries.append({str(t): word for t, word in words.items()} if entries else None)
+        return entries or None
 
     def raw_text(self, tokens: Any) -> str:
         """Text of tokens with special ones."""
@@ -289,8 +258,6 @@ class Reply:
         text = StopTexts(self.stops, self.raw_text).cut(text)
         return tool_calls(text) if self.asked.tools else (text, [])
 
-    # ---- token by token --------------------------------------------------------------------------------------------
-
     async def begin_stream(self) -> AsyncIterator[dict[str, Any]]:
         """Queue the requests; OpenAI's objects of a stream, as tokens come."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -304,8 +271,7 @@ class Reply:
             tokens, logprobs = row.tokens[seen[place] :], row.logprobs[seen[place] :]
             seen[place] += len(tokens)
             if tokens:
-                scored = [TokenLogprob(token=t, logprob=x) for t, x in zip(tokens, logprobs, strict=True)]
-                tell((place, scored, row if finished else None))
+                tell((place, [*map(TokenLogprob, tokens, logprobs)], row if finished else None))
 
         try:
             policy = await self._begin(listen)
@@ -327,16 +293,16 @@ class Reply:
             ids, scored = [x.token for x in tokens], tokens
             if self.asked.scores_again:  # likeliest words, and log-probs of the model itself, once an answer is whole
                 scored = (await self._scores(policy, [row], [self._prompts[place]]))[0][1] if row else []
-            for chunk in self._chunks_of(texts[place], ids, scored, row):
+            if chunk := self._chunk_of(texts[place], ids, scored, row):
                 yield chunk
         item.result()  # raises what ended the answers
         if self.asked.usage_in_stream:
             yield {**self._frame(".chunk"), "choices": [], "usage": self._usage(drawn)}
 
-    def _chunks_of(
+    def _chunk_of(
         self, text: _Text, tokens: Sequence[int], scored: Sequence[TokenLogprob], row: AnswerRow | None
-    ) -> Iterator[dict[str, Any]]:
-        """Chunks for new tokens of one choice, the last of which has the finish reason."""
+    ) -> dict[str, Any] | None:
+        """The chunk for new tokens of one choice, with the finish reason at last; None where nothing is said."""
         new, calls = text.add(tokens, row)
         more: dict[str, Any] = {"logprobs": text.logprobs(scored), "finish_reason": None}
         if self.asked.token_ids:
@@ -344,16 +310,16 @@ class Reply:
         if row is not None:
             more |= {"finish_reason": _REASONS[row.finish_reason], "stop_reason": self.stop_reason(row)}
         elif not (new or scored or self.asked.token_ids):
-            return
+            return None
         if self.kind == "chatcmpl":
             delta: dict[str, Any] = {"content": new} if new else {}
             if calls:
                 delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-                more["finish_reason"] = "tool_calls" if more["finish_reason"] == "stop" else "length"
+                more["finish_reason"] = _REASONS_OF_CALLS[more["finish_reason"]]
             more["delta"] = delta
         elif self.kind == "cmpl":
             more["text"] = new
-        yield self._chunk(text.place, **more)
+        return self._chunk(text.place, **more)
 
     def _chunk(self, i: int, **fields: Any) -> dict[str, Any]:
         return {**self._frame(".chunk"), "choices": [{"index": i, "logprobs": None, "finish_reason": None, **fields}]}
@@ -372,7 +338,7 @@ class _Text:
         self._holds = StopTexts(holds, answers.raw_text)
 
     def add(self, tokens: Sequence[int], row: AnswerRow | None) -> tuple[str, list[dict[str, Any]]]:
-        """What new tokens add to the text, and calls of tools; row: the answer, where it is whole."""
+        """Take new tokens; the text that they add, and calls of tools. row: the answer, where it is whole."""
         answers = self._answers
         if row is not None:
             whole, calls = answers.parts(self.place, row)
@@ -397,15 +363,3 @@ class _Text:
             self._offset += self._answers.length(self._before, x.token)
             self._before = [x.token]
         return found
-
-
-def _groups(lengths: Sequence[int], thread: PolicyThread) -> Iterator[list[int]]:
-    """Places of sequences that follow each other and fit the token budget together, or one that is longer."""
-    group, tokens = list[int](), 0
-    for i, length in enumerate(lengths):
-        if group and tokens + length > thread.policies.host.token_budget:
-            yield group
-            group, tokens = [], 0
-        group.append(i)
-        tokens += length
-    yield group

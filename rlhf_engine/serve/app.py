@@ -8,8 +8,9 @@ import hmac
 import json
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_engine.data.tokenize import eos_token_ids
 from rlhf_engine.devices import peak_memory_bytes
 from rlhf_engine.errors import BusyError, CorruptCheckpointError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
@@ -27,46 +29,53 @@ from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 
-MOST_BODY = 16 * 2**20
-"""Most bytes of a body."""
-_LARGE = 1 << 16
-"""Bytes of a body beyond which another thread reads it."""
+MOST_BODY, _LARGE = 1 << 24, 1 << 16  # most bytes of a body, and those beyond which another thread reads it
 _POINTS, _SECONDS = 300, 2.0  # points of the page's curves, and seconds between two
 
 
 class Service:
-    """What the endpoints of one server have in common."""
+    """The endpoints of one server, and their state."""
+
+    most_body = MOST_BODY
 
     def __init__(
         self,
         thread: PolicyThread,
         tokenizer: PreTrainedTokenizerBase,
-        reader: Reader,
         *,
         name: str,
         keys: Sequence[str] = (),
-        most_body: int = MOST_BODY,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """name: of the base among the models. keys: of clients, any of which is needed; none: nobody needs one."""
-        self.thread, self.tokenizer, self.reader, self.name = thread, tokenizer, reader, name
-        self._keys, self._most_body = [key.encode() for key in keys], most_body
-        self.requests = Counter[tuple[str, int]]()
-        """Requests so far by endpoint and status."""
+        """Serve a thread's policies.
+
+        name: of the base among the models. keys: of clients, any of which is needed; none: nobody needs one.
+        template_kwargs: arguments of the chat template, unless a body has its own.
+        """
+        backbone = thread.engine.backbone
+        self.thread, self.name, self._keys = thread, name, [key.encode() for key in keys]
+        self.reader = Reader(
+            tokenizer=tokenizer, ends=eos_token_ids(tokenizer, backbone.model), context=backbone.context_length,
+            vocabulary=backbone.vocabulary, template_kwargs=template_kwargs or {},
+        )  # fmt: skip
+        self.requests = Counter[tuple[str, int]]()  # so far, by endpoint and status
         self._began = time.time()
+        # time, tokens a second, requests that are written and that wait
         self.history = deque[tuple[float, float, int, int]](maxlen=_POINTS)
-        """Time, tokens a second, requests that are written and that wait."""
 
     def app(self) -> Starlette:
         """The application, for an ASGI server."""
+        posts = {
+            "/v1/completions": ("cmpl", self.reader.completion), "/v1/chat/completions": ("chatcmpl", self.reader.chat),
+            "/inference/v1/generate": ("gen", self.reader.tokens),
+        }  # fmt: skip
         routes = [
+            *(Route(path, self._answer(partial(self._drawn, *how)), methods=["POST"]) for path, how in posts.items()),
             Route("/v1/models", self._answer(self.models)),
             Route("/v1/models/{name:path}", self._answer(self.models)),
-            Route("/v1/completions", self._answer(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._answer(self.chat), methods=["POST"]),
-            Route("/inference/v1/generate", self._answer(self.generate), methods=["POST"]),
-            Route("/health", self.health),
             Route("/metrics", self._answer(self.metrics)),
             Route("/status", self._answer(self.status)),
+            Route("/health", self.health),
             Route("/", self.page),
         ]
         handlers: dict[Any, Any] = {404: self._no_such_place, 405: self._no_such_place}
@@ -74,22 +83,19 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._watch())
+        async def watch() -> None:
+            tokens, then = self.thread.tokens, time.time()
+            while True:
+                await asyncio.sleep(_SECONDS)
+                now, drawn = time.time(), self.thread.tokens
+                self.history.append((now, (drawn - tokens) / (now - then), self.thread.n_live, self.thread.n_waiting))
+                tokens, then = drawn, now
+
+        task = asyncio.create_task(watch())
         try:
             yield
         finally:
             task.cancel()
-
-    async def _watch(self) -> None:
-        tokens, then = self.thread.tokens, time.monotonic()
-        while True:
-            await asyncio.sleep(_SECONDS)
-            now, drawn = time.monotonic(), self.thread.tokens
-            speed = (drawn - tokens) / (now - then)
-            self.history.append((time.time(), speed, self.thread.n_live, self.thread.n_waiting))
-            tokens, then = drawn, now
-
-    # ---- requests --------------------------------------------------------------------------------------------------
 
     def _answer(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that needs a key, and answers an error with OpenAI's object."""
@@ -114,28 +120,20 @@ class Service:
         # each is compared, in constant time, so that the time tells nothing
         known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(known):
-            raise BadRequestError(
-                "authorization: expected 'Bearer KEY' with a key of this server, got none", status=401
-            )
+            raise BadRequestError("authorization: expected 'Bearer KEY' with a key served here, got none", status=401)
 
-    async def _body(self, request: Request) -> bytes:
-        parts, size = list[bytes](), 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._most_body:
-                raise BadRequestError(f"body: expected at most {self._most_body} bytes, got more", status=413)
-            parts.append(part)
-        return b"".join(parts)
-
-    async def _drawn(self, request: Request, kind: str, read: Callable[[Any], Asked]) -> Response:
+    async def _drawn(self, kind: str, read: Callable[[Any], Asked], request: Request) -> Response:
         """Answer a body, whole or as a stream."""
-        raw = await self._body(request)
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > self.most_body:
+                raise BadRequestError(f"body: expected at most {self.most_body} bytes, got more", status=413)
         with _as_errors():
-            if len(raw) > _LARGE:  # the loop of all requests does not wait for it
-                asked = self._named(await asyncio.to_thread(lambda: read(parse_json(raw))))
-            else:
-                asked = self._named(read(parse_json(raw)))
-            answers = Reply(self.thread, self.tokenizer, asked, kind)
+            # of a large one the loop of all requests does not wait to be read
+            large, work = len(raw) > _LARGE, lambda: read(parse_json(bytes(raw)))
+            asked = self._named(await asyncio.to_thread(work) if large else work())
+            answers = Reply(self.thread, self.reader.tokenizer, asked, kind)
             if asked.stream:
                 return _Stream(answers, await answers.begin_stream())
             drawing, leaving = asyncio.ensure_future(answers.whole()), asyncio.ensure_future(_until_gone(request))
@@ -153,64 +151,40 @@ class Service:
         """The same, of the policy that the body names; no name, and the base's, are the base."""
         policy = BASE if asked.model in ("", self.name) else asked.model
         if policy not in self.thread.policies:
-            names = [self.name, *(name for name in self.thread.policies.names if name != BASE)]
-            raise BadRequestError(
-                f"model: expected one of {names}, got {asked.model[:100]!r}", status=404, code="model_not_found"
-            )
+            raise self._unknown(asked.model)
         return replace(asked, policy=policy, model=asked.model or self.name)
 
-    async def completions(self, request: Request) -> Response:
-        """OpenAI's completions."""
-        return await self._drawn(request, "cmpl", self.reader.completion)
-
-    async def chat(self, request: Request) -> Response:
-        """OpenAI's chat completions."""
-        return await self._drawn(request, "chatcmpl", self.reader.chat)
-
-    async def generate(self, request: Request) -> Response:
-        """vLLM's endpoint from tokens to tokens."""
-        return await self._drawn(request, "gen", self.reader.tokens)
+    def _unknown(self, name: str) -> BadRequestError:
+        names = [self.name, *(name for name in self.thread.policies.names if name != BASE)]
+        text = f"model: expected one of {names}, got {name[:100]!r}"
+        return BadRequestError(text, status=404, code="model_not_found")
 
     async def models(self, request: Request) -> Response:
         """OpenAI's list of models, or one of them."""
         policies, created = self.thread.policies, int(self._began)
-        data = [
-            {
-                "id": self.name if name == BASE else name, "object": "model", "created": created,
-                "owned_by": "rlhf-engine", "root": self.name, "parent": None if name == BASE else self.name,
-                "max_model_len": self.reader.context,
-            }
-            for name in policies.names
-        ]  # fmt: skip
+        facts: dict[str, Any] = {"object": "model", "created": created, "owned_by": "rlhf-engine", "root": self.name}
+        facts["max_model_len"] = self.reader.context
+        data = {self.name: {"id": self.name, **facts, "parent": None}}
+        data |= {name: {"id": name, **facts, "parent": self.name} for name in policies.names if name != BASE}
         wanted = request.path_params.get("name")
         if wanted is None:
-            return JSONResponse({"object": "list", "data": data})
-        found = next((model for model in data if model["id"] == wanted), None)
-        if found is None:
-            message = f"model: expected one of {[model['id'] for model in data]}, got {wanted[:100]!r}"
-            raise BadRequestError(message, status=404, code="model_not_found")
-        return JSONResponse(found)
-
-    # ---- who looks after it ----------------------------------------------------------------------------------------
+            return JSONResponse({"object": "list", "data": list(data.values())})
+        if wanted not in data:
+            raise self._unknown(wanted)
+        return JSONResponse(data[wanted])
 
     async def health(self, _: Request) -> Response:
         """200 while the thread of the policies runs."""
         return Response(status_code=200 if self.thread.is_alive else 503)
 
     def facts(self) -> dict[str, Any]:
-        """What the status page shows."""
+        """Everything that the status page shows."""
         thread, policies = self.thread, self.thread.policies
         pool, block = thread.engine.cache_use()
         return {
-            "model": self.name,
-            "exact": thread.engine.backbone.kernels.exact,
-            "seconds": time.time() - self._began,
-            "tokens": thread.tokens,
-            "turns": thread.turns,
-            "live": thread.n_live,
-            "waiting": thread.n_waiting,
-            "owed_tokens": thread.owed,
-            "cache_bytes_used": pool * block,
+            "model": self.name, "exact": thread.engine.backbone.kernels.exact, "seconds": time.time() - self._began,
+            "tokens": thread.tokens, "turns": thread.turns, "live": thread.n_live, "waiting": thread.n_waiting,
+            "owed_tokens": thread.owed, "cache_bytes_used": pool * block,
             "peak_memory_bytes": peak_memory_bytes(thread.engine.backbone.device),
             "policies": [
                 {
@@ -230,15 +204,14 @@ class Service:
 
     async def metrics(self, _: Request) -> Response:
         """Prometheus' text format."""
-        facts = self.facts()
-        kinds = {"tokens": "counter", "turns": "counter"}
-        lines = []
-        for name in ("tokens", "turns", "live", "waiting", "owed_tokens", "cache_bytes_used", "peak_memory_bytes"):
-            lines += [f"# TYPE rlhf_engine_{name} {kinds.get(name, 'gauge')}", f"rlhf_engine_{name} {facts[name] or 0}"]
-        lines += [f"# TYPE rlhf_engine_exact gauge\nrlhf_engine_exact {int(facts['exact'])}"]
-        lines += ["# TYPE rlhf_engine_policy_bytes gauge"]
+        facts, lines = self.facts(), list[str]()
+        for name, value in facts.items():
+            if isinstance(value, (int, float)):
+                kind = "counter" if name in ("tokens", "turns") else "gauge"
+                lines += [f"# TYPE rlhf_engine_{name} {kind}", f"rlhf_engine_{name} {float(value)}"]
+        lines.append("# TYPE rlhf_engine_policy_bytes gauge")
         lines += [f"rlhf_engine_policy_bytes{{policy={json.dumps(p['name'])}}} {p['bytes']}" for p in facts["policies"]]
-        lines += ["# TYPE rlhf_engine_requests counter"]
+        lines.append("# TYPE rlhf_engine_requests counter")
         lines += [f'rlhf_engine_requests{{path="{path}",status="{code}"}} {n}' for path, code, n in facts["requests"]]
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
 
@@ -249,9 +222,7 @@ class Service:
 
     async def _no_such_place(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        message = (
-            f"path: expected one of this server's with its method, got {request.method} {request.url.path[:100]!r}"
-        )
+        message = f"path: expected one of this server's with its method, got {request.method} {request.url.path[:99]!r}"
         return JSONResponse(BadRequestError(message, status=status).body(), status_code=status)
 
 
@@ -280,10 +251,10 @@ def _as_errors() -> Iterator[None]:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; whatever ends them ends the answers."""
+    """Server-sent events, an error the last of them; whatever ends them ends the answers."""
 
     def __init__(self, answers: Reply, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(_events(chunks), media_type="text/event-stream")
+        super().__init__(self._events(chunks), media_type="text/event-stream")
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -292,20 +263,14 @@ class _Stream(StreamingResponse):
         finally:
             self._answers.end()
 
-
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """An event of each chunk; an error is the last of them."""
-    try:
-        with _as_errors():
-            async for chunk in chunks:
-                yield _event(chunk)
-    except BadRequestError as error:
-        yield _event(error.body())
-    yield b"data: [DONE]\n\n"
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    async def _events(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        try:
+            with _as_errors():
+                async for chunk in chunks:
+                    yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+        except BadRequestError as error:
+            yield f"data: {json.dumps(error.body(), ensure_ascii=False)}\n\n"
+        yield "data: [DONE]\n\n"
 
 
 async def _until_gone(request: Request) -> None:

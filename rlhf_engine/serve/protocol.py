@@ -60,34 +60,20 @@ class BadRequestError(Exception):
 class Asked:
     """A body that was read."""
 
-    model: str
-    """Name in the body, and in the answer; empty: none."""
-    policy: str = ""
-    """Name of the policy that draws."""
-    prompts: list[list[int]]
-    """Token ids."""
-    sampling: SamplingConfig | None
-    """How answers are drawn; None: nothing is drawn."""
-    greedy: bool = False
-    """Whether answers are the arg-max."""
-    n: int = 1
-    """Answers to each prompt."""
-    stream: bool = False
-    """Whether tokens are sent as they are drawn."""
-    usage_in_stream: bool = False
-    """Whether a stream ends with the numbers of tokens."""
-    logprobs: int | None = None
-    """Likeliest words given with each token's log-prob; None: no log-probs."""
-    prompt_logprobs: int | None = None
-    """The same for the tokens of prompts."""
-    echo: bool = False
-    """Whether the prompt stands before the answer."""
-    token_ids: bool = False
-    """Whether token ids are given."""
-    by_id: bool = False
-    """Whether log-probs name tokens by id, `token_id:17`."""
-    tools: bool = False
-    """Whether tool calls are looked for in answers."""
+    model: str  # name in the body, and in the answer; empty: none
+    policy: str = ""  # name of the policy that draws
+    prompts: list[list[int]]  # token ids
+    sampling: SamplingConfig | None  # how answers are drawn; None: nothing is drawn
+    greedy: bool = False  # whether answers are the arg-max
+    n: int = 1  # answers to each prompt
+    stream: bool = False  # whether tokens are sent as they are drawn
+    usage_in_stream: bool = False  # whether a stream ends with the numbers of tokens
+    logprobs: int | None = None  # likeliest words given with each token's log-prob; None: no log-probs
+    prompt_logprobs: int | None = None  # the same for the tokens of prompts
+    echo: bool = False  # whether the prompt stands before the answer
+    token_ids: bool = False  # whether token ids are given
+    by_id: bool = False  # whether log-probs name tokens by id, `token_id:17`
+    tools: bool = False  # whether tool calls are looked for in answers
 
     @property
     def n_tokens(self) -> int:
@@ -107,44 +93,36 @@ class Reader:
     """Reads bodies for one base."""
 
     tokenizer: PreTrainedTokenizerBase
-    ends: tuple[int, ...]
-    """Tokens that end an answer."""
-    context: int
-    """Most tokens of prompt and answer."""
-    vocabulary: int
-    """Number of token ids."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, unless a body has its own."""
+    ends: tuple[int, ...]  # tokens that end an answer
+    context: int  # most tokens of prompt and answer
+    vocabulary: int  # number of token ids
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, unless a body has its own
 
     def completion(self, body: Mapping[str, Any]) -> Asked:
         """Read a body of /v1/completions."""
         fields = _Fields(body)
         prompts = self._prompts(fields.take("prompt", object, required=True))
-        echo = fields.take("echo", bool, False)
-        logprobs = fields.number("logprobs", int, None, 0, MOST_TOP)
-        asked = self._asked(
-            fields, prompts, default_max=16, logprobs=logprobs, least_max=0 if echo else 1, echo=echo,
-            prompt_logprobs=logprobs if echo else fields.number("prompt_logprobs", int, None, 0, MOST_TOP),
+        echo, logprobs = fields.take("echo", bool, False), fields.top("logprobs")
+        if echo and fields.given.get("stream"):
+            raise _wrong("echo", "false in a stream", echo)
+        return self._asked(
+            fields, prompts, 16, 0 if echo else 1, logprobs=logprobs, echo=echo,
+            prompt_logprobs=logprobs if echo else fields.top("prompt_logprobs"),
         )  # fmt: skip
-        if asked.stream and echo:
-            raise BadRequestError("echo: expected false in a stream, got true")
-        return asked
 
     def chat(self, body: Mapping[str, Any]) -> Asked:
         """Read a body of /v1/chat/completions."""
         fields = _Fields(body)
         messages = [_message(i, m) for i, m in enumerate(fields.take("messages", list, required=True))]
         if not messages:
-            raise BadRequestError("messages: expected at least one message, got none")
-        tools = fields.take("tools", list, None) or None
-        choice = fields.take("tool_choice", object, None)
-        if choice not in (None, "auto", "none"):
-            raise BadRequestError(f"tool_choice: expected 'auto' or 'none', got {_short(choice)}")
-        if choice == "none":
-            tools = None
-        kwargs = {**self.template_kwargs, **(fields.take("chat_template_kwargs", dict, None) or {})}
+            raise _wrong("messages", "at least one message", messages)
+        tools, choice = fields.take("tools", list, None) or None, fields.take("tool_choice", object, "auto")
+        if choice not in ("auto", "none"):
+            raise _wrong("tool_choice", "'auto' or 'none'", choice)
+        tools = tools if choice == "auto" else None
+        kwargs = {**self.template_kwargs, **fields.take("chat_template_kwargs", dict, {})}
         if kwargs.keys() & _RESERVED:
-            raise BadRequestError(f"chat_template_kwargs: expected none of {sorted(_RESERVED)}, got {sorted(kwargs)}")
+            raise _wrong("chat_template_kwargs", f"none of {sorted(_RESERVED)}", sorted(kwargs))
         if not self.tokenizer.chat_template:
             raise BadRequestError("messages: expected a model with a chat template, got one without; use completions")
         try:
@@ -152,33 +130,27 @@ class Reader:
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
             )
         except _OF_TEMPLATES as error:
-            raise BadRequestError(
-                f"messages: expected what the chat template takes, got an error of it: {error}"
-            ) from error
-        wanted, top = fields.take("logprobs", bool, False), fields.number("top_logprobs", int, None, 0, MOST_TOP)
+            raise _wrong("messages", "what the chat template takes", f"{type(error).__name__}: {error}") from error
+        wanted, top = fields.take("logprobs", bool, False), fields.top("top_logprobs")
         if top is not None and not wanted:
-            raise BadRequestError(f"top_logprobs: expected null without logprobs, got {top}")
+            raise _wrong("top_logprobs", "null without logprobs", top)
         return self._asked(
-            fields, [encode(self.tokenizer, str(text))], default_max=None, logprobs=(top or 0) if wanted else None,
-            prompt_logprobs=fields.number("prompt_logprobs", int, None, 0, MOST_TOP), tools=tools is not None,
+            fields, [encode(self.tokenizer, str(text))], None, logprobs=(top or 0) if wanted else None,
+            prompt_logprobs=fields.top("prompt_logprobs"), tools=tools is not None,
         )  # fmt: skip
 
     def tokens(self, body: Mapping[str, Any]) -> Asked:
         """Read a body of /inference/v1/generate, tokens to tokens."""
         fields = _Fields(body)
         prompt = self._ids("token_ids", fields.take("token_ids", list, required=True))
-        model, stream = fields.take("model", str, None), fields.take("stream", bool, False)
-        options = fields.take("stream_options", object, None)
-        given = fields.inner("sampling_params")
+        outer = {name: fields.given.pop(name, None) for name in ("model", "stream", "stream_options")}
+        inner = fields.inner("sampling_params")
         fields.end()
-        given.given.pop("skip_special_tokens", None)  # of texts, which there are none of
-        given.given |= {"model": model, "stream": stream, "stream_options": options}
+        inner.given = {**inner.given, **outer, "skip_special_tokens": None}  # of texts, which there are none of
         return self._asked(
-            given, [prompt], default_max=16, logprobs=given.number("logprobs", int, None, 0, MOST_TOP), token_ids=True,
-            prompt_logprobs=given.number("prompt_logprobs", int, None, 0, MOST_TOP),
+            inner, [prompt], 16, logprobs=inner.top("logprobs"), prompt_logprobs=inner.top("prompt_logprobs"),
+            token_ids=True, by_id=True,
         )  # fmt: skip
-
-    # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         """One prompt or several, each a text or token ids."""
@@ -192,93 +164,60 @@ class Reader:
 
     def _ids(self, name: str, value: Any) -> list[int]:
         if not isinstance(value, list) or not all(type(x) is int and 0 <= x < self.vocabulary for x in value):
-            raise BadRequestError(
-                f"{name}: expected a text or a list of token ids of 0 to {self.vocabulary - 1}, got {_short(value)}"
-            )
+            raise _wrong(name, f"a text or a list of token ids of 0 to {self.vocabulary - 1}", value)
         return value
 
     def _asked(
-        self,
-        fields: _Fields,
-        prompts: list[list[int]],
-        *,
-        default_max: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-        least_max: int = 1,
-        echo: bool = False,
-        token_ids: bool = False,
-        tools: bool = False,
+        self, fields: _Fields, prompts: list[list[int]], default_max: int | None, least_max: int = 1, **known: Any
     ) -> Asked:
-        """Read the fields that all bodies have."""
-        longest = max(map(len, prompts))
+        """Read the fields that all bodies have; known: what of `Asked` is read."""
         if not all(prompts):
             raise BadRequestError("prompt: expected at least one token, got none")
+        longest = max(map(len, prompts))
         room = self.context - longest
-        name = "max_completion_tokens" if fields.given.get("max_completion_tokens") is not None else "max_tokens"
-        most = fields.number(name, int, None, least_max, None)
-        fields.given.pop("max_tokens", None), fields.given.pop("max_completion_tokens", None)
-        most = (room if default_max is None else min(default_max, room)) if most is None else most
+        given = [fields.number(name, int, None, least_max, None) for name in ("max_completion_tokens", "max_tokens")]
+        default = room if default_max is None else min(default_max, room)
+        most = next((number for number in given if number is not None), default)
         if most > room or room < least_max:
             raise BadRequestError(
-                f"{name}: expected prompt and answer of at most {self.context} tokens (the context), got {longest} and "
-                f"{max(most, least_max)}",
+                f"max_tokens: expected prompt and answer of at most {self.context} tokens (the context), got {longest} "
+                f"and {max(most, least_max)}",
                 code="context_length_exceeded",
             )
         temperature = fields.number("temperature", float, 1.0, 0.0, _TEMPERATURES[1])
         if 0.0 < temperature < _TEMPERATURES[0]:  # which logits are divided by
-            raise BadRequestError(f"temperature: expected 0 or at least {_TEMPERATURES[0]}, got {temperature}")
+            raise _wrong("temperature", f"0 or at least {_TEMPERATURES[0]}", temperature)
         stop = fields.take("stop", object, [])
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(x, str) and x for x in stops):
-            raise BadRequestError(
-                f"stop: expected a text or at most {MOST_STOPS} texts, none empty, got {_short(stop)}"
-            )
+            raise _wrong("stop", f"a text or at most {MOST_STOPS} texts, none empty", stop)
         ends = () if fields.take("ignore_eos", bool, False) else self.ends
-        ends = tuple({*ends, *self._ids("stop_token_ids", fields.take("stop_token_ids", list, []))})
-        seed = fields.number("seed", int, None, -(2**63), 2**63 - 1)
-        top_k, min_p = fields.number("top_k", int, 0, -1, None), fields.number("min_p", float, None, 0.0, 1.0)
-        top_p = fields.number("top_p", float, None, 1e-6, 1.0)
-        sampling = None
-        if most > 0:
-            # an end may be drawn once so many tokens stand before it
-            least = fields.number("min_tokens", int, 0, 0, most - 1 if ends else most)
-            sampling = SamplingConfig(
-                max_completion_length=most,
-                min_completion_length=least + 1 if least and ends else 0,
-                eos_token_ids=tuple(sorted(ends)),
-                temperature=temperature or 1.0,
-                top_k=min(top_k, self.vocabulary) if top_k > 0 else None,
-                top_p=None if top_p == 1.0 else top_p,
-                min_p=min_p or None,
-                stop=tuple(stops),
-                seed=secrets.randbits(63) if seed is None else seed,
-            )
-        stream, options = fields.take("stream", bool, False), fields.inner("stream_options")
+        ends = tuple(sorted({*ends, *self._ids("stop_token_ids", fields.take("stop_token_ids", list, []))}))
+        seed, top_k = fields.number("seed", int, None, -(2**63), 2**63 - 1), fields.number("top_k", int, 0, -1, None)
+        top_p, min_p = fields.number("top_p", float, 1.0, 1e-6, 1.0), fields.number("min_p", float, 0.0, 0.0, 1.0)
+        # an end may be drawn once so many tokens stand before it
+        least = fields.number("min_tokens", int, 0, 0, max(0, most - bool(ends)))
+        sampling = SamplingConfig(
+            max_completion_length=max(most, 1), min_completion_length=least + 1 if least and ends else 0,
+            eos_token_ids=ends, temperature=temperature or 1.0, top_p=None if top_p == 1.0 else top_p,
+            top_k=min(top_k, self.vocabulary) if top_k > 0 else None, min_p=min_p or None, stop=tuple(stops),
+            seed=secrets.randbits(63) if seed is None else seed,
+        )  # fmt: skip
+        options = fields.inner("stream_options")
         usage = options.take("include_usage", bool, False)
         options.take("continuous_usage_stats", bool, False)
         options.end()
-        k = max(logprobs or 0, prompt_logprobs or 0)
+        for name, field_ in (("token_ids", "return_token_ids"), ("by_id", "return_tokens_as_token_ids")):
+            known[name] = fields.take(field_, bool, False) or known.get(name, False)
         asked = Asked(
-            model=fields.take("model", str, None) or "",
-            prompts=prompts,
-            sampling=sampling,
-            greedy=temperature == 0.0,
-            n=fields.number("n", int, 1, 1, MOST_CHOICES),
-            stream=stream,
-            usage_in_stream=usage,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            echo=echo,
-            token_ids=fields.take("return_token_ids", bool, False) or token_ids,
-            by_id=fields.take("return_tokens_as_token_ids", bool, False) or token_ids,
-            tools=tools,
-        )
+            model=fields.take("model", str, ""), prompts=prompts, sampling=sampling if most else None,
+            greedy=temperature == 0.0, n=fields.number("n", int, 1, 1, MOST_CHOICES),
+            stream=fields.take("stream", bool, False), usage_in_stream=usage, **known,
+        )  # fmt: skip
         fields.end()
-        if asked.n_tokens * k > MOST_WORDS:
-            raise BadRequestError(
-                f"logprobs: expected at most {MOST_WORDS} likeliest words of all tokens, got {asked.n_tokens} × {k}"
-            )
+        words = asked.n_tokens * max(asked.logprobs or 0, asked.prompt_logprobs or 0)
+        if words > MOST_WORDS:
+            raise _wrong("logprobs", f"at most {MOST_WORDS} likeliest words of all tokens", words)
         return asked
 
 
@@ -292,19 +231,17 @@ class _Fields:
 
     def __init__(self, given: Any, name: str = "body") -> None:
         if not isinstance(given, Mapping):
-            raise BadRequestError(f"{name}: expected a JSON object, got {_short(given)}")
+            raise _wrong(name, "a JSON object", given)
         self.given = dict(given)
 
     def take(self, name: str, kind: type, default: Any = None, *, required: bool = False) -> Any:
         """A field of that type; null is the default."""
         value = self.given.pop(name, None)
-        if value is None:
-            if required:
-                raise BadRequestError(f"{name}: expected a value, got none")
+        if value is None and not required:
             return default
-        if not isinstance(value, kind):
-            names = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
-            raise BadRequestError(f"{name}: expected {names.get(kind, kind.__name__)}, got {_short(value)}")
+        if value is None or not isinstance(value, kind):
+            names = {bool: "true or false", str: "a text", list: "a list", dict: "an object", object: "a value"}
+            raise _wrong(name, names[kind], value)
         return value
 
     def number(self, name: str, kind: type, default: Any, least: float, most: float | None) -> Any:
@@ -315,9 +252,13 @@ class _Fields:
         fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
         if not fits or not least <= value <= (2**63 - 1 if most is None else most):
             bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-            what = "a whole number" if kind is int else "a number"
-            raise BadRequestError(f"{name}: expected {what} {bound}, got {_short(value)}")
+            raise _wrong(name, f"a {'whole ' if kind is int else ''}number {bound}", value)
         return kind(value)
+
+    def top(self, name: str) -> int | None:
+        """A number of likeliest words, or null."""
+        found: int | None = self.number(name, int, None, 0, MOST_TOP)
+        return found
 
     def inner(self, name: str) -> _Fields:
         """An object within, empty where there is none."""
@@ -327,66 +268,46 @@ class _Fields:
     def end(self) -> None:
         """Refuse what is left, unless it changes nothing."""
         for name, value in self.given.items():
-            if name in _PLAIN or value is None:
+            if name in _PLAIN or value is None or value in _ONLY.get(name, ()):
                 continue
-            if name not in _ONLY:
-                raise BadRequestError(f"{name}: expected no such field, got {_short(value)}")
-            if value not in _ONLY[name]:
-                only = " or ".join(["null", *map(repr, _ONLY[name])])
-                raise BadRequestError(f"{name}: expected {only}, got {_short(value)}")
+            known = f"only {' or '.join(['null', *map(repr, _ONLY[name])])}" if name in _ONLY else "no such field"
+            raise _wrong(name, known, value)
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
-    """A message of a conversation whose text is a string; parts of another kind than text are refused."""
+    """A message whose text is a string and whose calls have objects as arguments, as chat templates take them."""
     name = f"messages[{i}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadRequestError(f"{name}: expected an object with a role, got {_short(message)}")
-    content, own = message.get("content"), dict(message)
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
-            raise BadRequestError(f"{name}.content: expected text or parts of text, got {_short(content)}")
-        own["content"] = "".join(texts)  # type: ignore[arg-type]
-    elif content is None and message.get("tool_calls"):
-        own["content"] = ""
-    elif not isinstance(content, str):
-        raise BadRequestError(f"{name}.content: expected text or parts of text, got {_short(content)}")
-    calls = message.get("tool_calls")
+        raise _wrong(name, "an object with a role", message)
+    content, calls, own = message.get("content"), message.get("tool_calls"), dict(message)
+    parts = (
+        content if isinstance(content, list) else [{"type": "text", "text": "" if calls and not content else content}]
+    )
+    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise _wrong(f"{name}.content", "text or parts of text", content)
+    own["content"] = "".join(texts)
     if calls is not None:
-        own["tool_calls"] = [
-            _with_parsed_arguments(f"{name}.tool_calls", call) for call in _list_of_objects(name, calls)
-        ]
+        if not isinstance(calls, list) or not all(
+            isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
+        ):
+            raise _wrong(f"{name}.tool_calls", "a list of calls of functions", calls)
+        own["tool_calls"] = [{**call, "function": dict(call["function"])} for call in calls]
+        for function in (call["function"] for call in own["tool_calls"]):
+            if isinstance(given := function.get("arguments"), str):  # as OpenAI has them
+                try:
+                    function["arguments"] = json.loads(given or "{}")
+                except (ValueError, RecursionError) as error:
+                    raise _wrong(f"{name}.tool_calls", "arguments in JSON", given) from error
     return own
 
 
-def _list_of_objects(name: str, calls: Any) -> list[Mapping[str, Any]]:
-    """Calls of functions."""
-    if not isinstance(calls, list) or not all(
-        isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
-    ):
-        raise BadRequestError(f"{name}.tool_calls: expected a list of calls of functions, got {_short(calls)}")
-    return calls
-
-
-def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, as chat templates take them; OpenAI's are JSON in a string."""
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError) as error:
-            raise BadRequestError(f"{name}: expected arguments in JSON, got {_short(function['arguments'])}") from error
-    return {**call, "function": function}
-
-
-def _short(value: Any) -> str:
+def _wrong(name: str, expected: str, got: Any) -> BadRequestError:
     try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
+        text = json.dumps(got, ensure_ascii=False)
     except RecursionError:
-        return f"a deep {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:97]}…"
+        text = f"a deep {type(got).__name__}"
+    return BadRequestError(f"{name}: expected {expected}, got {text if len(text) <= 100 else text[:97] + '…'}")
 
 
 def parse_json(raw: bytes) -> Any:
@@ -411,7 +332,7 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     def take(match: re.Match[str]) -> str:
         try:
             call = json.loads(match[1])
-        except ValueError:
+        except (ValueError, RecursionError):
             return match[0]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return match[0]

@@ -1,7 +1,7 @@
 """A server for the policies of one base: `rlhf-engine serve`, or beside a training loop in the same process.
 
-with PolicyThread(policies) as thread, running(make_service(thread, tokenizer, name="base"), port=8000) as url:
-train(thread)
+with PolicyThread(policies) as thread, running(Service(thread, tokenizer, name="base"), port=8000) as url:
+    train(thread)
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
-from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
@@ -26,25 +25,8 @@ from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.serve.app import Service
-from rlhf_engine.serve.protocol import Reader
 
-
-def make_service(
-    thread: PolicyThread,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    name: str,
-    keys: Sequence[str] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Service:
-    """Endpoints for a thread of policies. name: of the base among the models. keys: of clients; none: no key needed."""
-    backbone = thread.engine.backbone
-    ends = eos_token_ids(tokenizer, backbone.model)
-    reader = Reader(
-        tokenizer=tokenizer, ends=ends, context=backbone.context_length, vocabulary=backbone.vocabulary,
-        template_kwargs=template_kwargs or {},
-    )  # fmt: skip
-    return Service(thread, tokenizer, reader, name=name, keys=keys)
+_END_WITHIN = 10  # seconds that answers have once the server is to end
 
 
 @contextlib.contextmanager
@@ -52,7 +34,7 @@ def running(service: Service, *, host: str = "127.0.0.1", port: int = 0) -> Iter
     """A block in which a server answers in a thread of its own; the server's address."""
     with _listening(host, port) as place:
         server = _server(service)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, name="serve", daemon=True)
+        thread = threading.Thread(target=server.run, args=([place],), name="serve", daemon=True)
         thread.start()
         while not server.started:
             if not thread.is_alive():
@@ -73,13 +55,8 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
         keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         config.require("api_key_file", bool(keys), "a file with at least one key")
     tokenizer = load_tokenizer(config.model_name_or_path)
-    host = HydraModel.from_pretrained(
-        config.model_name_or_path,
-        roles={BASE: RoleSpec()},
-        dtype=DTYPES[config.dtype],
-        device=resolve_device(config.device),
-    )
-
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    host = HydraModel.from_pretrained(config.model_name_or_path, roles={BASE: RoleSpec()}, dtype=dtype, device=device)
     state = None if config.state is None else Path(config.state)
     if state is not None:
         state.mkdir(parents=True, exist_ok=True)
@@ -108,14 +85,15 @@ def serve(config: ServeConfig) -> Iterator[str]:
         PolicyThread(policies, max_rows=config.max_rows, max_waiting_tokens=config.max_waiting_tokens) as thread,
         _listening(config.host, config.port) as place,
     ):
-        service = make_service(thread, tokenizer, name=name, keys=keys, template_kwargs=config.chat_template_kwargs)
+        service = Service(thread, tokenizer, name=name, keys=keys, template_kwargs=config.chat_template_kwargs)
         yield _address(place)
         _server(service).run(sockets=[place])
 
 
 def _server(service: Service) -> uvicorn.Server:
     # the log has no line for each request: /metrics counts them
-    return uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", access_log=False, lifespan="on"))
+    options = {"log_level": "warning", "access_log": False, "lifespan": "on", "timeout_graceful_shutdown": _END_WITHIN}
+    return uvicorn.Server(uvicorn.Config(service.app(), **options))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

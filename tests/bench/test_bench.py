@@ -418,7 +418,7 @@ def test_the_pages_quote_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: p
 def test_every_script_starts(tmp_path: Path) -> None:
     """Each imports what it needs, under the names that these have today, and describes itself."""
     bench = Path(__file__).parents[2] / "bench"
-    scripts = [path for folder in ("gpu", "studies", "tables") for path in (bench / folder).glob("*.py")]
+    scripts = [path for folder in ("", "gpu", "studies", "tables") for path in (bench / folder).glob("*.py")]
     assert len(scripts) > 25
     code = """
 import contextlib, io, os, runpy, sys

@@ -740,7 +740,7 @@ MUTATIONS = read("""
 -return _put(self.rows, values, n) if self.moved else scatter(self.rows, values, n)
 +return scatter(self.rows, values, n)
 @ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
-# all sixteen rows have the last run's LoRA | test_head_runs.py::test_draws_are_the_definitions
+# a NaN of one run's LoRA in all of sixteen rows | test_head_runs.py::test_a_run_has_the_bits_that_it_has_alone
 -store16(logits + v, select(mine, load16(own + v), load16(logits + v)));
 +store16(logits + v, load16(own + v));
 # a run among sixteen rows without what W alone has made | test_head_runs.py::test_draws_are_the_definitions

@@ -38,8 +38,9 @@ void head(Case& c) {
     const int64_t H = c.size("hidden", 1), extra = c.size("extra_hidden", 1), V = c.size("weight", 0);
     const Head head{head_matrix(c, "weight"), c.data<float>("bias"), H, V, float(c.number("softcap")),
                     float(c.number("scale"))};
+    const auto own = [&](const char* name) { return extra > 0 ? c.floats(name) : nullptr; };
     HeadRun run{c.size("rows", 0), extra, head_matrix(c, "extra_weight"), extra, head_matrix(c, "extra_hidden"),
-                c.floats("expected_own"), c.floats("expected_kl_own"), nullptr};
+                own("expected_own"), own("expected_kl_own"), nullptr};
     const Batch batch{head_matrix(c, "hidden"), c.data<int64_t>("rows"), run.end, c.data<float>("temperature"),
                       c.data<int64_t>("target"), &run, 1};
     const Matrix other = head_matrix(c, "other");
@@ -54,8 +55,8 @@ void head(Case& c) {
         entropy, c.data<float>("g_mean_logit"),      c.data<float>("g_log_sum_sq_prob"),
         square, c.data<float>("g_kl"),              kl,                     pair_lse,
         other.data, other.stride};
-    run.sums = c.floats("d_hidden_own");
-    run.d_weight = c.floats("d_weight_own");
+    run.sums = own("d_hidden_own");
+    run.d_weight = own("d_weight_own");
     head_backward(head, batch, gradients,
                   {c.floats("d_hidden"), c.floats("d_weight"), Type::float32, c.floats("d_bias")}, kThreads);
 }

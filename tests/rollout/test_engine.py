@@ -33,6 +33,7 @@ from rlhf_engine.rollout import (
 from rlhf_engine.rollout import engine as engine_module
 from rlhf_engine.rollout import rows as rows_module
 from rlhf_engine.rollout.decoding import WARM_UP, CaptureError, CudaCapture, GraphStep, NativeStep, TransformersStep
+from rlhf_engine.rollout.rows import LiveRows
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 
@@ -211,6 +212,18 @@ def test_slots_with_lora_on_their_heads_are_drawn_in_one_call_with_the_bits_of_e
             assert tokens(alone) == [tokens(mixed)[i] for i in places]
             logprobs = torch.cat([mixed.logprobs_M[ends[i] : ends[i + 1]] for i in places])
             assert not (alone.logprobs_M != logprobs).any()
+
+
+def test_heads_share_a_call_on_a_cpu_alone():
+    common = {"prompt": (1,), "sampling": sampling(), "greedy": False, "fixed": False, "seed": 0, "keep": False}
+    rows = [AnswerRow(slot=slot, index=i, **common) for i, slot in enumerate(("b", None, "a", "b", "c"))]
+    for device, expected in (("cpu", [(None, "a", "b")]), ("meta", [(None,), ("a",), ("b",)])):
+        live = LiveRows(torch.device(device))
+        live.head_slots = {"a", "b"}
+        groups = live.draw_groups(rows)
+        assert [group.heads.slots for group in groups] == expected
+        assert [group.heads.ends[-1] for group in groups] == [len(group.rows_N) for group in groups]
+    assert live.draw_groups(rows[1:2])[0].rows_N is None
 
 
 def test_options_of_a_request_are_its_own():

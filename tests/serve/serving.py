@@ -20,7 +20,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.serve.app import Service
-from rlhf_engine.serve.server import make_service, running
+from rlhf_engine.serve.server import running
 from tests.training.test_data import write_model
 
 TEMPLATE = (
@@ -83,8 +83,8 @@ def serving(
         add(policies, name, i)
     keys, most_body = options.pop("keys", ()), options.pop("most_body", BODY)
     with PolicyThread(policies, max_rows=8, max_waiting_tokens=WAITING, **options) as thread:
-        service = make_service(thread, load_tokenizer(folder), name="tiny", keys=keys)
-        service._most_body = most_body
+        service = Service(thread, load_tokenizer(folder), name="tiny", keys=keys)
+        service.most_body = most_body
         with running(service) as url, httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
             yield Place(url=url, client=client, service=service, thread=thread, policies=policies)
 

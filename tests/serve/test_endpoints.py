@@ -238,7 +238,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_tools_reach_the_template_and_calls_come_back(scripted):
     body = {"messages": TALK, "tools": TOOLS, "n": 2, "return_token_ids": True}
     answer = scripted.good(CHAT, **body)
-    tokenizer = scripted.service.tokenizer
+    tokenizer = scripted.service.reader.tokenizer
     assert tokenizer.decode(answer["prompt_token_ids"]) == "add red cat <eos> and"
     chunks = joined(scripted.stream(CHAT, **body))
     for choice, streamed in zip(answer["choices"], chunks, strict=True):
@@ -270,9 +270,12 @@ def test_a_client_that_leaves_takes_its_rows_along(place, stream):
     body = {**LONG, "model": "two", "stream": stream}
     with httpx2.Client(base_url=place.url, trust_env=False) as client:
         for _ in range(5):
-            with client.stream("POST", COMPLETIONS, json=body) if stream else pytest.raises(httpx2.ReadTimeout):
-                if not stream:
-                    client.post(COMPLETIONS, json=body, timeout=0.02)
+            if stream:
+                with client.stream("POST", COMPLETIONS, json=body):
+                    pass
+            else:  # no step is made before the client has left
+                with place.thread.engine.between_steps(), pytest.raises(httpx2.ReadTimeout):
+                    client.post(COMPLETIONS, json=body, timeout=0.3)
             until(lambda: place.thread.owed == 0)
             assert (place.thread.n_live, place.thread.n_waiting) == (0, 0)
             assert all(policy.holders == 0 for policy in place.policies)

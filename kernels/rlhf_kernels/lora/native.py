@@ -180,7 +180,7 @@ def _compact(lora_call: LoraCall) -> _Runs:
 def _matrix(name: str, x: Tensor, rows: int, columns: int) -> _Matrix:
     if x.dtype in _TYPES and x.shape == (rows, columns) and x.is_cpu and x.stride() == (columns, 1):
         address = x.data_ptr()
-        if address:  # as nearly all are: with many slots these lines are a good part of a training pass
+        if address:  # as nearly all are: every slot of every linear comes here in each pass
             return address, columns, _TYPES.index(x.dtype)
     return *native.rows(name, x, x.dtype, (rows, columns)), native.type_number(name, x.dtype, _TYPES)
 
@@ -203,13 +203,7 @@ def _adapters(tensors: list[Tensor]) -> list[Tensor]:
     return [native.unit_inner_stride(t if t.dtype in _TYPES else t.float()) for t in tensors]  # fp16 -> fp32 is exact
 
 
-def _forward(
-    x: Tensor,
-    y: Tensor,
-    add: bool,
-    lora_call: LoraCall,
-    runs: _Runs,
-) -> None:
+def _forward(x: Tensor, y: Tensor, add: bool, lora_call: LoraCall, runs: _Runs) -> None:
     """y [.., M] (+)= delta on the runs' rows."""
     x, A, B = native.unit_inner_stride(x), _adapters(lora_call.A), _adapters(lora_call.B)
     (N, K), M = x.shape, y.shape[1]
