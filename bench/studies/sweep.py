@@ -59,6 +59,7 @@ import yaml
 
 from rlhf_engine.runs.curves import smooth
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
+from rlhf_engine.runs.statistics import mean_of_runs
 
 WORK = Path("runs/sweeps")
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
@@ -340,10 +341,6 @@ def summarise(grid: Grid, records: list[dict[str, Any]], out: Path) -> str:
     return table
 
 
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
-
-
 def _interval(values: list[float], *, signed: bool) -> str:
     """A mean and half the width of its 95 % interval; the mean alone of a single run."""
     mean = f"{statistics.fmean(values):{'+' if signed else ''}.4g}"
@@ -352,8 +349,8 @@ def _interval(values: list[float], *, signed: bool) -> str:
 
 def _half_width(values: list[float]) -> float:
     """Half the width of the 95 % interval of a mean of two or more values."""
-    quantile = _T_95[min(len(values) - 1, len(_T_95)) - 1]  # of fewer degrees of freedom: wider, never narrower
-    return quantile * statistics.stdev(values) / len(values) ** 0.5
+    mean = mean_of_runs(values)
+    return mean.value - mean.low
 
 
 def _paired(grid: Grid, records: list[dict[str, Any]]) -> tuple[str, dict[str, list[str]]]:

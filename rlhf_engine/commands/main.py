@@ -31,6 +31,7 @@ _COMMANDS: dict[str, tuple[type[Options], str]] = {
     "sft": (configs.SFTConfig, "training:sft"),
     "reward": (configs.RewardConfig, "training:reward"),
     "train": (configs.TrainConfig, "training:train"),
+    "sweep": (configs.SweepConfig, "sweep:run"),
     "generate": (configs.GenerateConfig, "generate:run"),
     "serve": (configs.ServeConfig, "serve:run"),
     "evaluate": (configs.EvaluateConfig, "results:evaluate"),
@@ -41,7 +42,7 @@ _COMMANDS: dict[str, tuple[type[Options], str]] = {
     "bench": (configs.BenchConfig, "kernels:bench"),
 }
 """Command → its options, and the function of this package that takes them and returns the exit code."""
-_ALONE = ("init", "generate", "serve", "evaluate", "export", "demo", "bench")
+_ALONE = ("init", "sweep", "generate", "serve", "evaluate", "export", "demo", "bench")
 """Commands that several processes would only do several times, into the same files."""
 _LINES = "\n".join(f"  {name:<10} {(cls.__doc__ or '').splitlines()[0]}" for name, (cls, _) in _COMMANDS.items())
 _USAGE = f"""usage: rlhf-engine COMMAND [--flag value …] [--config file.yaml] [--print_config]
@@ -84,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 130
     except BrokenPipeError as error:
-        return _BROKEN_PIPE if _reader_has_gone() else _fail(name, error, 1)
+        return _BROKEN_PIPE if _reader_has_gone() else fail(name, error, 1)
     except ConfigError as error:
-        return _fail(name, error, 2)
+        return fail(name, error, 2)
     except (EngineError, OSError) as error:  # a disk that is full or fails, a file that cannot be read
-        return _fail(name, error, 1)
+        return fail(name, error, 1)
 
 
 _SPINS = "10000"
@@ -132,7 +133,8 @@ def _reader_has_gone() -> bool:
     return gone
 
 
-def _fail(name: str, error: Exception, code: int) -> int:
+def fail(name: str, error: Exception, code: int) -> int:
+    """Say in one line on standard error what has ended a command or a run; the code."""
     rank = f", rank {launched_rank()}" if launched() > 1 else ""
     text = "; ".join([str(error), *notes(error)])
     for cause in (error, error.__cause__):

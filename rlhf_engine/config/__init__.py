@@ -18,10 +18,11 @@ from rlhf_engine.config.commands import (
 from rlhf_engine.config.parser import parse_config
 from rlhf_engine.config.run import Kernels
 from rlhf_engine.config.supervised import RewardConfig, SFTConfig
+from rlhf_engine.config.sweep import SweepConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
     "BenchConfig", "DemoConfig", "DoctorConfig", "EvaluateConfig", "ExportConfig", "GenerateConfig", "InitConfig",
     "Kernels", "Method", "PlanConfig", "ReportConfig", "RewardConfig", "SFTConfig",
-    "ServeConfig", "TrainConfig", "parse_config",
+    "ServeConfig", "SweepConfig", "TrainConfig", "parse_config",
 ]  # fmt: skip

@@ -194,16 +194,30 @@ def parse_config(cls: type[C], argv: Sequence[str], *, prog: str | None = None) 
         raise SystemExit(0)
     show = flags.pop("print_config", False)
     path = flags.pop("config", None)
-    values = {**(_read_yaml(cls, Path(path), flags) if path is not None else {}), **flags}
-    missing = [f for f in _fields(cls).values() if _default(f) is _REQUIRED and f.name not in values]
-    if missing:
-        names = [f"--{f.name}" + "".join(f" or --{switch}" for switch in f.metadata["switches"]) for f in missing]
-        raise ConfigError(f"missing required option{'s' * (len(names) > 1)}: {', '.join(names)}")
-    config = cls(**values)
+    config = _made(cls, flags, path, "--")
     if show:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
     return config
+
+
+def config_of(cls: type[C], content: Mapping[str, Any], where: str, *, argument: str = "config") -> C:
+    """Build a config from values as a file has them. Raises ConfigError as `parse_config` does.
+
+    where: name of their source. argument: one of them that is the path of a file with more.
+    """
+    values = _yaml_values(cls, {name: value for name, value in content.items() if name != argument}, where)
+    return _made(cls, values, content.get(argument), "", argument)
+
+
+def _made(cls: type[C], values: Mapping[str, Any], path: str | None, prefix: str, argument: str = "config") -> C:
+    """A config of these values and, under them, those of a file."""
+    values = {**(_read_yaml(cls, Path(path), values, argument) if path is not None else {}), **values}
+    missing = [f for f in _fields(cls).values() if _default(f) is _REQUIRED and f.name not in values]
+    if missing:
+        names = [prefix + f.name + "".join(f" or --{switch}" for switch in f.metadata["switches"]) for f in missing]
+        raise ConfigError(f"missing required option{'s' * (len(names) > 1)}: {', '.join(names)}")
+    return cls(**values)
 
 
 # ---- types -------------------------------------------------------------------------------------------------
@@ -230,7 +244,7 @@ def _describe(hint: Any) -> str:
         elif typing.get_origin(kind) is dict:
             parts.append("a JSON object")
         elif typing.get_origin(kind) is list:
-            parts.append("a list of numbers" if typing.get_args(kind)[0] is float else "a list of strings")
+            parts.append("a list of strings" if typing.get_args(kind)[0] not in (int, float) else "a list of numbers")
         else:
             parts.append(plain[kind])
     return " or ".join(parts)
@@ -456,21 +470,22 @@ class _YamlLoader(yaml.SafeLoader):
         return mapping
 
 
-def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any], argument: str) -> dict[str, Any]:
     """Values of a file by field name, those of the section that is chosen over those of the file's top."""
-    _require_names("config", str(path))
+    _require_names(argument, str(path))
     if not path.is_file():
-        raise ConfigError(f"config: expected the path of a YAML file, but there is no file {str(path)!r}")
+        raise ConfigError(f"{argument}: expected the path of a YAML file, but there is no file {str(path)!r}")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{argument}: {path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OSError as error:
-        raise ConfigError(f"config: expected a file that can be read, got {str(path)!r}: {error.strerror}") from error
+        message = f"{argument}: expected a file that can be read, got {str(path)!r}: {error.strerror}"
+        raise ConfigError(message) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"config: {path}: expected `name: value` lines, got a {type(content).__name__}")
+        raise ConfigError(f"{argument}: {path}: expected `name: value` lines, got a {type(content).__name__}")
     names = _sections(cls)
     values = _yaml_values(cls, {k: v for k, v in content.items() if k not in names}, str(path))
     sections = {}

@@ -88,6 +88,8 @@ def _render(whole: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
     written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
     names, configs = [run["name"] for run in runs], [run["config"] for run in runs]
+    groups = groups_of(configs)
+    colours = {place: COLOURS[i % len(COLOURS)] for i, group in enumerate(groups) for place in group}
     return render(
         "runs/runs.html.jinja",
         [f"runs/{name}" for name in SCRIPTS],
@@ -95,11 +97,12 @@ def _render(whole: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
         written=written,
         refresh=refresh,
         title=title,
-        comparison=comparison(names, configs, numbers_of) if len(runs) > 1 else None,
+        comparison=comparison(names, configs, numbers_of, colours=colours) if len(runs) > 1 else None,
+        groups=comparison(names, configs, numbers_of, groups) if len(groups) < len(runs) else None,
         headline=numbers_of[0],
         data={
             "panels": [{"title": p.title, "unit": p.unit, "lines": [list(line) for line in p.lines]} for p in panels],
-            "colours": COLOURS,
+            "colours": [colours[place] for place in range(len(runs))],
             "written": written,
             "patience": max([_PATIENCE, *(20 * longest for longest in seconds)]),
             "runs": runs,
@@ -263,26 +266,53 @@ def _read(name: str) -> str:
     return resources.files("rlhf_engine").joinpath(name).read_text(encoding="utf-8")
 
 
+def groups_of(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Places of the runs of each group, which differ in their seed alone."""
+    options = [name for name in differing_options(configs) if name != "seed"]
+    groups: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        groups.setdefault(repr([config[name] for name in options]), []).append(place)
+    return list(groups.values())
+
+
 def comparison(
-    names: Sequence[str], configs: Sequence[Mapping[str, Any]], numbers_of: Sequence[Sequence[Headline]]
+    names: Sequence[str],
+    configs: Sequence[Mapping[str, Any]],
+    numbers_of: Sequence[Sequence[Headline]],
+    groups: Sequence[Sequence[int]] | None = None,
+    *,
+    colours: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """Columns and rows of the table that compares runs: options in which they differ, then headline numbers."""
-    by_label = [{h.label: h for h in one} for one in numbers_of]
+    """Columns and rows of the table that compares runs: options in which they differ, then headline numbers.
+
+    groups: places of runs that are a row together, with means and halves of their 95 % intervals; None: each is one.
+    """
+    from rlhf_engine.runs.statistics import mean_of_runs  # takes SciPy, which most pages do not need
+
+    rows, by_label = groups or [[i] for i in range(len(names))], [{h.label: h for h in one} for one in numbers_of]
+    firsts = [configs[places[0]] for places in rows]
     named = {h.label for one in numbers_of for h in one if not h.is_minor}
     shown = {h.label: h for one in numbers_of for h in one if h.label in named}
     options: list[dict[str, Any]] = [
-        {"label": name, "is_option": True, "values": [config[name] for config in configs], "best": None}
-        for name in differing_options(configs)
+        {"label": name, "is_option": True, "values": [config[name] for config in firsts], "best": None}
+        for name in differing_options(firsts)
+        if groups is None or name != "seed"
     ]
     reached: list[dict[str, Any]] = []
     for label, h in shown.items():
-        values = [one[label].value if label in one else None for one in by_label]
+        found = [[by_label[i][label].value for i in places if label in by_label[i]] for places in rows]
+        means = [mean_of_runs(values) if len({*values}) > 1 else None for values in found]
+        values = [mean.value if mean else next(iter(own), None) for mean, own in zip(means, found, strict=True)]
+        spread = [mean.value - mean.low if mean else None for mean in means]
         distinct = {value for value in values if value is not None} if h.better else set()
         best = None if len(distinct) < 2 else max(distinct) if h.better > 0 else min(distinct)
-        reached.append({"label": label, "unit": h.unit, "is_option": False, "values": values, "best": best})
+        column = {"label": label, "unit": h.unit, "is_option": False, "values": values, "best": best}
+        reached.append({**column, "spread": spread})
     # a few options name a run; many would push its numbers out of sight
     columns = options + reached if len(options) <= _FEW else reached + options
-    return {"columns": columns, "rows": [(name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(names)]}
+    titles = [names[places[0]] + f" and {len(places) - 1} more" * (len(places) > 1) for places in rows]
+    swatches = [(colours or {}).get(i, COLOURS[i % len(COLOURS)]) for i in range(len(rows))]
+    return {"columns": columns, "rows": list(zip(titles, swatches, strict=True)), "is_grouped": groups is not None}
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -296,10 +326,13 @@ SHARE = 0.005  # most of a run's time that its page takes
 
 
 class LivePage:
-    """Context manager of the page of a run, written anew while it goes on in a `SHARE` of the time at most."""
+    """Context manager of the page of a run, written anew while it goes on in a `SHARE` of the time at most.
 
-    def __init__(self, output: Path) -> None:
-        self.path = output / PAGE_FILE
+    runs: folders of those that the page is of instead, each of which says by its lock whether it goes on.
+    """
+
+    def __init__(self, output: Path, runs: Sequence[Path] | None = None) -> None:
+        self.path, self._runs, self._has_own = output / PAGE_FILE, runs or [output], runs is None
         self._due, self._gap = 0.0, SHORTEST
 
     def __enter__(self) -> LivePage:
@@ -317,13 +350,14 @@ class LivePage:
             self._due = now + self._gap
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        metrics = self.path.parent / METRICS_FILE
-        if metrics.is_file() and metrics.stat().st_size:
-            self._write("done" if kind is None else "stopped", refresh=None)
+        self._write("done" if kind is None else "stopped", refresh=None)
 
     def _write(self, state: str, *, refresh: float | None) -> None:
         """Write the page; where that fails there is a warning: a page can be made again, a run cannot."""
+        files = [run / METRICS_FILE for run in self._runs]
+        runs = [file.parent for file in files if file.is_file() and file.stat().st_size]
         try:
-            write_page([self.path.parent], self.path, state=state, refresh=refresh)
+            if runs:
+                write_page(runs, self.path, state=state if self._has_own else None, refresh=refresh)
         except ConfigError as failure:
             warnings.warn(f"{self.path}: the page was not written: {failure}", stacklevel=3)

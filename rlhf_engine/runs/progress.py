@@ -17,11 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -70,6 +72,11 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def _shown(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Metrics in a line, by their labels."""
+    return "  ".join(f"{label} {format_score(metrics[name])}" for name, label in labels.items() if name in metrics)
 
 
 def counting_bar(console: Console, *columns: ProgressColumn, disable: bool = False) -> Progress:
@@ -140,9 +147,8 @@ class TrainingProgress:
             self._remember(metrics)
             self._bar.update(self._task, completed=step)
             return
-        shown = [f"{label} {format_score(metrics[name])}" for name, label in self.shown.items() if name in metrics]
         rate = (time.monotonic() - self._began) / max(1, step - self._first_step)
-        line = f"{self.title} {step}/{self.total_steps}  {'  '.join(shown)}  {rate:.2f} s/step"
+        line = f"{self.title} {step}/{self.total_steps}  {_shown(metrics, self.shown)}  {rate:.2f} s/step"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _estimate(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -201,6 +207,35 @@ class TrainingProgress:
     def __exit__(self, *error: object) -> None:
         if not self.plain:
             self._live.stop()
+
+
+class SweepProgress(contextlib.ExitStack):
+    """Progress of several runs: a line for each on a terminal, one per step elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._plain = not self._console.is_terminal or bool(os.environ.get("CI"))
+        columns = (TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+        self._bar = counting_bar(self._console, *columns, disable=self._plain)
+        self._names: dict[str, TaskID] = {}
+
+    def __enter__(self) -> SweepProgress:
+        self.enter_context(self._bar)
+        return self
+
+    def note(self, name: str, total: int, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step of so many that a run has made."""
+        shown = _shown(metrics, TrainingProgress.SHOWN)
+        if name not in self._names:
+            self._names[name] = self._bar.add_task(escape(name), total=total, shown="")
+        self._bar.update(self._names[name], completed=step, shown=escape(shown))
+        if self._plain:
+            self.tell(f"{name} {step}/{total}  {shown}")
+
+    def tell(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False)
 
 
 def describe_budgets(metrics: Mapping[str, Any]) -> str:

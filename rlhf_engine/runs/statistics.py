@@ -1,18 +1,19 @@
-"""Statistics of an evaluation: means and ratios with intervals by prompt, and best of n.
+"""Statistics of an evaluation: means and ratios with intervals by prompt, and best of n; means over runs.
 
-Intervals are percentile bootstraps over prompts (Efron and Tibshirani 1993, chapter 13): answers to one prompt stay
+Intervals by prompt are percentile bootstraps (Efron and Tibshirani 1993, chapter 13): answers to one prompt stay
 together. Legend: P prompts, R resamples.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, t
 
 RESAMPLES = 2000  # resamples of the prompts for an interval
 _MOST_WEIGHTS = 2**22  # weights that are held at once: 32 MiB
@@ -49,6 +50,13 @@ def interval_by_prompt(statistic: Callable[[torch.Tensor], torch.Tensor], prompt
     )
     low, high = np.nanquantile(drawn.bootstrap_distribution, (0.025, 0.975))
     return Interval(value, float(low), float(high))
+
+
+def mean_of_runs(values: Sequence[float]) -> Interval:
+    """Mean of one number per run, of two runs or more, with its interval by Student's t."""
+    mean, n = statistics.fmean(values), len(values)
+    half = float(t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half)
 
 
 def mean_by_prompt(values: Sequence[float], *, seed: int = 0) -> Interval:

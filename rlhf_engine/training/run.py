@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -238,8 +238,19 @@ class Run(ABC, Generic[State]):
         number and metrics; None: the main rank shows the progress. `stop` is called after each step on each rank: where
         one says true, a checkpoint is written and RunStopped raised.
         """
+        with self.kernels.used(), contextlib.closing(self.turns(on_step, stop)) as turns:
+            while True:
+                try:
+                    next(turns)
+                except StopIteration as ended:
+                    return ended.value
+
+    def turns(
+        self, on_step: OnStep | None = None, stop: Callable[[], bool] | None = None
+    ) -> Generator[None, None, Any]:
+        """Do what `run` does, in turns of a step, between which others may run; `kernels` are in use during each."""
         world = self.world
-        with self.kernels.used(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             with world.together("the output folder"):
                 if world.is_main:
                     stack.enter_context(locked(self.output))
@@ -252,14 +263,14 @@ class Run(ABC, Generic[State]):
                 with self.whole_base(), world.together("the start of the run"):
                     if world.is_main:
                         self.begin()
-                self._remaining_steps(on_step, stop)
+                yield from self._remaining_steps(on_step, stop)
                 with self.whole_base(), self._whole_state(), world.together("the result"):
                     if not world.is_main:
                         return None
                     with saved_on_error(self.output, self.optimizer, lambda: self.state.step, self.save):
                         return self.end()
 
-    def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> None:
+    def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> Generator[None, None, None]:
         world = self.world
         with self.steps(), contextlib.ExitStack() as stack:
             trackers = writer = None
@@ -275,6 +286,7 @@ class Run(ABC, Generic[State]):
                     whole = self._whole_state() if self.saves_now() else contextlib.nullcontext()
                     with whole, world.together("metrics and checkpoints"):
                         self._note(writer, trackers, metrics, on_step)
+                yield
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
                     with self._whole_state(), world.together("the last checkpoint"):
                         self._save_once(writer)

@@ -1,0 +1,189 @@
+"""`rlhf-engine sweep`: many runs of `train` on one base in one process, which take turns of a step.
+
+Each run is what `train` makes of the same options: the same floats, folder and page. The folder of the sweep has these
+folders, a page of all, and sweep.json with the options of every run and what was dropped. Whatever ends a sweep, the
+same command goes on with the runs that are not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
+from rlhf_engine.commands.main import fail
+from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
+from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
+from rlhf_engine.hydra import HydraModel, RoleSpec
+from rlhf_engine.runs.folder import METRICS_FILE, locked, require_unlocked
+from rlhf_engine.runs.headline import numbers
+from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
+from rlhf_engine.runs.page import PAGE_FILE, LivePage, groups_of
+from rlhf_engine.runs.progress import StopSignals, SweepProgress
+from rlhf_engine.training.rl import RlTrainer
+
+SWEEP_FILE = "sweep.json"
+_ENDED = object()
+
+
+def run(config: SweepConfig) -> int:
+    """Make what is left of all runs; 1 where one has failed, as its exit code would be."""
+    output = Path(config.output_dir).absolute()
+    grid = read_grid(config.grid, output)
+    first = next(iter(grid.runs.values()))
+    prepare(first.kernels)
+    with as_request_errors():
+        check_kernels(first.kernels, resolve_device(first.device).type, DTYPES[first.dtype])
+        sweep = Sweep(grid, output)
+    with StopSignals() as signals:
+        sweep.run(signals.asked)
+    if signals.asked():
+        print("rlhf-engine sweep: stopped; the same command goes on", file=sys.stderr)
+        return signals.exit_code
+    total, dropped, failed = len(sweep.runs), len(sweep.dropped), len(sweep.failed)
+    print(f"{total - dropped - failed} of {total} runs done, {dropped} dropped, {failed} failed")
+    print(f"page {sweep.output / PAGE_FILE}")
+    return 1 if sweep.failed else 0
+
+
+class Sweep:
+    """The runs of a grid on one base."""
+
+    def __init__(self, grid: Grid, output: Path) -> None:
+        """Load the base, and find everything that can be wrong with any run before the first step of one."""
+        self.output, self.runs, self.halving = output, grid.runs, grid.halving
+        self.at_once, self.failed = grid.at_once or len(grid.runs), set[str]()
+        require_unlocked(output)
+        self._record = self._read_record()
+        self.rungs: dict[str, Any] = self._record["rungs"]
+        """What became of the runs after the steps of `halving`, by step."""
+        first = next(iter(self.runs.values()))
+        self.base = HydraModel.from_pretrained(
+            first.model_name_or_path,
+            roles={"reference": RoleSpec()},
+            dtype=DTYPES[first.dtype],
+            device=resolve_device(first.device),
+            quantization=first.quantization,
+        )
+        self.base.backbone().base_hash()  # once for all
+        self._ready: dict[str, RlTrainer] = {}
+        self.progress, reports = SweepProgress(), dict[str, Any]()
+        for name in self._left():
+            trainer = RlTrainer(self.runs[name], base=self.base)
+            last = self.halving.at[-1] if self.halving else 0
+            if last >= trainer.total_steps:
+                raise ConfigError(f"halving: expected at below the {trainer.total_steps} steps of {name}, got {last}")
+            reports |= {report.text(): report for report in trainer.reports.values()}
+            if len(self._ready) < self.at_once:
+                self._ready[name] = trainer
+            else:
+                gc.collect()  # a trainer and what looks at it hold each other, and the policy
+        print_what_was_left_out(reports.values())
+
+    def _read_record(self) -> dict[str, Any]:
+        """Take up what an earlier process has decided. Raises ConfigError where its runs have other options."""
+        options = json.loads(json.dumps({name: run.to_dict() for name, run in self.runs.items()}))
+        for given in options.values():
+            del given["output_dir"]  # a sweep may have been moved
+        path = self.output / SWEEP_FILE
+        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": {}, "rungs": {}}
+        for name in options.keys() & held["runs"].keys():
+            for option, value in options[name].items():
+                if (before := held["runs"][name].get(option)) != value:
+                    where = f"of run {name} in {path}; another output_dir begins anew"
+                    raise ConfigError(f"{option}: expected {before!r}, that {where}, got {value!r}")
+        halving = None if self.halving is None else self.halving.to_dict()
+        if held["rungs"] and halving != held["halving"]:
+            raise ConfigError(
+                f"halving: expected {held['halving']}, by which runs in {path} were dropped, got {halving}"
+            )
+        return {"runs": held["runs"] | options, "halving": halving, "rungs": held["rungs"]}
+
+    @property
+    def dropped(self) -> set[str]:
+        """Runs that halving has dropped."""
+        return {name for rung in self.rungs.values() for name in rung["dropped"]}
+
+    def _left(self) -> list[str]:
+        return [name for name in self.runs if name not in self.failed | self.dropped]
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Make all steps that are left. A run that fails stops alone; `stop` says whether all are to."""
+        page = LivePage(self.output, [self.output / name for name in self.runs])
+        with locked(self.output), page, self.progress:
+            self._write()
+            for until in [*(self.halving.at if self.halving else ()), None]:
+                if str(until) in self.rungs:
+                    continue
+                self._advance(until, stop, page)
+                if stop() or not self._left():
+                    return
+                if until is not None:
+                    self._halve(until)
+
+    def _advance(self, until: int | None, stop: Callable[[], bool], page: LivePage) -> None:
+        """Let runs take turns until each has made so many steps, or all; a few at once."""
+        waiting, turns = deque(self._left()), dict[str, Generator[None, None, None]]()
+        with contextlib.ExitStack() as stack:
+            while waiting or turns:
+                while waiting and len(turns) < self.at_once:
+                    name = waiting.popleft()
+                    turns[name] = stack.enter_context(contextlib.closing(self._turns(name, until, stop)))
+                for name, turn in list(turns.items()):
+                    try:
+                        next(turn)
+                        page.refresh()
+                        continue
+                    except (StopIteration, RunStopped):
+                        pass
+                    except (EngineError, OSError) as error:
+                        self.failed.add(name)
+                        fail(f"sweep, run {name}", error, 1)
+                    del turns[name]
+                    gc.collect()
+
+    def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Generator[None, None, None]:
+        """The turns of one run, whose policy is in memory until it ends."""
+        trainer = self._ready.pop(name, None) or RlTrainer(self.runs[name], base=self.base)
+        if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
+            return
+        asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
+        note = functools.partial(self.progress.note, name, trainer.total_steps)
+        with contextlib.closing(trainer.turns(note, asked)) as turns:
+            while True:
+                with trainer.kernels.used():
+                    if next(turns, _ENDED) is _ENDED:
+                        return
+                yield
+
+    def _halve(self, step: int) -> None:
+        """Drop the groups of runs that did worse than others in the steps since the last time."""
+        assert self.halving is not None
+        metric, sign = self.halving.by.removeprefix("-"), -1 if self.halving.by.startswith("-") else 1
+        since = max([int(before) for before in self.rungs], default=0)
+        names, means = self._left(), list[tuple[float, list[str]]]()
+        for places in groups_of([self.runs[name].to_dict() for name in names]):
+            group = [names[place] for place in places]
+            rows = [row for name in group for row in read_metrics(self.output / name / METRICS_FILE)]
+            values = [sign * value for at, value in numbers(rows, metric) if since < at <= step]
+            means.append((fmean(values or [-math.inf]), group))
+        if all(math.isinf(mean) for mean, _ in means):
+            raise ConfigError(f"halving: expected by to be a metric of steps {since + 1} to {step}, got {metric!r}")
+        means.sort(key=lambda each: each[0], reverse=True)
+        dropped = [name for _, group in means[math.ceil(self.halving.keep * len(means)) :] for name in group]
+        self.rungs[str(step)] = {"dropped": dropped}
+        self._write()
+        self.progress.tell(f"step {step}: {', '.join(dropped) or 'no run'} dropped by {self.halving.by}")
+
+    def _write(self) -> None:
+        write_json_atomic(self.output / SWEEP_FILE, self._record)
