@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CALL = '{"name":"add","arguments":{"a":2,"b":3}}'
-SCRIPT = ["two plus three is 5 <eos>", "reply <tool_call> " + CALL + " </tool_call> <eos>", "result 5 <eos>"]
+SCRIPT = ["two plus three is 5 <eos>", "reply calling <tool_call> " + CALL + " </tool_call> <eos>", "result 5 <eos>"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} <eos> {% endfor %}"
     "{% if messages[-1].role == 'tool' %}result{% elif tools %}reply{% else %}is{% endif %}"
