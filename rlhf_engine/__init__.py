@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.algorithms.sequences import whitened as whitened
     from rlhf_engine.config import SFTConfig as SFTConfig
     from rlhf_engine.config import TrainConfig as TrainConfig
-    from rlhf_engine.data.tokenizer import encode_prompt as encode_prompt
-    from rlhf_engine.data.tokenizer import eos_token_ids as eos_token_ids
-    from rlhf_engine.data.tokenizer import load_tokenizer as load_tokenizer
+    from rlhf_engine.data.tokenize import encode_prompt as encode_prompt
+    from rlhf_engine.data.tokenize import eos_token_ids as eos_token_ids
+    from rlhf_engine.data.tokenize import load_tokenizer as load_tokenizer
     from rlhf_engine.errors import ConfigError as ConfigError
     from rlhf_engine.errors import EngineError as EngineError
     from rlhf_engine.hydra import HydraModel as HydraModel
@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from rlhf_engine.rollout import RolloutEngine as RolloutEngine
     from rlhf_engine.rollout import SamplingConfig as SamplingConfig
     from rlhf_engine.rollout.generate import generate as generate
+    from rlhf_engine.training.rl import RlPolicy as RlPolicy
     from rlhf_engine.training.rl import RlTrainer as RlTrainer
-    from rlhf_engine.training.rl_policy import RlPolicy as RlPolicy
     from rlhf_engine.training.run import Policy as Policy
     from rlhf_engine.training.sft import SftTrainer as SftTrainer
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
 
 _NAMES = {
     "algorithms.base": ("Algorithm",),
-    "algorithms.ppo": ("advantages", "token_rewards"),
     "algorithms.sequences": ("whitened",),
+    "algorithms.ppo": ("advantages", "token_rewards"),
     "config": ("SFTConfig", "TrainConfig"),
-    "data.tokenizer": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
+    "data.tokenize": ("encode_prompt", "eos_token_ids", "load_tokenizer"),
     "errors": ("ConfigError", "EngineError"),
     "hydra": (
         *("HydraModel", "PackedBatch", "PolicyLoss", "RoleSpec", "SlotConfig", "ValueLoss"),
@@ -57,8 +57,7 @@ _NAMES = {
     "integrations.peft": ("fuse_lora",),
     "rollout": ("EngineOptions", "Request", "RolloutEngine", "SamplingConfig"),
     "rollout.generate": ("generate",),
-    "training.rl": ("RlTrainer",),
-    "training.rl_policy": ("RlPolicy",),
+    "training.rl": ("RlPolicy", "RlTrainer"),
     "training.run": ("Policy",),
     "training.sft": ("SftTrainer",),
 }

@@ -1,4 +1,4 @@
-"""Devices and dtypes by name, memory of devices and how much of it a pass may take, and the ranks of a run.
+"""Devices and dtypes by name, their memory and how much of it a pass may take, phases of a step, the ranks of a run.
 
 A run has one process, or the ranks that `torchrun` or `accelerate launch` has started. Ranks hold the same weights and
 go through a run in step. What can fail on one of them alone is work between two exchanges (`together`):
@@ -13,12 +13,17 @@ import ctypes
 import gc
 import hashlib
 import math
+import os
 import re
+import resource
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +34,8 @@ from rlhf_engine.config.launch import launched
 from rlhf_engine.errors import ConfigError, RankError
 
 T = TypeVar("T")
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -174,13 +181,10 @@ class Budget:
         """Note that memory ran out, and that so many tokens are tried next."""
         self._tried = min(tokens, self._tried)
 
-    def settle(self, gather: Callable[[Any], list[Any]], *, is_whole: bool = True) -> float:
-        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now.
-
-        is_whole: whether the step's passes were as large as any that are to come.
-        """
+    def settle(self, gather: Callable[[Any], list[Any]]) -> float:
+        """Choose or lower the budget at the end of a step, as all ranks do; what has room, where it is chosen now."""
         room = math.inf
-        if is_whole and self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
+        if self._measured and self.tokens is None and (memory := read_memory(self._device)) is not None:
             fits = int(_SHARE * memory.free * self._measured / self._bytes)
             room = fits - fits % (1 << max(0, fits.bit_length() - 3))  # coarse: the same in runs that are alike
         room, tried = map(min, zip(*gather((room, self._tried)), strict=True))
@@ -189,6 +193,61 @@ class Budget:
             chosen = min(room, _MOST) if room < math.inf else tried
             self.tokens, self.failures = max(self.least, int(chosen)), 0
         return room
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Most memory used so far: torch's allocations on a CUDA device, the process's resident set elsewhere."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Let `peak_memory_bytes` count from now on; where a CPU's system cannot, it goes on counting from the start."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access(CLEAR_REFS, os.W_OK):
+        CLEAR_REFS.write_text("5")
+
+
+class Clock:
+    """Seconds by phase of a step, from its construction on. with_peaks: bytes at the peak of each phase as well."""
+
+    def __init__(self, device: torch.device, *, with_peaks: bool = False) -> None:
+        self.seconds: dict[str, float] = {}  # phase → seconds
+        self._peaks: dict[str, int] | None = {} if with_peaks else None
+        self._device = device
+        if with_peaks:
+            reset_peak_memory(device)
+        self._began = self._last = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            # once per phase, or the next phase would be charged for this one; a generator's stream is not waited for
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Time since the last lap belongs to `phase`."""
+        now = self._now()
+        self.seconds[phase] = now - self._last
+        if self._peaks is not None:
+            self._peaks[phase] = peak_memory_bytes(self._device)
+            reset_peak_memory(self._device)
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Time since the last lap belongs to these phases."""
+        self.seconds |= seconds
+        self._last = self._now()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds, and bytes where they are measured, by metric name."""
+        seconds = {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        peaks = {f"peak_memory_bytes/{phase}": float(n) for phase, n in (self._peaks or {}).items()}
+        return {**seconds, "seconds/step": self._last - self._began, **peaks}
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -308,6 +367,8 @@ class World:
 
     def most(self, figures: Mapping[str, float]) -> dict[str, float]:
         """The largest of all ranks, by name."""
+        if self.size == 1:
+            return dict(figures)
         everyone = self.gather(dict(figures))
         return {name: max(theirs[name] for theirs in everyone) for name in figures}
 

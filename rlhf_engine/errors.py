@@ -67,11 +67,15 @@ class MemoryLimitError(EngineError, MemoryError):
 
 
 class BusyError(EngineError, RuntimeError):
-    """As much waits already as may wait; the same request may be served later."""
+    """Nothing more may wait now; the same request may be served later."""
 
 
 class PolicyRemovedError(EngineError, LookupError):
     """A policy was removed while a request or a step of it waited."""
+
+
+class GradientsLostError(EngineError, RuntimeError):
+    """A backward pass broke off, and gradients that waited for a step are gone."""
 
 
 def notes(error: BaseException) -> list[str]:

@@ -194,7 +194,7 @@ class LineFile:
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
                 values = json.loads(line)
-                is_whole = values.pop("digest", None) == self._digest(values)
+                is_whole = values.pop("digest", None) == json_digest(values, 16)
             except (ValueError, AttributeError):  # no JSON, or no object
                 is_whole = False
             if not is_whole:
@@ -207,11 +207,12 @@ class LineFile:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one line, which is in the file when this returns."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "digest": self._digest(row)}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({**row, "digest": json_digest(row, 16)}, ensure_ascii=False) + "\n")
 
-    @staticmethod
-    def _digest(values: Any) -> str:
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+def json_digest(value: Any, digits: int = 12) -> str:
+    """Name plain values by hexadecimal digits of the SHA-256 of their JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
@@ -303,9 +304,8 @@ def _require_none(folder: Path, listed: _Files, wrong: set[str], what: str) -> N
 def _compare(path: Path, entry: dict[str, int | str]) -> None:
     current = _entry(path)
     if current != entry:
-        raise CorruptCheckpointError(
-            f"{path}: expected the file as it was written, {_shown(entry)}, got {_shown(current)}"
-        )
+        was, now = (f"{e['bytes']:,} bytes with SHA-256 {str(e['sha256'])[:12]}…" for e in (entry, current))
+        raise CorruptCheckpointError(f"{path}: expected the file as it was written, {was}, got {now}")
 
 
 def _files(folder: Path) -> list[str]:
@@ -336,7 +336,3 @@ def _read(folder: Path) -> _Files:
     if not as_written or not all(set(entry) == {"bytes", "sha256"} for entry in files.values()):
         raise CorruptCheckpointError(f"{path}: expected the list of files as it was written, got another text")
     return files
-
-
-def _shown(entry: dict[str, int | str]) -> str:
-    return f"{entry['bytes']:,} bytes with SHA-256 {str(entry['sha256'])[:12]}…"

@@ -155,7 +155,7 @@ def test_exact_mode_and_what_was_never_measured_are_asked_for_by_name(monkeypatc
 def test_a_whole_step_in_triton_is_asked_for_by_name(monkeypatch):
     assert gpu_defaults(monkeypatch, ("triton",))["decode_step"] == "reference"
     backbone = SimpleNamespace(device=torch.device("cuda"), quantized=False, sharded=False, base_model=None)
-    monkeypatch.setattr(engine.native_step, "unsupported", lambda backbone: None)
+    monkeypatch.setattr(engine.decoding, "native_unsupported", lambda backbone: None)
     chosen = [engine._choose_step(engine.EngineOptions(decode_step=name), backbone) for name in ("auto", "native")]
     assert chosen == ["graph", "native"]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_engine import hub
 from rlhf_engine.commands.main import main
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, save_pretrained
 from rlhf_engine.hydra.peft_io import read_slot_config

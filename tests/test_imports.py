@@ -12,11 +12,11 @@ FOLDERS = {"rlhf_engine": ROOT / "rlhf_engine", "rlhf_kernels": ROOT / "kernels"
 # From the ground floor up. A room is a package, or a module beside the packages.
 ENGINE = (
     *("errors", "io", "hub", "config", "devices", "hydra", "data", "rollout", "algorithms", "scoring", "generators"),
-    *("runs", "training", "integrations", "tools", "commands", "__main__", "templates"),
+    *("runs", "policy", "training", "integrations", "serve", "tools", "commands", "__main__", "templates"),
 )
 KERNELS = (
-    *("runtime", "linear", "llama_ops", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob", "sample"),
-    *("ppo_loss", "linear_ppo_loss", "gae", "lora", "attention", "decode_attention", "decode_step"),
+    *("runtime", "linear", "llama_ops", "lora", "vocab", "linear_logprob", "linear_logprob_pair", "gather_logprob"),
+    *("sample", "ppo_loss", "linear_ppo_loss", "gae", "attention", "decode_attention", "decode_step"),
 )
 HOUSES = {"rlhf_engine": ENGINE, "rlhf_kernels": KERNELS}
 

@@ -35,11 +35,11 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
     dtype = _DTYPES[config.dtype]
     if config.isa is not None and device.type != "cpu":
         raise ConfigError(f"isa: expected it with device cpu, got {config.isa!r} with {device.type}")
-    size = "tiny" if is_rehearsal() else "quick" if config.quick else "full" if config.full else "default"
-    rounds = config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS)
+    size, is_quick = "tiny" if is_rehearsal() else config.mode, config.mode == "quick"
+    rounds = config.rounds or (_QUICK_ROUNDS if is_quick else _ROUNDS)
     measured: Iterator[CaseResult]
     if config.op == OP:
-        rollouts = named(cases(size, device, dtype, config.model), config.case)
+        rollouts = named(cases(size, device, dtype, config.model_name_or_path), config.case)
         n_cases, measured = len(rollouts), run_rollout_cases(rollouts, device=device, rounds=rounds)
     else:
         chosen = select(op=config.op, case=config.case, size=size, device_type=device.type, dtype=dtype)
@@ -59,7 +59,7 @@ def run_bench(config: BenchConfig) -> list[CaseResult]:
                 progress.update(len(results), {})
         print_results(results, console)
         if config.out is not None:
-            ceilings = roofline.measure_ceilings(device, dtype, quick=config.quick)
+            ceilings = roofline.measure_ceilings(device, dtype, quick=is_quick)
             path = Path(config.out) / ROOFLINE_FILE
             records = [record for result in results for record in _records(result)]
             roofline.plot_roofline(records, ceilings, path, device=_describe(device))

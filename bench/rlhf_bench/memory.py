@@ -37,7 +37,8 @@ from rlhf_bench import OPS
 from rlhf_bench.candidates import find
 from rlhf_bench.case import Run
 from rlhf_bench.ops import load_cases
-from rlhf_engine.runs.metrics import CLEAR_REFS, is_rehearsal, reset_peak_memory
+from rlhf_engine.devices import CLEAR_REFS, reset_peak_memory
+from rlhf_engine.runs.metrics import is_rehearsal
 
 _M_MMAP_THRESHOLD, _PR_SET_THP_DISABLE = -3, 41
 TIMEOUT_S = 60

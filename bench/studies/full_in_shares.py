@@ -30,8 +30,7 @@ from rlhf_bench.workload import PROMPTS_FILE, Setting, prepare
 from torch.distributed.tensor import DTensor
 
 from rlhf_engine.config import SFTConfig
-from rlhf_engine.devices import World, keep_freed_memory
-from rlhf_engine.runs.metrics import peak_memory_bytes
+from rlhf_engine.devices import World, keep_freed_memory, peak_memory_bytes
 from rlhf_engine.training.sft import SftTrainer
 
 ROWS_FILE = "rows.jsonl"

@@ -132,16 +132,16 @@ def prepare(study: Study, data: Path, folder: Path) -> None:
     turns = -(study.last_turns + 1)  # a prompt ends with a bare `agent:`
     rows = load_rows(str(data), tally, kinds=("unpaired_preference",))
     rows = [replace(row, prompt="\n".join(row.prompt.split("\n")[turns:])) for row in rows]
-    sides = split_by_group(rows, share=study.reported, seed=0)
-    inner = split_by_group(sides.train, share=study.chosen_by, seed=1)
+    rest, reported = split_by_group(rows, share=study.reported, seed=0)
+    train, chosen_by = split_by_group(rest, share=study.chosen_by, seed=1)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, side in (("train", inner.train), ("choose", inner.held_out), ("report", sides.held_out)):
+    for name, side in (("train", train), ("choose", chosen_by), ("report", reported)):
         _write(
             folder / f"thumbs_{name}.jsonl",
             [{"prompt": r.prompt, "completion": r.completion, "label": r.label, "conversation": r.group} for r in side],
         )
         _write(folder / f"prompts_{name}.jsonl", [{"prompt": r.prompt} for r in side])
-    texts = [f"{row.prompt}{row.completion}" for row in sides.train]
+    texts = [f"{row.prompt}{row.completion}" for row in rest]
     tokenizer = _train_tokenizer(study, texts)
     # dialogues to learn from: the first line is given, the rest follows
     _write(

@@ -31,12 +31,13 @@ from rlhf_engine.algorithms.base import TokenValues
 from rlhf_engine.algorithms.ppo import Ppo
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.run import Optim
+from rlhf_engine.devices import reset_peak_memory
 from rlhf_engine.hydra import METHODS, HydraModel, LmLoss, PackedBatch, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.optimizer import RoleOptimizer, gradient_dtype
 from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
 from rlhf_engine.rollout import SamplingConfig, exactness, generate
-from rlhf_engine.runs.metrics import git_commit, reset_peak_memory
+from rlhf_engine.runs.metrics import git_commit
 from rlhf_engine.tools.memory import FULL_SFT, PHASES, Formula, Setting, roles_of
 from rlhf_engine.training.update import Schedule, update
 

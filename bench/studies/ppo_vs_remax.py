@@ -34,8 +34,7 @@ from arms import QUICK, in_turn, make_parser, measure, setting_of, trainer_of, w
 from rlhf_bench.memory import _status, set_up_malloc
 from rlhf_bench.workload import PHASES, Setting, prepare
 
-from rlhf_engine.devices import keep_freed_memory
-from rlhf_engine.runs.metrics import reset_peak_memory
+from rlhf_engine.devices import keep_freed_memory, reset_peak_memory
 from rlhf_engine.training.rl import RlTrainer
 
 ALGORITHMS = ("ppo", "remax")

@@ -23,7 +23,7 @@ from typing import Any
 from arms import append
 from rlhf_kernels.runtime.registry import Settings
 
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread

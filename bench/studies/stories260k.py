@@ -21,8 +21,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 from rlhf_engine.config import TrainConfig, parse_config
+from rlhf_engine.devices import peak_memory_bytes
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE
-from rlhf_engine.runs.metrics import peak_memory_bytes, write_json_atomic
+from rlhf_engine.runs.metrics import write_json_atomic
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.training.evaluation import Answers

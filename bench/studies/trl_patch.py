@@ -69,7 +69,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, TrainerCallback
 
-    from rlhf_engine.data.tokenizer import load_tokenizer
+    from rlhf_engine.data.tokenize import load_tokenizer
     from rlhf_engine.integrations.trl import patch
 
     setting, folder, kind = Setting(**request["setting"]), request["folder"], request["kind"]

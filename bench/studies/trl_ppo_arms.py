@@ -62,12 +62,12 @@ def run_ours(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     from rlhf_engine.config import TrainConfig
     from rlhf_engine.devices import DTYPES, keep_freed_memory
     from rlhf_engine.runs.metrics import git_commit
-    from rlhf_engine.scoring import score
+    from rlhf_engine.scoring import experience
     from rlhf_engine.training.rl import RlTrainer
 
     keep_freed_memory()
     if arm.checks_all:
-        score.CHECKED_EVERY = 1
+        experience.CHECKED_EVERY = 1
     trainer = RlTrainer(
         TrainConfig(
             model_name_or_path=str(folder),
@@ -224,7 +224,7 @@ def run_gemm(setting: Setting, arm: Arm, folder: Path, scratch: Path) -> dict[st
     import torch
     from rlhf_bench.floor import packed_by_mkl
 
-    from rlhf_engine.scoring.score import CHECKED_EVERY
+    from rlhf_engine.scoring.experience import CHECKED_EVERY
 
     dtype, width = getattr(torch, arm.dtype), setting.intermediate
     shapes = [(setting.hidden,) * 2] * 4 + [(width, setting.hidden)] * 2 + [(setting.hidden, width)]

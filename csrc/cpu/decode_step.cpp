@@ -98,46 +98,62 @@ void DecodeStep::make_plans(const std::vector<Adapter>& adapters) {
                    adapter.pairs.size());
         slot_scales_.push_back(adapter.scale);
     }
-    std::vector<std::pair<size_t, size_t>> shrinks, expands;  // where each group and linear begins and ends
+    const size_t n_slots = adapters.size();
+    plans_.resize(layers_.size());
+    shrinks_.reserve(layers_.size() * kGroups * (n_slots + 1));  // no address of what plans point to may change
+    expands_.resize(layers_.size() * kNames * n_slots);
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
+        LayerPlan& plan = plans_[layer];
+        ExpandPart* expands[kNames];
+        for (int name = 0; name < kNames; ++name) {
+            plan.expands[name] = expands[name] = expands_.data() + (layer * kNames + name) * n_slots;
+        }
         for (int group = 0; group < kGroups; ++group) {
-            int64_t h = 0;
-            const size_t first = shrinks_.size();
-            for (int name = 0; name < kNames; ++name) {
-                if (kGroupOf[name] != group) continue;
-                const size_t first_expand = expands_.size();
-                for (size_t slot = 0; slot < adapters.size(); ++slot) {
+            plan.shrinks[group] = shrinks_.data() + shrinks_.size();
+            for (size_t slot = 0; slot < n_slots; ++slot) {
+                const int64_t first = parts_.size();
+                int64_t h = 0;
+                for (int name = 0; name < kNames; ++name) {
                     const Pair& pair = adapters[slot].pairs[layer * kNames + name];
+                    if (kGroupOf[name] != group) continue;
                     RLHF_CHECK(pair.rank >= 0, "rank", "at least 0", pair.rank);
-                    if (pair.rank == 0) continue;
                     RLHF_CHECK_POINTER(pair.A.data, pair.rank);
                     RLHF_CHECK_POINTER(pair.B.data, pair.rank);
-                    expands_.push_back({pair.B, pair.rank, int64_t(slot), h});
+                    expands[name][slot] = {pair.B, pair.rank, h};
                     const int64_t size = pair.A.type == Type::float32 ? 4 : 2;
                     for (int64_t r = 0; r < pair.rank; r += kSharedRanks) {
                         Matrix A = pair.A;
                         A.data = static_cast<char*>(A.data) + r * A.stride * size;
-                        shrinks_.push_back({A, std::min(kSharedRanks, pair.rank - r), int64_t(slot), h + r});
+                        parts_.push_back({A, std::min(kSharedRanks, pair.rank - r), h + r});
                     }
                     h += pair.rank;
                 }
-                expands.push_back({first_expand, expands_.size()});
+                shrinks_.push_back(first);
+                plan.most[group] = std::max<int64_t>(plan.most[group], parts_.size() - first);
+                ranks_ = std::max(ranks_, h);
             }
-            shrinks.push_back({first, shrinks_.size()});
-            ranks_ = std::max(ranks_, h);
+            shrinks_.push_back(parts_.size());
         }
     }
-    plans_.resize(layers_.size());
-    for (size_t layer = 0; layer < layers_.size(); ++layer) {  // groups go through the linears in their order
-        for (int group = 0; group < kGroups; ++group) {
-            const auto [first, last] = shrinks[layer * kGroups + group];
-            plans_[layer].shrinks[group] = {shrinks_.data() + first, int64_t(last - first)};
-        }
-        for (int name = 0; name < kNames; ++name) {
-            const auto [first, last] = expands[layer * kNames + name];
-            plans_[layer].expands[name] = {expands_.data() + first, int64_t(last - first)};
-        }
+}
+
+// Which rows of every sixteen carry which slot.
+void DecodeStep::find_slot_rows(StepCall& call) {
+    slot_rows_.clear();
+    firsts_.assign(1, 0);
+    for (int64_t n = 0; n < call.rows.n; ++n) {
+        if (n % 16 == 0 && n > 0) firsts_.push_back(slot_rows_.size());
+        const int64_t slot = call.rows.slots[n];
+        if (slot < 0) continue;
+        const auto known = std::find_if(slot_rows_.begin() + firsts_.back(), slot_rows_.end(),
+                                        [slot](const SlotRows& some) { return some.slot == slot; });
+        SlotRows& mine = known == slot_rows_.end() ? slot_rows_.emplace_back(SlotRows{{}, n / 16, slot}) : *known;
+        mine.carries[n % 16] = 1.0f;
     }
+    firsts_.push_back(slot_rows_.size());
+    call.slot_rows = slot_rows_.data();
+    call.n_slot_rows = slot_rows_.size();
+    call.firsts = firsts_.data();
 }
 
 void DecodeStep::bind(int64_t blocks, int64_t block, std::vector<LayerCache> keys, std::vector<LayerCache> values) {
@@ -202,9 +218,7 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     const int64_t x = all.take(halves * d.hidden * 16, number);
     const int64_t qkv = all.take(halves * (queries + 2 * keys) * 16, number);
     const int64_t cos = all.take(halves * d.head_dim * 16, number), sin = all.take(halves * d.head_dim * 16, number);
-    const int64_t h = all.take(halves * call.ranks * 16, number);
-    const int64_t carries = all.take(halves * call.n_slots * 16, number);
-    const int64_t present = all.take(halves * call.n_slots, sizeof(int32_t));
+    const int64_t h = all.take(call.n_slot_rows * call.ranks * 16, number);
     const int64_t attended = all.take(call.rows.n * queries, stored);
     const int64_t inner = all.take(halves * round_up(mlp, depth) * 16, element);
     const int64_t threads = all.take(call.threads, call.own_bytes);
@@ -219,8 +233,6 @@ void DecodeStep::lay_out(StepCall& call, int64_t longest) {
     call.cos = floats(cos);
     call.sin = floats(sin);
     call.h = floats(h);
-    call.carries = floats(carries);
-    call.present = reinterpret_cast<int32_t*>(memory + present);
     call.attended = memory + attended;
     call.inner = memory + inner;
     call.own = memory + threads;
@@ -237,15 +249,15 @@ void DecodeStep::run(const Rows& rows, void* out, int threads) {
     call.plans = plans_.data();
     call.keys = keys_.data();
     call.values = values_.data();
+    call.parts = parts_.data();
     call.slot_scales = slot_scales_.data();
     call.rows = rows;
     call.n_layers = layers_.size();
-    call.n_slots = slot_scales_.size();
     call.ranks = ranks_;
     call.block = block_;
     call.halves = (rows.n + 15) / 16;
     call.out = out;
-    call.adapted = std::any_of(rows.slots, rows.slots + rows.n, [](int64_t slot) { return slot >= 0; });
+    find_slot_rows(call);
     call.attend = current_decode_group();
     int64_t longest = 0, used = 0;
     for (int64_t n = 0; n < rows.n; ++n) longest = std::max(longest, rows.positions[n] + 1);
@@ -257,9 +269,9 @@ void DecodeStep::run(const Rows& rows, void* out, int threads) {
     }
     const int64_t attended = used * decoder_.query_heads * decoder_.head_dim * 2;
     call.threads = call.halves * 16 * weights_ + attended < kSerialProducts ? 1 : threads;
-    call.parts = 1;
-    while (call.parts < 16 && call.halves * decoder_.cache_heads * call.parts < 4 * call.threads) call.parts *= 2;
-    if (call.threads == 1) call.parts = 1;
+    call.shares = 1;
+    while (call.shares < 16 && call.halves * decoder_.cache_heads * call.shares < 4 * call.threads) call.shares *= 2;
+    if (call.threads == 1) call.shares = 1;
     lay_out(call, longest);
     void (*function)(const StepCall&);
     if (decoder_.type == Type::bfloat16) RLHF_PICK(function, step_bfloat16);

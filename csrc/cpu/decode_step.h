@@ -63,29 +63,31 @@ struct Rows {
 };
 
 // How one call goes through a layer: its linears take their input together in four groups, and what a slot adds to each of
-// them has its place in the group's h. Made once, from addresses alone.
+// them has its place in the slot's h of the group. Made once, from addresses alone.
 enum Group { QKV, ATTENDED, GATED, INNER, kGroups };
 
-// Up to four rows of an A, for rows `h` and on of the group's h.
+// A few rows of an A, for rows `h` and on of the slot's h.
 struct ShrinkPart {
     Matrix A;
-    int64_t count, slot, h;
+    int64_t count, h;
 };
 
+// Rank 0 where the slot leaves the linear alone.
 struct ExpandPart {
     Matrix B;
-    int64_t rank, slot, h;
-};
-
-template <typename T>
-struct Some {
-    const T* at;
-    int64_t count;
+    int64_t rank, h;
 };
 
 struct LayerPlan {
-    Some<ShrinkPart> shrinks[kGroups];
-    Some<ExpandPart> expands[kNames];
+    const int64_t* shrinks[kGroups];     // [n_slots + 1], where the parts of each slot begin in `parts`
+    int64_t most[kGroups];               // parts of a slot
+    const ExpandPart* expands[kNames];   // [n_slots]
+};
+
+// The rows of one slot among sixteen.
+struct alignas(64) SlotRows {
+    float carries[16];  // 1 in lanes whose row has the slot, else 0
+    int64_t half, slot;
 };
 
 // Everything that the code of one instruction set needs for a call. Rows go by halves of sixteen; panels and columns of
@@ -95,20 +97,20 @@ struct StepCall {
     const Layer* layers;  // this and the next three: [n_layers]
     const LayerPlan* plans;
     const LayerCache *keys, *values;
-    const float* slot_scales;  // [n_slots]
+    const ShrinkPart* parts;
+    const float* slot_scales;   // [n_slots]
+    const SlotRows* slot_rows;  // [n_slot_rows], by halves
+    const int64_t* firsts;      // [halves + 1], where those of each half begin
     Rows rows;
-    int64_t n_layers, n_slots, ranks, block, halves;
-    int64_t parts;  // into which the attention of sixteen rows on a cache head is divided
+    int64_t n_layers, n_slot_rows, ranks, block, halves;
+    int64_t shares;  // into which the attention of sixteen rows on a cache head is divided
     int threads;
-    bool adapted;  // some row has a slot
     DecodeGroup attend;
     void* out;  // [n, hidden] dense
 
     // Memory, all of it aligned to 64 bytes.
     float *x, *qkv, *cos, *sin;  // panels of every half: residual stream, queries with keys and values, angles
-    float* h;                    // [halves][ranks][16]
-    float* carries;              // [halves][n_slots][16]: 1 in lanes whose row has the slot, else 0
-    int32_t* present;            // [halves][n_slots]: whether any has
+    float* h;                    // [n_slot_rows][ranks][16]
     char* attended;              // [n, query_heads head_dim] elements
     char* inner;                 // [halves] columns: what enters `down`
     char* own;                   // [threads][own_bytes], in which stand, at these bytes:
@@ -133,12 +135,16 @@ public:
 private:
     void check(const Rows& rows) const;
     void make_plans(const std::vector<Adapter>& adapters);
+    void find_slot_rows(StepCall& call);
     void lay_out(StepCall& call, int64_t longest);
 
     const Decoder decoder_;
     const std::vector<Layer> layers_;
-    std::vector<ShrinkPart> shrinks_;
+    std::vector<ShrinkPart> parts_;
+    std::vector<int64_t> shrinks_;
     std::vector<ExpandPart> expands_;
+    std::vector<SlotRows> slot_rows_;
+    std::vector<int64_t> firsts_;
     std::vector<LayerPlan> plans_;
     std::vector<float> slot_scales_;
     std::vector<LayerCache> keys_, values_;

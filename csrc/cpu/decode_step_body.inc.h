@@ -108,22 +108,14 @@ static void gather_panel(const StepCall& call, int64_t half, const void* table, 
     }
 }
 
-// Embedding and angles of sixteen rows, and which of them carry which slot.
+// Embedding and angles of sixteen rows.
 static void begin_rows(const StepCall& call, int64_t half, const Own& own) {
     const Decoder& decoder = *call.decoder;
-    const int64_t H = decoder.hidden, D = decoder.head_dim, rows = rows_of(call, half);
+    const int64_t H = decoder.hidden, D = decoder.head_dim;
     gather_panel(call, half, decoder.embedding, decoder.embedding_stride, call.rows.tokens, H, own.columns,
                  call.x + half * H * 16);
     gather_panel(call, half, call.rows.cos, D, call.rows.positions, D, own.columns, call.cos + half * D * 16);
     gather_panel(call, half, call.rows.sin, D, call.rows.positions, D, own.columns, call.sin + half * D * 16);
-    std::memset(call.carries + half * call.n_slots * 16, 0, sizeof(float) * call.n_slots * 16);
-    std::memset(call.present + half * call.n_slots, 0, sizeof(int32_t) * call.n_slots);
-    for (int64_t i = 0; i < rows; ++i) {
-        const int64_t slot = call.rows.slots[half * 16 + i];
-        if (slot < 0) continue;
-        call.carries[(half * call.n_slots + slot) * 16 + i] = 1.0f;
-        call.present[half * call.n_slots + slot] = 1;
-    }
 }
 
 static void finish_rows(const StepCall& call, int64_t half) {
@@ -140,16 +132,20 @@ static void finish_rows(const StepCall& call, int64_t half) {
 // ---- linears --------------------------------------------------------------------------------------------------------
 
 // h of a group of linears, whose input stands in `columns`.
-static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t in, const Element* columns,
+static void shrink_group(const StepCall& call, int64_t layer, Group group, int64_t in, const Element* columns,
                          const Own& own) {
-    if (!call.adapted) return;
-    steal(own.member, call.halves * parts.count, [&](int64_t item) __attribute__((always_inline)) {
-        const int64_t half = item / parts.count;
-        const ShrinkPart& part = parts.at[item % parts.count];
-        if (!call.present[half * call.n_slots + part.slot]) return;
-        const Element* column = columns + half * round_up(in, KT) * 16;
-        float* h = call.h + (half * call.ranks + part.h) * 16;
-        const f32x16 scale = splat(call.slot_scales[part.slot]);
+    const LayerPlan& plan = call.plans[layer];
+    const int64_t most = plan.most[group];
+    if (call.n_slot_rows == 0) return;  // whoever waits for nothing waits all the same
+    steal(own.member, call.n_slot_rows * most, [&](int64_t item) __attribute__((always_inline)) {
+        const int64_t i = item / most;
+        const SlotRows& rows = call.slot_rows[i];
+        const int64_t number = plan.shrinks[group][rows.slot] + item % most;
+        if (number >= plan.shrinks[group][rows.slot + 1]) return;
+        const ShrinkPart& part = call.parts[number];
+        const Element* column = columns + rows.half * round_up(in, KT) * 16;
+        float* h = call.h + (i * call.ranks + part.h) * 16;
+        const f32x16 scale = splat(call.slot_scales[rows.slot]);
         if (part.A.type == Type::float32) {
             shrink_ranks<float>(part.A, 0, part.count, in, column, scale, h);
         } else {
@@ -159,8 +155,13 @@ static void shrink_group(const StepCall& call, Some<ShrinkPart> parts, int64_t i
 }
 
 // What a linear gives for one strip of its outputs and one or two halves, in sums [2][kStrip][16].
-RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Some<ExpandPart> parts,
+RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, const ExpandPart* parts,
                                  const Strip& strip, int64_t half, int64_t sides, const Element* columns, float* sums) {
+    const int64_t next_half = half + sides, after = next_half + 2 < call.halves ? next_half + 2 : call.halves;
+    for (int64_t i = half == 0 ? 0 : call.firsts[next_half]; i < call.firsts[after]; ++i) {
+        const int64_t slot = call.slot_rows[i].slot;
+        if (i == 0 || slot != call.slot_rows[i - 1].slot) prefetch_deltas(parts[slot].B, strip, parts[slot].rank);
+    }
     const int64_t depth = ceil_div(linear.in, KT);
     const Element* b = columns + half * depth * kTileElements;
     (sides == 2 ? strip_products<2, Stored> : strip_products<1, Stored>)(strip.w, strip.stride, kStrip, b,
@@ -169,13 +170,12 @@ RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Som
         float* mine = sums + side * kStrip * 16;
         round_strip(strip, linear.bias, mine);
         bool changed = false;
-        for (int64_t i = 0; i < parts.count; ++i) {
-            const ExpandPart& part = parts.at[i];
-            const int64_t at = (half + side) * call.n_slots + part.slot;
-            if (!call.present[at]) continue;
+        for (int64_t i = call.firsts[half + side]; i < call.firsts[half + side + 1]; ++i) {
+            const ExpandPart& part = parts[call.slot_rows[i].slot];
+            if (part.rank == 0) continue;
             changed = kStored == 2;
-            const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
-            const f32x16 carries = load16(call.carries + at * 16);
+            const float* h = call.h + (i * call.ranks + part.h) * 16;
+            const f32x16 carries = load16(call.slot_rows[i].carries);
             (part.B.type == Type::float32 ? add_deltas<float> : add_deltas<uint16_t>)(part.B, strip, part.rank, h,
                                                                                      carries, mine);
         }
@@ -187,7 +187,7 @@ RLHF_INLINE void strip_of_linear(const StepCall& call, const Linear& linear, Som
 
 // sink(half, strip, sums [kStrip][16]) for every half of one strip.
 template <typename Sink>
-RLHF_INLINE void for_halves(const StepCall& call, const Linear& linear, Some<ExpandPart> parts,
+RLHF_INLINE void for_halves(const StepCall& call, const Linear& linear, const ExpandPart* parts,
                             int64_t number, const Element* columns, const Own& own, const Sink& sink) {
     const Strip strip = strip_of(linear.weight, linear.stride, linear.out, linear.in, number, own.staged[0]);
     alignas(64) float sums[2 * kStrip * 16];
@@ -236,7 +236,7 @@ RLHF_INLINE f32x16 gated(const float* gate, const float* up) {
 // Strip `number` of gate and up, and their product as the input of down.
 static void gated_strip(const StepCall& call, int64_t layer, int64_t number, const Own& own) {
     const Linear* linears = call.layers[layer].linears;
-    const Some<ExpandPart>* expands = call.plans[layer].expands;
+    const ExpandPart* const* expands = call.plans[layer].expands;
     const Linear &gate = linears[GATE], &up = linears[UP];
     const Strip a = strip_of(gate.weight, gate.stride, gate.out, gate.in, number, own.staged[0]);
     const Strip b = strip_of(up.weight, up.stride, up.out, up.in, number, own.staged[1]);
@@ -267,9 +267,10 @@ struct HeadRows {
 
 RLHF_INLINE HeadRows head_rows(const StepCall& call, int64_t item) {
     const Decoder& decoder = *call.decoder;
-    const int64_t part = item % call.parts, half = item / call.parts / decoder.cache_heads, rows = rows_of(call, half);
-    return {item / call.parts % decoder.cache_heads, decoder.query_heads / decoder.cache_heads, half,
-            rows * part / call.parts, rows * (part + 1) / call.parts};
+    const int64_t share = item % call.shares, half = item / call.shares / decoder.cache_heads;
+    const int64_t rows = rows_of(call, half);
+    return {item / call.shares % decoder.cache_heads, decoder.query_heads / decoder.cache_heads, half,
+            rows * share / call.shares, rows * (share + 1) / call.shares};
 }
 
 // Where row i of a half has its turned queries, which what it attends to overwrites.
@@ -339,26 +340,25 @@ static void pack_attended(const StepCall& call, Element* columns) {
 
 static void run_layer(const StepCall& call, int64_t layer, const Own& own) {
     const Layer& weights = call.layers[layer];
-    const LayerPlan& plan = call.plans[layer];
     const Linear* linears = weights.linears;
     const int64_t query_strips = ceil_div(linears[Q].out, kStrip), key_strips = ceil_div(linears[K].out, kStrip);
-    const int64_t items = call.halves * call.decoder->cache_heads * call.parts;
+    const int64_t items = call.halves * call.decoder->cache_heads * call.shares;
     const int64_t residual_strips = ceil_div(call.decoder->hidden, kStrip);
 
     norm_rows(call, weights.input_norm, own.columns);
-    shrink_group(call, plan.shrinks[QKV], linears[Q].in, own.columns, own);
+    shrink_group(call, layer, QKV, linears[Q].in, own.columns, own);
     steal(own.member, query_strips + 2 * key_strips, [&](int64_t i) { qkv_strip(call, layer, i, own); });
     steal(own.member, items, [&](int64_t i) { enter_rows(call, layer, i, own); });
     steal(own.member, items, [&](int64_t i) { attend_rows(call, layer, i, own); });
     pack_attended(call, own.columns);
-    shrink_group(call, plan.shrinks[ATTENDED], linears[O].in, own.columns, own);
+    shrink_group(call, layer, ATTENDED, linears[O].in, own.columns, own);
     steal(own.member, residual_strips, [&](int64_t i) { residual_strip(call, layer, O, i, own.columns, own); });
 
     norm_rows(call, weights.mlp_norm, own.columns);
-    shrink_group(call, plan.shrinks[GATED], linears[GATE].in, own.columns, own);
+    shrink_group(call, layer, GATED, linears[GATE].in, own.columns, own);
     steal(own.member, ceil_div(linears[GATE].out, kStrip), [&](int64_t i) { gated_strip(call, layer, i, own); });
     const Element* inner = reinterpret_cast<const Element*>(call.inner);
-    shrink_group(call, plan.shrinks[INNER], linears[DOWN].in, inner, own);
+    shrink_group(call, layer, INNER, linears[DOWN].in, inner, own);
     steal(own.member, residual_strips, [&](int64_t i) { residual_strip(call, layer, DOWN, i, inner, own); });
 }
 

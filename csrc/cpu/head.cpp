@@ -19,15 +19,37 @@ const HeadFunctions& functions(const Head& head, const Batch& batch) {
 void check(const Head& head, const Batch& batch, int threads) {
     RLHF_CHECK_SIZE(batch.n);
     RLHF_CHECK_SIZE(head.H);
-    RLHF_CHECK_SIZE(head.extra);
     RLHF_CHECK(head.V >= 1, "V", "at least 1", head.V);
     RLHF_CHECK_THREADS(threads);
     RLHF_CHECK_POINTER(head.weight.data, RLHF_PRODUCT(head.V, head.H));
-    RLHF_CHECK_POINTER(head.extra_weight.data, RLHF_PRODUCT(head.V, head.extra));
     RLHF_CHECK_POINTER(batch.hidden.data, RLHF_PRODUCT(batch.n, head.H));
-    RLHF_CHECK_POINTER(batch.extra_hidden.data, RLHF_PRODUCT(batch.n, head.extra));
+    RLHF_CHECK_SIZE(batch.n_runs);
+    RLHF_CHECK_POINTER(batch.runs, batch.n_runs);
+    int64_t end = 0;
+    for (int64_t i = 0; i < batch.n_runs; ++i) {
+        const HeadRun& run = batch.runs[i];
+        RLHF_CHECK(run.end >= end, "end of a run", "the end of the one before it, or more", run.end);
+        RLHF_CHECK_SIZE(run.extra);
+        RLHF_CHECK_SIZE(run.rank);
+        RLHF_CHECK(run.extra == run.rank || run.extra == (run.weight.type == Type::bfloat16 ? 2 : 3) * run.rank, "extra",
+                   "rank, or as many times that as parts of a number", run.extra);
+        RLHF_CHECK_POINTER(run.weight.data, RLHF_PRODUCT(head.V, run.rank));
+        RLHF_CHECK_POINTER(run.hidden.data, RLHF_PRODUCT(run.end - end, run.extra));
+        end = run.end;
+    }
+    RLHF_CHECK(end == batch.n, "end of the last run", "the number of rows", end);
     RLHF_CHECK_POINTER(batch.rows, batch.n);
     RLHF_CHECK_POINTER(batch.temperature, batch.n);
+}
+
+// Where the sums of H columns are wanted, those of a run's own are made, too.
+void check_sums(const Batch& batch, const float* sums, const float* sums_kl) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < batch.n_runs; first = batch.runs[i++].end) {
+        const HeadRun& run = batch.runs[i];
+        if (sums) RLHF_CHECK_POINTER(run.sums, RLHF_PRODUCT(run.end - first, run.extra));
+        if (sums_kl) RLHF_CHECK_POINTER(run.sums_kl, RLHF_PRODUCT(run.end - first, run.extra));
+    }
 }
 
 }  // namespace
@@ -44,6 +66,7 @@ void head_forward(const Head& head, const Batch& batch, const Statistics& statis
     }
     RLHF_CHECK(pair || !expected.expected_kl, "pair", "a pair with expected_kl", "none");
     RLHF_CHECK(expected.expected || !expected.expected_kl, "expected_kl", "expected to be made with it", "null");
+    check_sums(batch, expected.expected, expected.expected_kl);
     if (batch.n > 0) functions(head, batch).forward(head, batch, statistics, pair, expected, threads);
 }
 
@@ -59,8 +82,7 @@ void head_backward(const Head& head, const Batch& batch, const LogitGradients& g
         RLHF_CHECK_POINTER(gradients.pair_lse, batch.n);
         RLHF_CHECK_POINTER(gradients.pair_hidden, RLHF_PRODUCT(batch.n, head.H));
     }
-    RLHF_CHECK(sums.weight_from >= 0 && sums.weight_from <= head.H + head.extra, "weight_from",
-               "0 to the number of columns", sums.weight_from);
+    check_sums(batch, sums.hidden, nullptr);
     functions(head, batch).backward(head, batch, gradients, sums, threads);
 }
 

@@ -2,11 +2,12 @@
 // from them, without a matrix of logits. What `linear_logprob`, its pair form, `linear_ppo_loss` and `sample` are made of.
 //
 // Notation: n active rows of hidden states h [H], weight W [V, H], both optionally widened by `extra` columns that are
-// multiplied like the others (a rank-r addition), K = H + extra. For a row with temperature T:
+// multiplied like the others (a rank-r addition), K = H + extra. The rows of a run share these columns; another run has
+// others, and W itself is read once for all of them. For a row with temperature T:
 //     y = h W' + bias    c = softcap tanh(scale y / softcap)  (c = scale y without softcap)    z = c / T
 // Logits are fp32 accumulators that are never rounded. Operands are bf16 where both matrices are bf16 and this CPU
-// multiplies bf16, otherwise fp32. A row's bits depend on that row alone: not on n, on the rows around it, or on the
-// number of threads.
+// multiplies bf16, otherwise fp32. A row's bits depend on that row and its run's columns alone: not on n, on the rows and
+// runs around it, or on the number of threads. A run's own gradient depends on its rows alone, too.
 #pragma once
 
 #include <cstdint>
@@ -25,22 +26,36 @@ struct Matrix {
 };
 
 struct Head {
-    Matrix weight;        // [V, H]
-    Matrix extra_weight;  // [V, extra], same type
-    const float* bias;    // [V] or null
-    int64_t H, extra, V;
+    Matrix weight;      // [V, H]
+    const float* bias;  // [V] or null
+    int64_t H, V;
     float softcap;  // 0: none
     float scale;
     const void* packed = nullptr;  // linear_pack's copy of the weight, for products with it across; null: packed per call
 };
 
+// Rows that follow each other and share columns of their own, and what is made for these columns.
+struct HeadRun {
+    int64_t end;    // row after its last one; it begins where the run before it ends
+    int64_t extra;  // columns; 0: none
+    // The columns beside W are B [V, rank]: once, or, for operands of bf16, B twice (of bf16), or B rounded twice and then
+    // what that left of it.
+    Matrix weight;
+    int64_t rank;
+    Matrix hidden;  // [rows of the run, extra], of the type of the batch's
+    float* sums;      // [rows of the run, extra]: more columns of `Expected::expected` or `HeadGradients::hidden`
+    float* sums_kl;   // of `Expected::expected_kl`
+    float* d_weight;  // [V, extra]: more columns of `HeadGradients::weight`; null: not wanted
+};
+
 struct Batch {
-    Matrix hidden;         // [.., H], read at `rows`
-    Matrix extra_hidden;   // [n, extra], compact, same type
-    const int64_t* rows;   // [n] distinct
+    Matrix hidden;        // [.., H], read at `rows`
+    const int64_t* rows;  // [n] distinct
     int64_t n;
     const float* temperature;  // [n]
     const int64_t* target;     // [n] in [0, V); not read by head_sample
+    const HeadRun* runs;       // the last one ends at n
+    int64_t n_runs;
 };
 
 // Per-row results [n]; a null pointer is not wanted. With p = softmax(z):
@@ -62,8 +77,8 @@ struct Pair {
 };
 
 // With u = dz/dy: expected_n = sum_v p_nv u_nv W'_v, and for a pair expected_kl_n = sum_v p_nv (log p_nv - log p2_nv -
-// kl_n) u_nv W'_v, both over all v but the target, [n, K] dense; null where not wanted. Without the target, because a
-// likely one would enter rounded to bf16 and then be subtracted again.
+// kl_n) u_nv W'_v, both over all v but the target, [n, H] dense; null where not wanted. Without the target, because a
+// likely one would enter rounded to bf16 and then be subtracted again. The columns of runs go where these say.
 struct Expected {
     float* expected;
     float* expected_kl;
@@ -92,11 +107,10 @@ struct LogitGradients {
 
 // Sums of dL/dy W' and of its transpose times h'; null where not wanted.
 struct HeadGradients {
-    float* hidden;      // [n, K] dense
-    void* weight;       // [V, K] dense, of weight_type; columns from weight_from on are written
-    int64_t weight_from;
-    Type weight_type;   // bf16 is rounded once, from the complete sum
-    float* bias;        // [V]
+    float* hidden;     // [n, H] dense
+    void* weight;      // [V, H] dense, of weight_type
+    Type weight_type;  // bf16 is rounded once, from the complete sum
+    float* bias;       // [V]
 };
 
 void head_backward(const Head& head, const Batch& batch, const LogitGradients& gradients, const HeadGradients& sums,

@@ -20,12 +20,47 @@ constexpr float kGone = -160.0f;  // a power of two that is 0
 constexpr float kVeryLow = -1e30f;  // stands in for log 0 where it is multiplied by 0
 
 struct Sizes {
-    int64_t K, padded_K, depth_K, panels;
-    explicit Sizes(const Head& head, const Batch& batch) {
-        K = head.H + head.extra;
-        padded_K = round_up(K, 32);
-        depth_K = padded_K / KT;
-        panels = ceil_div(batch.n, kPanel);
+    int64_t H, padded_H, depth_H, V;
+    int64_t shared;  // columns that meet W alone: a run's sum over the depth goes on from them as it would over all at once
+    int64_t widest;  // columns of the widest row, padded
+    explicit Sizes(const Head& head, const Batch& batch)
+        : H(head.H), padded_H(round_up(H, 32)), depth_H(padded_H / KT), V(head.V), shared(padded_H), widest(padded_H) {
+        for (int64_t i = 0; i < batch.n_runs; ++i) {
+            if (batch.runs[i].extra == 0) continue;
+            shared = H - H % (kSumTiles * KT);
+            if (padded(batch.runs[i]) > widest) widest = padded(batch.runs[i]);
+        }
+    }
+    int64_t padded(const HeadRun& run) const { return round_up(H + run.extra, 32); }
+    int64_t tail(const HeadRun& run) const { return padded(run) - shared; }  // columns that rows of the run meet besides
+    // From one row of W's tail to the next: the run's columns may be read as whole tiles, too.
+    int64_t tail_stride(const HeadRun& run) const { return H - shared + round_up(run.extra, 32) + 32; }
+};
+
+// Rows of a run that go through the vocabulary together; no two runs share a panel.
+struct Panel {
+    int64_t first, end;  // rows of the batch
+    int64_t run, start;  // the run, and its first row
+    int64_t columns;     // where its hidden states are, in tiles: two halves of the depth of its run
+    int64_t sums;        // where its sums are, in tiles: four for each 32 columns of W and then of its run
+};
+
+struct Panels {
+    const Panel* all;
+    int64_t count, column_tiles, sum_tiles;
+    Panels(const Batch& batch, const Sizes& sizes, Memory& memory) : count(0), column_tiles(0), sum_tiles(0) {
+        int64_t most = batch.n_runs;
+        most += ceil_div(batch.n, kPanel);
+        Panel* to = memory.take<Panel>(most);
+        for (int64_t i = 0, start = 0; i < batch.n_runs; start = batch.runs[i++].end) {
+            const HeadRun& run = batch.runs[i];
+            for (int64_t first = start; first < run.end; first += kPanel) {
+                to[count++] = {first, first + kPanel < run.end ? first + kPanel : run.end, i, start, column_tiles, sum_tiles};
+                column_tiles += 2 * sizes.padded(run) / KT;
+                sum_tiles += 4 * (sizes.padded_H / 32 + ceil_div(run.extra, 32));
+            }
+        }
+        all = to;
     }
 };
 
@@ -49,6 +84,11 @@ struct Sizes {
     }
 }
 
+// The columns of m from `column` on.
+RLHF_INLINE Matrix from_column(const Matrix& m, int64_t column) {
+    return {static_cast<const char*>(m.data) + column * (m.type == Type::float32 ? 4 : 2), m.stride, m.type};
+}
+
 // Row `row` of m widened by row `extra_row` of `extra`, then zeros up to `padded`.
 template <typename Out>
 static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& extra, int64_t extra_row, int64_t count,
@@ -56,6 +96,49 @@ static void fetch_wide(const Matrix& m, int64_t row, int64_t H, const Matrix& ex
     fetch(m, row, H, out);
     if (count > 0) fetch(extra, extra_row, count, out + H);
     std::memset(out + H + count, 0, (padded - H - count) * sizeof(Out));
+}
+
+// Sixteen numbers rounded to bf16, the first `count` of them to `to`; what they are then.
+template <typename Out>
+RLHF_INLINE f32x16 put_rounded(f32x16 x, int64_t count, Out* to) {
+    const u16x16 rounded = to_bf16(x);
+    const f32x16 wide = load16_bf16(rounded.lane);
+    alignas(64) Out out[16];
+    if constexpr (sizeof(Out) == 2) std::memcpy(out, rounded.lane, sizeof out);
+    else store16(out, wide);
+    if (count >= 16) std::memcpy(to, out, sizeof out);  // no call
+    else std::memcpy(to, out, count * sizeof(Out));
+    return wide;
+}
+
+// Row v of a run's own columns beside W.
+template <typename Out>
+static void fetch_own(const HeadRun& run, int64_t v, Out* out) {
+    const int64_t r = run.rank;
+    if (run.extra == r) return fetch(run.weight, v, r, out);
+    for (int64_t i = 0; i < r; i += 16, out += 16) {
+        const int64_t count = r - i;
+        f32x16 x;
+        if (count >= 16 && run.weight.type == Type::float32) {
+            x = load16(static_cast<const float*>(run.weight.data) + v * run.weight.stride + i);
+        } else {
+            alignas(64) float some[16] = {};
+            fetch(from_column(run.weight, i), v, count < 16 ? count : 16, some);
+            x = load16(some);
+        }
+        const f32x16 high = put_rounded(x, count, out);
+        put_rounded(high, count, out + r);
+        if (run.extra > 2 * r) put_rounded(x - high, count, out + 2 * r);
+    }
+}
+
+// Row v of W as a run meets it after the columns that all meet: the rest of it, the run's own, and zeros up to `padded`.
+template <typename Out>
+static void fetch_tail(const Head& head, const Sizes& sizes, const HeadRun& run, int64_t v, int64_t padded, Out* out) {
+    const int64_t rest = sizes.H - sizes.shared, done = rest + run.extra;
+    if (rest > 0) fetch(from_column(head.weight, sizes.shared), v, rest, out);
+    if (run.extra > 0) fetch_own(run, v, out + rest);
+    if (padded > done) std::memset(out + done, 0, (padded - done) * sizeof(Out));
 }
 
 // Two rows `k`, `k + 1` (k even) of a B operand whose columns are `width`; tiles along k are `depth` for each 16 columns.
@@ -84,8 +167,8 @@ struct Rows {
     Element* copies;
 
     Rows(const Head& head, const Sizes& sizes, Memory& memory)
-        : weight(head.weight), in_place(as_operands(head) && head.extra == 0 && sizes.K == sizes.padded_K),
-          V(head.V), stride(sizes.padded_K + KT) {
+        : weight(head.weight), in_place(as_operands(head) && sizes.H == sizes.padded_H), V(head.V),
+          stride(sizes.padded_H + KT) {
         copies = memory.take<Element>((in_place ? kStrip : 2 * kBlock) * stride);
     }
     static bool as_operands(const Head& head) { return (head.weight.type == Type::bfloat16) == (sizeof(Element) == 2); }
@@ -103,17 +186,75 @@ struct Rows {
     }
 };
 
+// The rest of the rows of W as each run meets them: columns from `shared` on, then the run's own. Two blocks at a time.
+struct Tails {
+    const Head& head;
+    const Batch& batch;
+    const Sizes& sizes;
+    Element* memory;
+    Element* blocks;  // the runs' own columns as B operands; null: not wanted
+    int64_t *at, *blocks_at;  // [n_runs] where a run's begin
+
+    Tails(const Head& head, const Batch& batch, const Sizes& sizes, bool across, Memory& all)
+        : head(head), batch(batch), sizes(sizes), blocks(nullptr) {
+        at = all.take<int64_t>(2 * batch.n_runs);
+        blocks_at = at + batch.n_runs;
+        int64_t elements = 0, across_elements = 0;
+        for (int64_t i = 0; i < batch.n_runs; ++i) {
+            at[i] = elements;
+            blocks_at[i] = across_elements;
+            if (batch.runs[i].extra == 0) continue;
+            elements += 2 * kBlock * sizes.tail_stride(batch.runs[i]);
+            across_elements += 2 * kBlock * round_up(batch.runs[i].extra, 32);
+        }
+        memory = all.take<Element>(elements);
+        if (across) blocks = all.take<Element>(across_elements);
+    }
+    Element* row(int64_t run, int64_t v) const {
+        return memory + at[run] + (v / kBlock % 2 * kBlock + v % kBlock) * sizes.tail_stride(batch.runs[run]);
+    }
+    Rows::Some strip(int64_t run, const Rows& rows, int64_t v) const {
+        if (batch.runs[run].extra > 0) return {row(run, v), sizes.tail_stride(batch.runs[run])};
+        const Rows::Some base = rows.strip(v);
+        return {base.w + sizes.shared, base.stride};
+    }
+    Element* block(int64_t run, int64_t v0) const {
+        return blocks + blocks_at[run] + v0 / kBlock % 2 * kBlock * round_up(batch.runs[run].extra, 32);
+    }
+    // Rows [first, first + 32) of the block that starts at v0; rows from `count` on are zeros.
+    void pack(int64_t v0, int64_t count, int64_t first) const {
+        const int64_t depth_v = round_up(count, 32) / KT;
+        for (int64_t i = 0; i < batch.n_runs; ++i) {
+            const HeadRun& run = batch.runs[i];
+            if (run.extra == 0) continue;
+            const int64_t stride = sizes.tail_stride(run);
+            for (int64_t v = first; v < first + kStrip; ++v) {
+                if (v < count) {
+                    fetch_tail(head, sizes, run, v0 + v, stride, row(i, v0 + v));
+                } else {
+                    std::memset(row(i, v0 + v), 0, stride * sizeof(Element));
+                }
+            }
+            for (int64_t v = first; v < first + kStrip && blocks; v += 2) {
+                const Element* even = row(i, v0 + v) + sizes.H - sizes.shared;
+                put_b(even, even + stride, v, round_up(run.extra, 32), depth_v, block(i, v0));
+            }
+        }
+    }
+};
+
 // Rows [first, first + 32) of the block that starts at v0; rows from `count` on are zeros.
-static void pack_weight_strip(const Head& head, const Sizes& sizes, const Rows& rows, int64_t v0, int64_t count,
-                              int64_t first, Element* as_b) {
+static void pack_weight_strip(const Head& head, const Sizes& sizes, const Rows& rows, const Tails& tails, int64_t v0,
+                              int64_t count, int64_t first, Element* as_b) {
     const int64_t depth_v = round_up(count, 32) / KT;
+    tails.pack(v0, count, first);
     if (rows.copied(v0 + first)) {
         for (int64_t v = first; v < first + kStrip; ++v) {
             Element* row = rows.copy(v0 + first) + (v - first) * rows.stride;
             if (v < count) {
-                fetch_wide(head.weight, v0 + v, head.H, head.extra_weight, v0 + v, head.extra, sizes.padded_K, row);
+                fetch_wide(head.weight, v0 + v, head.H, head.weight, 0, 0, sizes.padded_H, row);
             } else {
-                std::memset(row, 0, sizes.padded_K * sizeof(Element));
+                std::memset(row, 0, sizes.padded_H * sizeof(Element));
             }
         }
     }
@@ -121,44 +262,89 @@ static void pack_weight_strip(const Head& head, const Sizes& sizes, const Rows& 
     const Rows::Some strip = rows.strip(v0 + first);
     for (int64_t v = 0; v < kStrip; v += 2) {
         const Element* even = strip.w + v * strip.stride;
-        put_b(even, even + strip.stride, first + v, sizes.padded_K, depth_v, as_b);
+        put_b(even, even + strip.stride, first + v, sizes.padded_H, depth_v, as_b);
     }
 }
 
-// Sixteen rows of hidden as a B operand with the rows as columns: [depth_K] tiles.
-static void pack_hidden_columns(const Head& head, const Batch& batch, const Matrix& hidden, bool widened,
-                                const Sizes& sizes, int64_t n0, Element* scratch, Element* tiles) {
-    for (int64_t i = 0; i < 16; ++i) {
-        Element* row = scratch + i * sizes.padded_K;
-        if (n0 + i < batch.n) {
-            fetch_wide(hidden, batch.rows[n0 + i], head.H, batch.extra_hidden, n0 + i, widened ? head.extra : 0,
-                       sizes.padded_K, row);
-        } else {
-            std::memset(row, 0, sizes.padded_K * sizeof(Element));
-        }
-    }
-    for (int64_t t = 0; t < sizes.depth_K; ++t) {
+// `columns` columns of sixteen rows, `step` apart, as a B operand with the rows as columns.
+static void pack_columns(const Element* rows, int64_t step, int64_t columns, Element* tiles) {
+    for (int64_t t = 0; t < columns / KT; ++t) {
         u32x16 x[16];
-        for (int i = 0; i < 16; ++i) x[i] = load_words16(scratch + i * sizes.padded_K + t * KT);
-        uint32_t* out = reinterpret_cast<uint32_t*>(tiles + t * kTileElements);
-        transpose16(x, out, 16);
+        for (int i = 0; i < 16; ++i) x[i] = load_words16(rows + i * step + t * KT);
+        transpose16(x, reinterpret_cast<uint32_t*>(tiles + t * kTileElements), 16);
     }
 }
 
-// Two rows of hidden (n0 even) as rows of a B operand [n][K].
-static void pack_hidden_rows(const Head& head, const Batch& batch, const Sizes& sizes, int64_t n0, int64_t depth_n,
-                             Element* scratch, Element* tiles) {
-    for (int64_t i = 0; i < 2; ++i) {
-        Element* row = scratch + i * sizes.padded_K;
-        if (n0 + i < batch.n) {
-            fetch_wide(batch.hidden, batch.rows[n0 + i], head.H, batch.extra_hidden, n0 + i, head.extra,
-                       sizes.padded_K, row);
+// Half of a panel of hidden as a B operand with the rows as columns: as many tiles as the panel's depth. scratch: sixteen
+// rows of the widest.
+static void pack_hidden_columns(const Batch& batch, const Matrix& hidden, bool widened, const Sizes& sizes,
+                                const Panel& panel, int64_t half, Element* scratch, Element* columns) {
+    const HeadRun& run = batch.runs[panel.run];
+    const int64_t padded = sizes.padded(run);
+    for (int64_t i = 0; i < 16; ++i) {
+        const int64_t n = panel.first + half * 16 + i;
+        Element* row = scratch + i * padded;
+        if (n < panel.end) {
+            fetch_wide(hidden, batch.rows[n], sizes.H, run.hidden, n - panel.start, widened ? run.extra : 0, padded, row);
         } else {
-            std::memset(row, 0, sizes.padded_K * sizeof(Element));
+            std::memset(row, 0, padded * sizeof(Element));
         }
     }
-    put_b(scratch, scratch + sizes.padded_K, n0, sizes.padded_K, depth_n, tiles);
+    pack_columns(scratch, padded, padded, columns + (panel.columns + half * padded / KT) * kTileElements);
 }
+
+// Hidden states, and what their runs widen them by, as B operands [n][H] and [n of the run][extra]: sixteen columns of H
+// are as many tiles as all panels have, columns of a run as many as its panels. Null where not wanted.
+struct HiddenRows {
+    const Batch& batch;
+    const Sizes& sizes;
+    const Panels& panels;
+    Element *base, *extra;
+    int64_t *at, *first, *depth;  // [n_runs] where a run's tiles begin, its first panel, and its tiles along n
+
+    HiddenRows(const Batch& batch, const Sizes& sizes, const Panels& panels, bool wanted, Memory& memory)
+        : batch(batch), sizes(sizes), panels(panels), base(nullptr), extra(nullptr) {
+        at = memory.take<int64_t>(3 * batch.n_runs);
+        first = at + batch.n_runs;
+        depth = first + batch.n_runs;
+        int64_t elements = 0;
+        for (int64_t i = 0; i < batch.n_runs; ++i) at[i] = first[i] = depth[i] = 0;
+        for (int64_t j = 0; j < panels.count; ++j) {
+            const int64_t run = panels.all[j].run;
+            if (depth[run] == 0) first[run] = j;
+            depth[run] += kPanel / KT;
+        }
+        for (int64_t i = 0; i < batch.n_runs; ++i) {
+            at[i] = elements;
+            if (batch.runs[i].d_weight) elements += depth[i] * (round_up(batch.runs[i].extra, 32) / 16) * kTileElements;
+        }
+        if (wanted) base = memory.take<Element>(panels.count * kPanel * sizes.padded_H);
+        if (elements > 0) extra = memory.take<Element>(elements);
+    }
+    bool any() const { return base || extra; }
+    // Rows of half a panel, two at a time.
+    void pack(int64_t j, int64_t half, Element* scratch) const {
+        const Panel& panel = panels.all[j];
+        const HeadRun& run = batch.runs[panel.run];
+        const int64_t padded = sizes.padded_H + round_up(run.extra, 32), place = j - first[panel.run];
+        for (int64_t i = half * 16; i < half * 16 + 16; i += 2) {
+            for (int64_t k = 0; k < 2; ++k) {
+                const int64_t n = panel.first + i + k;
+                Element* row = scratch + k * padded;
+                std::memset(row, 0, padded * sizeof(Element));
+                if (n >= panel.end) continue;
+                fetch(batch.hidden, batch.rows[n], sizes.H, row);
+                if (run.extra > 0) fetch(run.hidden, n - panel.start, run.extra, row + sizes.padded_H);
+            }
+            const Element *even = scratch, *odd = scratch + padded;
+            if (base) put_b(even, odd, j * kPanel + i, sizes.padded_H, panels.count * kPanel / KT, base);
+            if (run.d_weight && extra) {
+                put_b(even + sizes.padded_H, odd + sizes.padded_H, place * kPanel + i, round_up(run.extra, 32),
+                      depth[panel.run], extra + at[panel.run]);
+            }
+        }
+    }
+};
 
 // --- logits of a panel -----------------------------------------------------------------------------------------------
 
@@ -169,28 +355,38 @@ RLHF_INLINE float* logit_row(float* logits, int64_t v, int64_t half) {
 
 static_assert(kDepthTiles % kSumTiles == 0, "pieces end where sums do");
 
-// Logits of `panels` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces, so
+// Logits of `count` panels, `logits_step` apart, for rows [v0, v0 + padded_v) of W. The depth is taken in pieces, so
 // that a strip of W stays in the nearest caches for all panels; the order of additions is that of one piece.
-static void panel_products(const Rows& rows, int64_t v0, const Element* hidden, int64_t panels, int64_t padded_v,
-                           int64_t depth_K, float* logits, int64_t logits_step) {
+static void panel_products(const Rows& rows, const Tails& tails, int64_t v0, const Element* hidden, const Panel* panels,
+                           int64_t count, int64_t padded_v, float* logits, int64_t logits_step) {
+    const Sizes& sizes = tails.sizes;
+    const int64_t shared = sizes.shared / KT;
     for (int64_t v = 0; v < padded_v; v += kStrip) {
         const Rows::Some strip = rows.strip(v0 + v);
-        for (int64_t k = 0; k == 0 || k < depth_K; k += kDepthTiles) {  // without depth the sums are zeros
-            const int64_t depth = depth_K - k < kDepthTiles ? depth_K - k : kDepthTiles;
-            for (int64_t i = 0; i < panels; ++i) {
-                strip_products<2, Element>(strip.w + k * KT, strip.stride, kStrip,
-                                           hidden + (2 * i * depth_K + k) * kTileElements, depth_K * kTileElements, depth,
-                                           logit_row(logits + i * logits_step, v, 0), k > 0);
-            }
+        const auto products = [&](int64_t i, const Element* w, int64_t stride, int64_t k, int64_t depth)
+                                  __attribute__((always_inline)) {
+            const int64_t all = sizes.padded(tails.batch.runs[panels[i].run]) / KT;
+            strip_products<2, Element>(w, stride, kStrip, hidden + (panels[i].columns + k) * kTileElements,
+                                       all * kTileElements, depth, logit_row(logits + i * logits_step, v, 0), k > 0);
+        };
+        for (int64_t k = 0; k < shared; k += kDepthTiles) {
+            const int64_t depth = shared - k < kDepthTiles ? shared - k : kDepthTiles;
+            for (int64_t i = 0; i < count; ++i) products(i, strip.w + k * KT, strip.stride, k, depth);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t depth = sizes.tail(tails.batch.runs[panels[i].run]) / KT;
+            if (depth == 0 && shared > 0) continue;  // without any depth the sums are zeros
+            const Rows::Some tail = tails.strip(panels[i].run, rows, v0 + v);
+            products(i, tail.w, tail.stride, shared, depth);
         }
     }
 }
 
 struct Lanes {
     f32x16 x[2];
-    void load(const float* from, int64_t n0, int64_t n, float otherwise) {
+    void load(const float* from, const Panel& panel, float otherwise) {
         for (int64_t i = 0; i < kPanel; ++i) {
-            x[i / 16][i % 16] = from && n0 + i < n ? from[n0 + i] : otherwise;
+            x[i / 16][i % 16] = from && panel.first + i < panel.end ? from[panel.first + i] : otherwise;
         }
     }
 };
@@ -258,7 +454,7 @@ struct ColumnMemory {
     int64_t block_elements, depth_V;
 
     ColumnMemory(const Head& head, const Sizes& sizes, const Rows& rows, bool wanted, Memory& memory)
-        : blocks(nullptr), packed(nullptr), block_elements(kBlock * sizes.padded_K), depth_V(ceil_div(head.V, KT)) {
+        : blocks(nullptr), packed(nullptr), block_elements(kBlock * sizes.padded_H), depth_V(ceil_div(head.V, KT)) {
         if (wanted && rows.in_place && head.V % kStrip == 0) packed = static_cast<const Element*>(head.packed);
         if (wanted && !packed) blocks = memory.take<Element>(2 * block_elements);
     }
@@ -269,22 +465,34 @@ struct ColumnMemory {
     }
 };
 
-// For each panel: sums [padded_K / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times the block's rows of W. fp32 operands
-// are summed within the block first: in one running sum of 10^5 terms the many small ones would be lost against the few
-// large ones. For bf16 operands that loss is far below their own rounding.
-static void add_products(const Element* p, int64_t p_step, const Columns& columns, int64_t panels, int64_t depth_v,
-                         int64_t padded_K, bool first, float* sums) {
+// sums [columns / 32][4 tiles] (+)= p [2 halves][depth_v tiles] times rows of W as a B operand. fp32 operands are summed
+// within the block first: in one running sum of 10^5 terms the many small ones would be lost against the few large ones.
+// For bf16 operands that loss is far below their own rounding.
+RLHF_INLINE void add_product_32(const Element* p, const Element* b, int64_t b_stride, int64_t depth_v, bool first,
+                                float* to) {
     alignas(64) float block[4 * kTileFloats];
-    for (int64_t k = 0; k < padded_K / 32; ++k) {
+    const bool direct = first || RLHF_TILE_BF16;
+    multiply_2x2(p, p + depth_v * kTileElements, b, b + b_stride, depth_v, direct ? to : block, direct && !first);
+    if (direct) return;
+    for (int64_t j = 0; j < 4 * kTileFloats; j += 16) store16(to + j, load16(to + j) + load16(block + j));
+}
+
+// The same for each panel, and with the columns of its run, too.
+static void add_products(const Element* p, int64_t p_step, const Columns& columns, const Tails& tails, int64_t v0,
+                         const Panel* panels, int64_t count, int64_t depth_v, float* sums) {
+    const int64_t wide = tails.sizes.padded_H / 32;
+    for (int64_t k = 0; k < wide; ++k) {
         const Element* b = columns.tiles + k * 2 * columns.stride;
-        for (int64_t i = 0; i < panels; ++i) {
-            const Element* a = p + i * p_step;
-            float* to = sums + i * padded_K * kPanel + k * 4 * kTileFloats;
-            const bool direct = first || RLHF_TILE_BF16;
-            multiply_2x2(a, a + depth_v * kTileElements, b, b + columns.stride, depth_v, direct ? to : block,
-                         direct && !first);
-            if (direct) continue;
-            for (int64_t j = 0; j < 4 * kTileFloats; j += 16) store16(to + j, load16(to + j) + load16(block + j));
+        for (int64_t i = 0; i < count; ++i) {
+            add_product_32(p + i * p_step, b, columns.stride, depth_v, v0 == 0,
+                           sums + (panels[i].sums + k * 4) * kTileFloats);
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t own = ceil_div(tails.batch.runs[panels[i].run].extra, 32), stride = depth_v * kTileElements;
+        for (int64_t k = 0; k < own; ++k) {
+            add_product_32(p + i * p_step, tails.block(panels[i].run, v0) + k * 2 * stride, stride, depth_v, v0 == 0,
+                           sums + (panels[i].sums + (wide + k) * 4) * kTileFloats);
         }
     }
 }
@@ -395,11 +603,11 @@ struct Wanted {
 struct Targets {
     i32x16 at[2];
     bool any[2];
-    Targets(const Batch& batch, int64_t n0, int64_t v0, int64_t count) {
+    Targets(const Batch& batch, const Panel& panel, int64_t v0, int64_t count) {
         for (int64_t half = 0; half < 2; ++half) {
             any[half] = false;
             for (int64_t i = 0; i < 16; ++i) {
-                const int64_t n = n0 + half * 16 + i, t = n < batch.n ? batch.target[n] - v0 : -1;
+                const int64_t n = panel.first + half * 16 + i, t = n < panel.end ? batch.target[n] - v0 : -1;
                 const bool here = t >= 0 && t < count;
                 at[half][i] = here ? static_cast<int32_t>(t) : -1;
                 any[half] |= here;
@@ -471,9 +679,9 @@ static void block_sums(PanelState& s, float* logits, float* pair_logits, int64_t
     for (int i = 0; i < 6; ++i) sums[i][half] += block[i];
 }
 
-// Rows of an accumulator panel [K / 32][half][2][16 n][16 k] times a factor per row.
-static void rescale(float* sums, int64_t padded_K, int64_t half, f32x16 factor) {
-    for (int64_t k = 0; k < padded_K / 32; ++k) {
+// Rows of an accumulator panel [tiles / 4][half][2][16 n][16 k] times a factor per row.
+static void rescale(float* sums, int64_t tiles, int64_t half, f32x16 factor) {
+    for (int64_t k = 0; k < tiles / 4; ++k) {
         for (int64_t side = 0; side < 2; ++side) {
             float* tile = sums + (k * 4 + half * 2 + side) * kTileFloats;
             for (int n = 0; n < 16; ++n) store16(tile + n * 16, load16(tile + n * 16) * factor[n]);
@@ -485,17 +693,39 @@ RLHF_INLINE float sum_at(const float* sums, int64_t n, int64_t k) {
     return sums[((k / 32) * 4 + (n / 16) * 2 + (k % 32) / 16) * kTileFloats + (n % 16) * 16 + k % 16];
 }
 
+// Row n of a panel's sums goes to its place: `scale` times the sum less `less` times what stands at the same place of
+// `others`. H columns of `hidden`, then those of the run.
+struct SumPlaces {
+    float *hidden, *own;
+};
+
+RLHF_INLINE void write_sums(const Batch& batch, const Sizes& sizes, const Panel& panel, const float* sums, int64_t n,
+                            float scale, const SumPlaces& to, float less, const SumPlaces& others) {
+    const int64_t extra = batch.runs[panel.run].extra, row = n - panel.first, own = (n - panel.start) * extra;
+    const float* at = sums + panel.sums * kTileFloats;
+    const auto one = [&](const float* from, int64_t k, float* out, const float* other) __attribute__((always_inline)) {
+        const float x = scale * sum_at(from, row, k);
+        out[k] = other ? x - less * other[k] : x;
+    };
+    for (int64_t k = 0; k < sizes.H; ++k) {
+        one(at, k, to.hidden + n * sizes.H, others.hidden ? others.hidden + n * sizes.H : nullptr);
+    }
+    at += sizes.padded_H / 32 * 4 * kTileFloats;
+    for (int64_t k = 0; k < extra; ++k) one(at, k, to.own + own, others.own ? others.own + own : nullptr);
+}
+
 struct ForwardCall {
     const Head& head;
     const Batch& batch;
     const Statistics& out;
     const Pair* pair;
     const Expected& expected;
-    Sizes sizes;
+    const Sizes& sizes;
+    const Panels& panels;
     Wanted wanted;
     bool transformed;
     PanelState* states;
-    float *sums, *sums_kl;  // [panels][padded_K / 32][4 tiles]
+    float *sums, *sums_kl;  // where panels say
 };
 
 // Row statistics of one panel's logits, which become probabilities in p (and q for a pair).
@@ -503,26 +733,27 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
                           float* pair_logits, Element* p, Element* q) {
     const Head& head = call.head;
     const Batch& batch = call.batch;
-    const Sizes& sizes = call.sizes;
+    const Panel& at = call.panels.all[panel];
     PanelState& s = call.states[panel];
-    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
+    const int64_t sum_tiles = 4 * (call.sizes.padded_H / 32 + ceil_div(batch.runs[at.run].extra, 32));
     const bool ahead = call.expected.expected != nullptr, ahead_kl = call.expected.expected_kl != nullptr;
     Lanes temperature, inverse;
-    temperature.load(batch.temperature, n0, batch.n, 1.0f);
+    temperature.load(batch.temperature, at, 1.0f);
     for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / temperature.x[h];
     if (call.transformed) {
         transform(head, v0, count, inverse, logits);
         if (call.pair) transform(head, v0, count, inverse, pair_logits);
     }
-    const Targets targets(batch, n0, v0, count);
+    const Targets targets(batch, at, v0, count);
     for (int64_t i = 0; i < kPanel; ++i) {
         const int32_t t = targets.at[i / 16][i % 16];
         if (t < 0) continue;
         s.logit[i / 16][i % 16] = logit_row(logits, t, i / 16)[i % 16];
         if (call.pair) s.pair_logit[i / 16][i % 16] = logit_row(pair_logits, t, i / 16)[i % 16];
     }
-    float* sums = ahead ? call.sums + panel * sizes.padded_K * kPanel : nullptr;
-    float* sums_kl = ahead_kl ? call.sums_kl + panel * sizes.padded_K * kPanel : nullptr;
+    float* sums = ahead ? call.sums + at.sums * kTileFloats : nullptr;
+    float* sums_kl = ahead_kl ? call.sums_kl + at.sums * kTileFloats : nullptr;
     for (int64_t half = 0; half < 2; ++half) {
         const f32x16 top = block_maximum(logits, count, half);
         const f32x16 before = s.reference[half].value, factor = s.reference[half].meet(top);
@@ -534,8 +765,8 @@ static void forward_panel(const ForwardCall& call, int64_t panel, int64_t v0, in
             s.sum[half] *= factor;
             s.sum_square[half] *= factor * factor;
             s.difference[half] *= factor;
-            if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
-            if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
+            if (ahead && v0 > 0) rescale(sums, sum_tiles, half, factor);
+            if (ahead_kl && v0 > 0) rescale(sums_kl, sum_tiles, half, factor);
         }
         if (call.pair) {
             const f32x16 pair_top = block_maximum(pair_logits, count, half);
@@ -574,32 +805,29 @@ struct Workspace {
 };
 
 static void forward_group(const ForwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                          const Rows& rows, const ColumnMemory& weight, const Element* columns,
+                          const Rows& rows, const Tails& tails, const ColumnMemory& weight, const Element* columns,
                           const Element* pair_columns, const Workspace& at) {
-    const Sizes& sizes = call.sizes;
+    const Panel* of = call.panels.all + first;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
-    const int64_t skip = first * 2 * sizes.depth_K * kTileElements, skip_sums = first * sizes.padded_K * kPanel;
-    panel_products(rows, v0, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
-    if (call.pair) {
-        panel_products(rows, v0, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits,
-                       at.kLogits);
-    }
+    panel_products(rows, tails, v0, columns, of, panels, padded_v, at.logits, at.kLogits);
+    if (call.pair) panel_products(rows, tails, v0, pair_columns, of, panels, padded_v, at.pair_logits, at.kLogits);
     for (int64_t i = 0; i < panels; ++i) {
         forward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
                       at.p + i * at.kP, at.q + i * at.kP);
     }
     if (call.sums) {
-        add_products(at.p, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0, call.sums + skip_sums);
+        add_products(at.p, at.kP, weight.block(v0, depth_v), tails, v0, of, panels, depth_v, call.sums);
     }
     if (call.sums_kl) {
-        add_products(at.q, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0, call.sums_kl + skip_sums);
+        add_products(at.q, at.kP, weight.block(v0, depth_v), tails, v0, of, panels, depth_v, call.sums_kl);
     }
 }
 
-static void finish_row(const ForwardCall& call, int64_t n) {
+static void finish_row(const ForwardCall& call, int64_t panel, int64_t n) {
     const Head& head = call.head;
-    const PanelState& s = call.states[n / kPanel];
-    const int64_t half = n % kPanel / 16, lane = n % 16;
+    const Panel& in = call.panels.all[panel];
+    const PanelState& s = call.states[panel];
+    const int64_t half = (n - in.first) / 16, lane = (n - in.first) % 16;
     const float sum = s.sum[half][lane];
     const double lse = log_sum_exp(s.reference[half], sum, lane);
     const Statistics& out = call.out;
@@ -623,16 +851,13 @@ static void finish_row(const ForwardCall& call, int64_t n) {
         call.pair->kl[n] = static_cast<float>(kl);
         gap = static_cast<float>(((lse - pair_lse) + kl) - centre);  // log p - log p2 - kl = (z - z2 - centre) - gap
     }
-    const Sizes& sizes = call.sizes;
-    const float by = head.scale / (call.batch.temperature[n] * sum);
     if (!call.expected.expected) return;
-    const float* sums = call.sums + (n / kPanel) * sizes.padded_K * kPanel;
-    const float* sums_kl = call.sums_kl ? call.sums_kl + (n / kPanel) * sizes.padded_K * kPanel : nullptr;
-    for (int64_t k = 0; k < sizes.K; ++k) {
-        const float e = by * sum_at(sums, n % kPanel, k);
-        call.expected.expected[n * sizes.K + k] = e;
-        if (sums_kl) call.expected.expected_kl[n * sizes.K + k] = by * sum_at(sums_kl, n % kPanel, k) - gap * e;
-    }
+    const float by = head.scale / (call.batch.temperature[n] * sum);
+    const HeadRun& run = call.batch.runs[in.run];
+    const SumPlaces made{call.expected.expected, run.sums};
+    write_sums(call.batch, call.sizes, in, call.sums, n, by, made, 0.0f, {nullptr, nullptr});
+    if (!call.sums_kl) return;
+    write_sums(call.batch, call.sizes, in, call.sums_kl, n, by, {call.expected.expected_kl, run.sums_kl}, gap, made);
 }
 
 // As many panels together as leaves every thread two groups, for its sake and that of the last one's.
@@ -702,51 +927,49 @@ RLHF_INLINE void take_pieces(Schedule& schedule, const Run& run) {
 
 static void run_forward(const Head& head, const Batch& batch, const Statistics& statistics, const Pair* pair,
                         const Expected& expected, int threads) {
-    ForwardCall call{head, batch, statistics, pair, expected, Sizes(head, batch), {}, transforms(head, batch),
+    Memory memory;
+    const Sizes sizes(head, batch);
+    const Panels panels(batch, sizes, memory);
+    ForwardCall call{head, batch, statistics, pair, expected, sizes, panels, {}, transforms(head, batch),
                      nullptr, nullptr, nullptr};
     call.wanted = {statistics.entropy != nullptr, statistics.is_top1 != nullptr, statistics.mean_logit != nullptr,
                    statistics.log_sum_sq_prob != nullptr};
-    const Sizes& sizes = call.sizes;
     const bool ahead = expected.expected != nullptr;
-    const int64_t column_elements = 2 * sizes.depth_K * kTileElements;  // of one panel
-    const int64_t group = group_size(sizes.panels, threads);
-    Memory memory;
-    Element* columns = memory.take<Element>(sizes.panels * column_elements);
-    Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
+    const int64_t group = group_size(panels.count, threads);
+    Element* columns = memory.take<Element>(panels.column_tiles * kTileElements);
+    Element* pair_columns = pair ? memory.take<Element>(panels.column_tiles * kTileElements) : nullptr;
     const Rows rows(head, sizes, memory);
+    const Tails tails(head, batch, sizes, ahead, memory);
     const ColumnMemory weight(head, sizes, rows, ahead, memory);
-    Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), false);
+    Schedule schedule(memory, head.V, ceil_div(panels.count, group), false);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
     Element* p = ahead ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
-    Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
-    call.states = memory.take<PanelState>(sizes.panels);
-    call.sums = ahead ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
-    call.sums_kl = expected.expected_kl ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+    Element* scratch = memory.take<Element>(threads * 16 * sizes.widest);
+    call.states = memory.take<PanelState>(panels.count);
+    call.sums = ahead ? memory.take<float>(panels.sum_tiles * kTileFloats) : nullptr;
+    call.sums_kl = expected.expected_kl ? memory.take<float>(panels.sum_tiles * kTileFloats) : nullptr;
     const auto work = [&](Member& me) {
         const TileScope scope;
-        Element* my_scratch = scratch + me.thread * 16 * sizes.padded_K;
+        Element* my_scratch = scratch + me.thread * 16 * sizes.widest;
         const Workspace mine(logits, p, me.thread);
-        steal(me, 2 * sizes.panels, [&](int64_t i) {
-            pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
-                                columns + i * (column_elements / 2));
-            if (pair) {
-                pack_hidden_columns(head, batch, pair->hidden, false, sizes, i * 16, my_scratch,
-                                    pair_columns + i * (column_elements / 2));
-            }
+        steal(me, 2 * panels.count, [&](int64_t i) {
+            const Panel& panel = panels.all[i / 2];
+            pack_hidden_columns(batch, batch.hidden, true, sizes, panel, i % 2, my_scratch, columns);
+            if (pair) pack_hidden_columns(batch, pair->hidden, false, sizes, panel, i % 2, my_scratch, pair_columns);
             if (i % 2 == 0) reset(call.states[i / 2]);
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, weight.to_pack(v0));
+                pack_weight_strip(head, sizes, rows, tails, v0, count, piece * 32, weight.to_pack(v0));
             } else {
-                const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                forward_group(call, first, panels, v0, count, rows, weight, columns, pair_columns, mine);
+                const int64_t first = piece * group, n = panels.count - first < group ? panels.count - first : group;
+                forward_group(call, first, n, v0, count, rows, tails, weight, columns, pair_columns, mine);
             }
         });
         wait_for_team(me.team, me.threads);
-        steal(me, ceil_div(batch.n, kPanel), [&](int64_t i) {
-            for (int64_t n = i * kPanel; n < batch.n && n < (i + 1) * kPanel; ++n) finish_row(call, n);
+        steal(me, panels.count, [&](int64_t i) {
+            for (int64_t n = panels.all[i].first; n < panels.all[i].end; ++n) finish_row(call, i, n);
         });
     };
     run_together(threads, work);
@@ -759,10 +982,11 @@ struct BackwardCall {
     const Batch& batch;
     const LogitGradients& rows;
     const HeadGradients& out;
-    Sizes sizes;
+    const Sizes& sizes;
+    const Panels& panels;
     bool transformed;
     int64_t depth_n;   // tiles along n of the transposed gradient
-    float* sums;       // [panels][padded_K / 32][4 tiles]
+    float* sums;       // where panels say
     Element* across;   // transposed gradient of a block: [kBlock / 16][depth_n] A tiles
     float* bias_part;  // [panels][kBlock]
 };
@@ -772,22 +996,21 @@ struct RowLanes {
     Lanes lse, on_p, on_target, entropy, entropy_value, mean, square, square_scale, kl, kl_shift, temperature, slope;
 };
 
-static void load_rows(const BackwardCall& call, int64_t n0, RowLanes& lanes) {
+static void load_rows(const BackwardCall& call, const Panel& panel, RowLanes& lanes) {
     const LogitGradients& g = call.rows;
-    const int64_t n = call.batch.n;
     Lanes on_lse, square_value, pair_lse, kl_value;
-    lanes.lse.load(g.lse, n0, n, __builtin_inff());
-    lanes.on_target.load(g.logprob, n0, n, 0.0f);
-    on_lse.load(g.on_lse, n0, n, 0.0f);
-    lanes.entropy.load(g.entropy, n0, n, 0.0f);
-    lanes.entropy_value.load(g.entropy_value, n0, n, 0.0f);
-    lanes.mean.load(g.mean_logit, n0, n, 0.0f);
-    lanes.square.load(g.log_sum_sq_prob, n0, n, 0.0f);
-    square_value.load(g.log_sum_sq_prob_value, n0, n, 0.0f);
-    lanes.kl.load(g.kl, n0, n, 0.0f);
-    kl_value.load(g.kl_value, n0, n, 0.0f);
-    pair_lse.load(g.pair_lse, n0, n, 0.0f);
-    lanes.temperature.load(call.batch.temperature, n0, n, 1.0f);
+    lanes.lse.load(g.lse, panel, __builtin_inff());
+    lanes.on_target.load(g.logprob, panel, 0.0f);
+    on_lse.load(g.on_lse, panel, 0.0f);
+    lanes.entropy.load(g.entropy, panel, 0.0f);
+    lanes.entropy_value.load(g.entropy_value, panel, 0.0f);
+    lanes.mean.load(g.mean_logit, panel, 0.0f);
+    lanes.square.load(g.log_sum_sq_prob, panel, 0.0f);
+    square_value.load(g.log_sum_sq_prob_value, panel, 0.0f);
+    lanes.kl.load(g.kl, panel, 0.0f);
+    kl_value.load(g.kl_value, panel, 0.0f);
+    pair_lse.load(g.pair_lse, panel, 0.0f);
+    lanes.temperature.load(call.batch.temperature, panel, 1.0f);
     for (int h = 0; h < 2; ++h) {
         lanes.on_p.x[h] = (on_lse.x[h] - lanes.on_target.x[h]) - 2.0f * lanes.square.x[h];
         lanes.square_scale.x[h] = 2.0f * lanes.square.x[h] * exp16(-square_value.x[h]);
@@ -795,7 +1018,7 @@ static void load_rows(const BackwardCall& call, int64_t n0, RowLanes& lanes) {
         lanes.slope.x[h] = splat(call.head.scale) / lanes.temperature.x[h];
         for (int64_t i = 0; i < 16; ++i) {
             lanes.kl_shift.x[h][i] =
-                n0 + h * 16 + i < n ? (lanes.lse.x[h][i] - pair_lse.x[h][i]) + kl_value.x[h][i] : 0.0f;
+                panel.first + h * 16 + i < panel.end ? (lanes.lse.x[h][i] - pair_lse.x[h][i]) + kl_value.x[h][i] : 0.0f;
         }
     }
 }
@@ -806,16 +1029,17 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
     const Head& head = call.head;
     const Batch& batch = call.batch;
     const LogitGradients& g = call.rows;
-    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT, n0 = panel * kPanel;
+    const Panel& at = call.panels.all[panel];
+    const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
     RowLanes lanes;
-    load_rows(call, n0, lanes);
+    load_rows(call, at, lanes);
     Lanes inverse;
     for (int h = 0; h < 2; ++h) inverse.x[h] = splat(1.0f) / lanes.temperature.x[h];
     if (call.transformed) {
         transform(head, v0, count, inverse, logits);
         if (g.kl) transform(head, v0, count, inverse, pair_logits);
     }
-    const Targets targets(batch, n0, v0, count);
+    const Targets targets(batch, at, v0, count);
     for (int64_t half = 0; half < 2; ++half) {
         const f32x16 cap = inverse.x[half] * head.softcap;
         // dL/dy replaces the logits, rows past the end become 0
@@ -878,41 +1102,28 @@ static void backward_panel(const BackwardCall& call, int64_t panel, int64_t v0, 
 }
 
 static void backward_group(const BackwardCall& call, int64_t first, int64_t panels, int64_t v0, int64_t count,
-                           const Rows& rows, const ColumnMemory& weight, const Element* columns,
+                           const Rows& rows, const Tails& tails, const ColumnMemory& weight, const Element* columns,
                            const Element* pair_columns, const Workspace& at) {
-    const Sizes& sizes = call.sizes;
+    const Panel* of = call.panels.all + first;
     const int64_t padded_v = round_up(count, 32), depth_v = padded_v / KT;
-    const int64_t skip = first * 2 * sizes.depth_K * kTileElements;
-    panel_products(rows, v0, columns + skip, panels, padded_v, sizes.depth_K, at.logits, at.kLogits);
-    if (call.rows.kl) {
-        panel_products(rows, v0, pair_columns + skip, panels, padded_v, sizes.depth_K, at.pair_logits,
-                       at.kLogits);
-    }
+    panel_products(rows, tails, v0, columns, of, panels, padded_v, at.logits, at.kLogits);
+    if (call.rows.kl) panel_products(rows, tails, v0, pair_columns, of, panels, padded_v, at.pair_logits, at.kLogits);
     for (int64_t i = 0; i < panels; ++i) {
         backward_panel(call, first + i, v0, count, at.logits + i * at.kLogits, at.pair_logits + i * at.kLogits,
                        at.p + i * at.kP);
     }
     if (call.sums) {
-        add_products(at.p, at.kP, weight.block(v0, depth_v), panels, depth_v, sizes.padded_K, v0 == 0,
-                     call.sums + first * sizes.padded_K * kPanel);
+        add_products(at.p, at.kP, weight.block(v0, depth_v), tails, v0, of, panels, depth_v, call.sums);
     }
 }
 
-// One row of dL/dW' from column `from` on, out of the tiles of its strip.
-static void write_weight_row(const float* sums, int64_t row, int64_t from, int64_t K, Type type, void* out) {
+// One row of dL/dW', out of the tiles of its strip.
+static void write_weight_row(const float* sums, int64_t row, int64_t columns, Type type, void* out) {
     const auto at = [&](int64_t k) {
         return sums + (k / 32) * 4 * kTileFloats + ((row / 16) * 2 + k / 16 % 2) * kTileFloats + (row % 16) * 16 + k % 16;
     };
-    const auto one = [&](int64_t k) {
-        if (type == Type::float32) {
-            static_cast<float*>(out)[k] = *at(k);
-        } else {
-            static_cast<uint16_t*>(out)[k] = to_bf16(splat(*at(k))).lane[0];
-        }
-    };
-    int64_t k = from;
-    for (; k < K && k % 16 != 0; ++k) one(k);
-    for (; k + 16 <= K; k += 16) {
+    int64_t k = 0;
+    for (; k + 16 <= columns; k += 16) {
         const f32x16 x = load16(at(k));
         if (type == Type::float32) {
             store16(static_cast<float*>(out) + k, x);
@@ -921,28 +1132,48 @@ static void write_weight_row(const float* sums, int64_t row, int64_t from, int64
             std::memcpy(static_cast<uint16_t*>(out) + k, &rounded, sizeof rounded);
         }
     }
-    for (; k < K; ++k) one(k);
+    for (; k < columns; ++k) {
+        if (type == Type::float32) {
+            static_cast<float*>(out)[k] = *at(k);
+        } else {
+            static_cast<uint16_t*>(out)[k] = to_bf16(splat(*at(k))).lane[0];
+        }
+    }
 }
 
-// Rows [v, v + 32) of the block: dL/dW' for columns from weight_from on. The depth is taken in pieces as in
-// `panel_products`; sums: [padded_K / 32][4 tiles].
-static void weight_strip(const BackwardCall& call, int64_t v0, int64_t count, int64_t v, const Element* hidden_rows,
-                         float* sums) {
-    const HeadGradients& out = call.out;
-    const int64_t K = call.sizes.K, depth_n = call.depth_n;
-    for (int64_t n = 0; n == 0 || n < depth_n; n += kDepthTiles) {  // without a row the sums are zeros
-        const int64_t depth = depth_n - n < kDepthTiles ? depth_n - n : kDepthTiles;
-        const Element* a = call.across + ((v / 16) * depth_n + n) * kTileElements;
-        for (int64_t k = out.weight_from / 32; k < call.sizes.padded_K / 32; ++k) {
-            const Element* b = hidden_rows + (2 * k * depth_n + n) * kTileElements;
-            multiply_2x2(a, a + depth_n * kTileElements, b, b + depth_n * kTileElements, depth,
+// Rows [v, v + 32) of the block: the transposed gradient, from tile `from` of its depth on, times `columns` columns of rows
+// that are packed in as many tiles, `depth`. The depth is taken in pieces as in `panel_products`; sums: [columns / 32][4 tiles].
+static void weight_strip(const BackwardCall& call, int64_t count, int64_t v, int64_t from, const Element* packed,
+                         int64_t depth, int64_t columns, Type type, char* out, float* sums) {
+    for (int64_t n = 0; n == 0 || n < depth; n += kDepthTiles) {  // without a row the sums are zeros
+        const int64_t piece = depth - n < kDepthTiles ? depth - n : kDepthTiles;
+        const Element* a = call.across + ((v / 16) * call.depth_n + from + n) * kTileElements;
+        for (int64_t k = 0; k < ceil_div(columns, 32); ++k) {
+            const Element* b = packed + (2 * k * depth + n) * kTileElements;
+            multiply_2x2(a, a + call.depth_n * kTileElements, b, b + depth * kTileElements, piece,
                          sums + k * 4 * kTileFloats, n > 0);
         }
     }
-    const int64_t size = out.weight_type == Type::float32 ? 4 : 2;
+    const int64_t size = type == Type::float32 ? 4 : 2;
     for (int64_t i = 0; i < 32 && v + i < count; ++i) {
-        write_weight_row(sums, i, out.weight_from, K, out.weight_type,
-                         static_cast<char*>(out.weight) + (v0 + v + i) * K * size);
+        write_weight_row(sums, i, columns, type, out + (v + i) * columns * size);
+    }
+}
+
+// The same for dL/dW and for every run's own columns, from that run's rows alone; the block starts at v0.
+static void weight_strips(const BackwardCall& call, int64_t v0, int64_t count, int64_t v, const HiddenRows& hidden,
+                          float* sums) {
+    const HeadGradients& out = call.out;
+    if (out.weight) {
+        const int64_t row = call.sizes.H * (out.weight_type == Type::float32 ? 4 : 2);
+        weight_strip(call, count, v, 0, hidden.base, call.depth_n, call.sizes.H, out.weight_type,
+                     static_cast<char*>(out.weight) + v0 * row, sums);
+    }
+    for (int64_t i = 0; i < call.batch.n_runs; ++i) {
+        const HeadRun& run = call.batch.runs[i];
+        if (!run.d_weight || run.extra == 0) continue;
+        weight_strip(call, count, v, hidden.first[i] * (kPanel / KT), hidden.extra + hidden.at[i], hidden.depth[i], run.extra,
+                     Type::float32, reinterpret_cast<char*>(run.d_weight + v0 * run.extra), sums);
     }
 }
 
@@ -950,74 +1181,71 @@ static void weight_strip(const BackwardCall& call, int64_t v0, int64_t count, in
 static void bias_strip(const BackwardCall& call, int64_t v0, int64_t count, int64_t v) {
     for (const int64_t end = v + 32 < count ? v + 32 : count; v < end; ++v) {
         float total = 0.0f;
-        for (int64_t i = 0; i < call.sizes.panels; ++i) total += call.bias_part[i * kBlock + v];
+        for (int64_t i = 0; i < call.panels.count; ++i) total += call.bias_part[i * kBlock + v];
         call.out.bias[v0 + v] = total;
     }
 }
 
 static void run_backward(const Head& head, const Batch& batch, const LogitGradients& gradients,
                          const HeadGradients& sums, int threads) {
-    BackwardCall call{head, batch, gradients, sums, Sizes(head, batch), transforms(head, batch), 0,
-                      nullptr, nullptr, nullptr};
-    const Sizes& sizes = call.sizes;
-    const int64_t column_elements = 2 * sizes.depth_K * kTileElements;
-    const int64_t group = group_size(sizes.panels, threads);
+    Memory memory;
+    const Sizes sizes(head, batch);
+    const Panels panels(batch, sizes, memory);
+    BackwardCall call{head, batch, gradients, sums, sizes, panels, transforms(head, batch), 0, nullptr, nullptr, nullptr};
+    const int64_t group = group_size(panels.count, threads);
     const Matrix pair_hidden{gradients.pair_hidden, gradients.pair_stride, batch.hidden.type};
     const bool pair = gradients.kl != nullptr;
-    call.depth_n = sizes.panels * kPanel / KT;
-    Memory memory;
-    Element* columns = memory.take<Element>(sizes.panels * column_elements);
-    Element* pair_columns = pair ? memory.take<Element>(sizes.panels * column_elements) : nullptr;
+    call.depth_n = panels.count * kPanel / KT;
+    Element* columns = memory.take<Element>(panels.column_tiles * kTileElements);
+    Element* pair_columns = pair ? memory.take<Element>(panels.column_tiles * kTileElements) : nullptr;
     const Rows rows(head, sizes, memory);
+    const Tails tails(head, batch, sizes, sums.hidden != nullptr, memory);
     const ColumnMemory weight(head, sizes, rows, sums.hidden != nullptr, memory);
-    const bool after = sums.weight || sums.bias;
-    Schedule schedule(memory, head.V, ceil_div(sizes.panels, group), after);
+    bool turned = sums.weight != nullptr;
+    for (int64_t i = 0; i < batch.n_runs; ++i) turned |= batch.runs[i].d_weight && batch.runs[i].extra > 0;
+    const HiddenRows hidden(batch, sizes, panels, sums.weight != nullptr, memory);
+    Schedule schedule(memory, head.V, ceil_div(panels.count, group), turned || sums.bias);
     float* logits = memory.take<float>(threads * 2 * kMaxGroup * Workspace::kLogits);
     Element* p = sums.hidden ? memory.take<Element>(threads * 2 * kMaxGroup * Workspace::kP) : nullptr;
-    Element* scratch = memory.take<Element>(threads * 16 * sizes.padded_K);
-    Element* hidden_rows = sums.weight ? memory.take<Element>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
-    const int64_t across_elements = kBlock * sizes.panels * kPanel;
-    call.across = sums.weight ? memory.take<Element>(2 * across_elements) : nullptr;
-    float* strips = sums.weight ? memory.take<float>(threads * 32 * sizes.padded_K) : nullptr;
-    call.bias_part = sums.bias ? memory.take<float>(2 * sizes.panels * kBlock) : nullptr;
-    call.sums = sums.hidden ? memory.take<float>(sizes.panels * kPanel * sizes.padded_K) : nullptr;
+    Element* scratch = memory.take<Element>(threads * 16 * sizes.widest);
+    const int64_t across_elements = kBlock * panels.count * kPanel;
+    call.across = turned ? memory.take<Element>(2 * across_elements) : nullptr;
+    float* strips = turned ? memory.take<float>(threads * 32 * sizes.widest) : nullptr;
+    call.bias_part = sums.bias ? memory.take<float>(2 * panels.count * kBlock) : nullptr;
+    call.sums = sums.hidden ? memory.take<float>(panels.sum_tiles * kTileFloats) : nullptr;
     const auto work = [&](Member& me) {
         const TileScope scope;
-        Element* my_scratch = scratch + me.thread * 16 * sizes.padded_K;
+        Element* my_scratch = scratch + me.thread * 16 * sizes.widest;
         const Workspace mine(logits, p, me.thread);
-        steal(me, 2 * sizes.panels, [&](int64_t i) {
-            pack_hidden_columns(head, batch, batch.hidden, true, sizes, i * 16, my_scratch,
-                                columns + i * (column_elements / 2));
-            if (pair) {
-                pack_hidden_columns(head, batch, pair_hidden, false, sizes, i * 16, my_scratch,
-                                    pair_columns + i * (column_elements / 2));
-            }
-            for (int64_t n = 0; n < 16 && hidden_rows; n += 2) {
-                pack_hidden_rows(head, batch, sizes, i * 16 + n, call.depth_n, my_scratch, hidden_rows);
-            }
+        steal(me, 2 * panels.count, [&](int64_t i) {
+            const Panel& panel = panels.all[i / 2];
+            pack_hidden_columns(batch, batch.hidden, true, sizes, panel, i % 2, my_scratch, columns);
+            if (pair) pack_hidden_columns(batch, pair_hidden, false, sizes, panel, i % 2, my_scratch, pair_columns);
+            if (turned) hidden.pack(i / 2, i % 2, my_scratch);
         });
         take_pieces(schedule, [&](Phase phase, int64_t block, int64_t piece) {
             const int64_t v0 = block * kBlock, count = schedule.rows(block);
             BackwardCall here = call;
             if (here.across) here.across += block % 2 * across_elements;
-            if (here.bias_part) here.bias_part += block % 2 * sizes.panels * kBlock;
+            if (here.bias_part) here.bias_part += block % 2 * panels.count * kBlock;
             if (phase == kPack) {
-                pack_weight_strip(head, sizes, rows, v0, count, piece * 32, weight.to_pack(v0));
+                pack_weight_strip(head, sizes, rows, tails, v0, count, piece * 32, weight.to_pack(v0));
             } else if (phase == kPanels) {
-                const int64_t first = piece * group, panels = sizes.panels - first < group ? sizes.panels - first : group;
-                backward_group(here, first, panels, v0, count, rows, weight, columns, pair_columns, mine);
+                const int64_t first = piece * group, n = panels.count - first < group ? panels.count - first : group;
+                backward_group(here, first, n, v0, count, rows, tails, weight, columns, pair_columns, mine);
             } else {
                 const int64_t v = piece * 32;
-                if (sums.weight) weight_strip(here, v0, count, v, hidden_rows, strips + me.thread * 32 * sizes.padded_K);
+                if (turned) weight_strips(here, v0, count, v, hidden, strips + me.thread * 32 * sizes.widest);
                 if (sums.bias) bias_strip(here, v0, count, v);
             }
         });
         wait_for_team(me.team, me.threads);
         if (!sums.hidden) return;
-        steal(me, sizes.panels, [&](int64_t i) {
-            const float* from = call.sums + i * sizes.padded_K * kPanel;
-            for (int64_t n = i * kPanel; n < batch.n && n < (i + 1) * kPanel; ++n) {
-                for (int64_t k = 0; k < sizes.K; ++k) sums.hidden[n * sizes.K + k] = sum_at(from, n % kPanel, k);
+        steal(me, panels.count, [&](int64_t i) {
+            const Panel& panel = panels.all[i];
+            for (int64_t n = panel.first; n < panel.end; ++n) {
+                write_sums(batch, sizes, panel, call.sums, n, 1.0f, {sums.hidden, batch.runs[panel.run].sums}, 0.0f,
+                           {nullptr, nullptr});
             }
         });
     };

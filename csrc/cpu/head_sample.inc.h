@@ -3,7 +3,8 @@
 // at a time, so W comes from memory once. Each chunk leaves a state per row, and the states are joined in order.
 //
 // W is read where it lies if its rows fill whole tiles of the depth, else through a copy of a strip. Logits of sixteen
-// rows of the batch lie as [kStrip v][16 n].
+// rows of the batch lie as [kStrip v][16 n]. Where these are of several runs, all of them meet W together, and then each
+// run goes on with its own columns from the sums that W left.
 //
 // A Gumbel number costs two logarithms, but hardly any of them matters. -log u is above it, and a bound on that comes
 // from the bits of u as a float: with u = 2^e (1 + f), -log2 u <= -(e + f). Only a column whose logit plus this bound
@@ -33,13 +34,23 @@ struct alignas(64) HalfOptions {
     bool cools, greedy, draws;  // any temperature but 1; any greedy row; any row that is not
 };
 
+// Rows of one run among sixteen.
+struct Segment {
+    int64_t run, start;   // the run, and its first row
+    int64_t begin, end;   // lanes
+    int64_t columns;      // where its hidden states are that meet the tail of W, in tiles
+};
+
 struct SampleCall {
     const Head& head;
     const Batch& batch;
     const Draws& draws;
-    Sizes sizes;
+    const Sizes& sizes;
     int64_t halves;              // of panels: sixteen rows each
-    const Element* columns;      // [halves][depth_K] tiles
+    const Segment* segments;
+    const int64_t* first;        // [halves + 1] segments
+    const Element* columns;      // [halves][shared] tiles
+    const Element* tails;        // as segments say
     const HalfOptions* options;  // [halves]
     DrawState* states;           // [chunks][halves]
 };
@@ -192,13 +203,80 @@ static void draw_half(const SampleCall& call, const HalfOptions& o, int64_t v0, 
     for (int64_t v = 0; v < count; v += 4) draw_four(call, o, v0 + v, count - v, logits + v * 16, best, s);
 }
 
-// All rows of the batch through chunk `chunk` of W. scratch: kStrip rows of padded_K elements.
+// Sixteen rows of the batch as B operands: what meets W alone, and each segment's lanes with what it meets besides.
+static void pack_half(const SampleCall& call, int64_t half, Element* scratch, Element* columns, Element* tails) {
+    const Sizes& sizes = call.sizes;
+    for (int64_t j = call.first[half]; j < call.first[half + 1]; ++j) {
+        const Segment& segment = call.segments[j];
+        const HeadRun& run = call.batch.runs[segment.run];
+        for (int64_t i = segment.begin; i < segment.end; ++i) {
+            const int64_t n = half * 16 + i;
+            fetch_wide(call.batch.hidden, call.batch.rows[n], sizes.H, run.hidden, n - segment.start, run.extra,
+                       sizes.padded(run), scratch + i * sizes.widest);
+        }
+    }
+    const int64_t last = call.segments[call.first[half + 1] - 1].end;
+    for (int64_t i = last; i < 16; ++i) std::memset(scratch + i * sizes.widest, 0, sizes.widest * sizeof(Element));
+    pack_columns(scratch, sizes.widest, sizes.shared, columns + half * (sizes.shared / KT) * kTileElements);
+    for (int64_t j = call.first[half]; j < call.first[half + 1]; ++j) {
+        const Segment& segment = call.segments[j];
+        const int64_t tail = sizes.tail(call.batch.runs[segment.run]);
+        Element* own = scratch + 16 * sizes.widest;
+        for (int64_t i = 0; i < 16; ++i) {
+            if (i >= segment.begin && i < segment.end) {
+                std::memcpy(own + i * tail, scratch + i * sizes.widest + sizes.shared, tail * sizeof(Element));
+            } else {
+                std::memset(own + i * tail, 0, tail * sizeof(Element));
+            }
+        }
+        pack_columns(own, tail, tail, tails + segment.columns * kTileElements);
+    }
+}
+
+// The logits that all rows of a half, or of two, have from W alone go on to those that each run's own columns make.
+// tail(run): a strip of the rest of W's rows as the run meets them.
+template <typename Tail>
+RLHF_INLINE void add_tails(const SampleCall& call, int64_t half, bool two, float* logits, const Tail& tail) {
+    const Sizes& sizes = call.sizes;
+    const bool more = sizes.shared > 0;
+    const auto tiles = [&](const Segment& s) { return sizes.tail(call.batch.runs[s.run]) / KT; };
+    const Segment* s = call.segments + call.first[half];
+    if (two && call.first[half + 2] - call.first[half] == 2 && s[0].run == s[1].run) {
+        if (tiles(*s) == 0 && more) return;
+        strip_products<2, Stored>(tail(s->run), sizes.tail(call.batch.runs[s->run]), kStrip,
+                                  call.tails + s->columns * kTileElements, (s[1].columns - s->columns) * kTileElements,
+                                  tiles(*s), logits, more);
+        return;
+    }
+    for (int64_t side = 0; side < (two ? 2 : 1); ++side, logits += kStrip * 16) {
+        const Segment* end = call.segments + call.first[half + side + 1];
+        s = call.segments + call.first[half + side];
+        const bool alone = end - s == 1;
+        alignas(64) float own[kStrip * 16];
+        for (; s < end; ++s) {
+            if (tiles(*s) == 0 && more) continue;
+            float* to = alone ? logits : own;
+            if (!alone) std::memcpy(own, logits, sizeof own);  // lanes that have gone on already are not taken again
+            strip_products<1, Stored>(tail(s->run), sizes.tail(call.batch.runs[s->run]), kStrip,
+                                      call.tails + s->columns * kTileElements, 0, tiles(*s), to, more);
+            if (alone) continue;
+            i32x16 mine = {};  // other lanes have met zeros, which a NaN or an infinity makes a NaN of
+            for (int64_t i = s->begin; i < s->end; ++i) mine[i] = -1;
+            for (int64_t v = 0; v < kStrip * 16; v += 16) {
+                store16(logits + v, select(mine, load16(own + v), load16(logits + v)));
+            }
+        }
+    }
+}
+
+// All rows of the batch through chunk `chunk` of W. scratch: kStrip rows of the columns that W is met by alone, and as many
+// of a tail.
 static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch) {
     const Head& head = call.head;
     const Sizes& sizes = call.sizes;
     const int64_t first = chunk * kChunk, end = head.V - first < kChunk ? head.V : first + kChunk;
     const bool as_stored = (head.weight.type == Type::bfloat16) == (RLHF_STORED_BF16 != 0);
-    const bool in_place = as_stored && head.extra == 0 && sizes.K == sizes.padded_K;
+    const bool in_place = as_stored && sizes.shared <= sizes.H;
     DrawState* states = call.states + chunk * call.halves;
     alignas(64) float logits[2 * kStrip * 16];
     for (int64_t half = 0; half < call.halves; ++half) {
@@ -210,25 +288,46 @@ static void sample_chunk(const SampleCall& call, int64_t chunk, Stored* scratch)
     }
     for (int64_t v0 = first; v0 < end; v0 += kStrip) {
         const int64_t count = end - v0 < kStrip ? end - v0 : kStrip;
+        const auto copy = [&](int64_t padded, Stored* to, const auto& fetch_row) __attribute__((always_inline)) {
+            for (int64_t v = 0; v < kStrip; ++v, to += padded) {
+                if (v < count) {
+                    fetch_row(v0 + v, to);
+                } else {
+                    std::memset(to, 0, padded * sizeof(Stored));
+                }
+            }
+        };
         const Stored* w = static_cast<const Stored*>(head.weight.data) + v0 * head.weight.stride;
         int64_t stride = head.weight.stride;
         if (!in_place || count < kStrip) {
-            for (int64_t v = 0; v < kStrip; ++v) {
-                Stored* row = scratch + v * sizes.padded_K;
-                if (v < count) {
-                    fetch_wide(head.weight, v0 + v, head.H, head.extra_weight, v0 + v, head.extra, sizes.padded_K, row);
-                } else {
-                    std::memset(row, 0, sizes.padded_K * sizeof(Stored));
-                }
-            }
+            const int64_t columns = sizes.H < sizes.shared ? sizes.H : sizes.shared;
+            copy(sizes.shared, scratch, [&](int64_t v, Stored* row) {
+                fetch_wide(head.weight, v, columns, head.weight, 0, 0, sizes.shared, row);
+            });
             w = scratch;
-            stride = sizes.padded_K;
+            stride = sizes.shared;
         }
+        Stored* const tails = scratch + kStrip * sizes.shared;
+        int64_t there = -1;  // the run whose tail is there: halves ask for runs in ascending order
+        const auto tail = [&](int64_t i) __attribute__((always_inline)) {
+            const HeadRun& run = call.batch.runs[i];
+            if (i != there && sizes.tail(run) > 0) {
+                copy(sizes.tail(run), tails, [&](int64_t v, Stored* row) {
+                    fetch_tail(head, sizes, run, v, sizes.tail(run), row);
+                });
+            }
+            there = i;
+            return tails;
+        };
         for (int64_t half = 0; half < call.halves; half += 2) {
-            const Element* b = call.columns + half * sizes.depth_K * kTileElements;
+            const int64_t depth = sizes.shared / KT;
+            const Element* b = call.columns + half * depth * kTileElements;
             const bool two = half + 1 < call.halves;
-            (two ? strip_products<2, Stored> : strip_products<1, Stored>)(w, stride, kStrip, b, sizes.depth_K * kTileElements,
-                                                                          sizes.depth_K, logits, false);
+            if (depth > 0) {
+                (two ? strip_products<2, Stored> : strip_products<1, Stored>)(w, stride, kStrip, b, depth * kTileElements, depth,
+                                                                              logits, false);
+            }
+            add_tails(call, half, two, logits, tail);
             for (int64_t side = 0; side < (two ? 2 : 1); ++side) {
                 draw_half(call, call.options[half + side], v0, count, logits + side * kStrip * 16, states[half + side]);
             }
@@ -291,23 +390,45 @@ static void finish_draw(const SampleCall& call, int64_t chunks, int64_t n) {
 }
 
 static void run_sample(const Head& head, const Batch& batch, const Draws& draws, int threads) {
-    SampleCall call{head, batch, draws, Sizes(head, batch), ceil_div(batch.n, 16), nullptr, nullptr, nullptr};
-    const Sizes& sizes = call.sizes;
-    const int64_t chunks = ceil_div(head.V, kChunk);
-    if (batch.n * sizes.padded_K * head.V < kSerialProducts) threads = 1;
     Memory memory;
-    Element* columns = memory.take<Element>(call.halves * sizes.depth_K * kTileElements);
-    Element* scratch = memory.take<Element>(threads * kStrip * sizes.padded_K);  // or Stored, which is not larger
+    const Sizes sizes(head, batch);
+    SampleCall call{head, batch, draws, sizes, ceil_div(batch.n, 16), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    const int64_t chunks = ceil_div(head.V, kChunk);
+    if (batch.n * sizes.widest * head.V < kSerialProducts) threads = 1;
+    int64_t most_segments = call.halves;
+    most_segments += batch.n_runs;
+    Segment* segments = memory.take<Segment>(most_segments);
+    int64_t* first = memory.take<int64_t>(call.halves + 1);
+    int64_t n_segments = 0, tail_tiles = 0, widest_tail = 0;
+    for (int64_t i = 0, n = 0; i < batch.n_runs; ++i) {
+        const HeadRun& run = batch.runs[i];
+        for (const int64_t start = n; n < run.end;) {
+            const int64_t half = n / 16, end = run.end < half * 16 + 16 ? run.end : half * 16 + 16;
+            if (n % 16 == 0) first[half] = n_segments;
+            segments[n_segments++] = {i, start, n % 16, end - half * 16, tail_tiles};
+            tail_tiles += sizes.tail(run) / KT;
+            n = end;
+        }
+        if (sizes.tail(run) > widest_tail) widest_tail = sizes.tail(run);
+    }
+    first[call.halves] = n_segments;
+    Element* columns = memory.take<Element>(call.halves * (sizes.shared / KT) * kTileElements);
+    Element* tails = memory.take<Element>(tail_tiles * kTileElements);
+    // Of a thread: strips of W, and before these sixteen rows of hidden twice. Or Stored, which is not larger
+    const int64_t strips = kStrip * (sizes.widest + widest_tail);
+    Element* scratch = memory.take<Element>(threads * strips);
     HalfOptions* options = memory.take<HalfOptions>(call.halves);
     call.states = memory.take<DrawState>(chunks * call.halves);
+    call.segments = segments;
+    call.first = first;
     call.columns = columns;
+    call.tails = tails;
     call.options = options;
     const auto work = [&](Member& me) {
         const TileScope scope;
-        Element* mine = scratch + me.thread * kStrip * sizes.padded_K;
+        Element* mine = scratch + me.thread * strips;
         steal(me, call.halves, [&](int64_t half) {
-            pack_hidden_columns(head, batch, batch.hidden, true, sizes, half * 16, mine,
-                                columns + half * sizes.depth_K * kTileElements);
+            pack_half(call, half, mine, columns, tails);
             options[half] = half_options(call, half);
         });
         steal(me, chunks, [&](int64_t i) { sample_chunk(call, i, reinterpret_cast<Stored*>(mine)); });

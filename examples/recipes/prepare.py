@@ -186,8 +186,7 @@ def sampled_pairs(folder: Path, gold: Path, device: str) -> Rows:
 def _label(pairs: list[dict[str, Any]], gold: Path, device: str) -> list[dict[str, Any]]:
     """Put the answer first that a whole reward model prefers; pairs of equal rewards are left out."""
     from rlhf_engine.data import Preference, tokenize_row
-    from rlhf_engine.data.tokenize import fit_to_length
-    from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
+    from rlhf_engine.data.tokenize import fit_to_length, load_tokenizer, read_eos_token_ids
     from rlhf_engine.devices import resolve_device
     from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
     from rlhf_engine.hydra.loading import read_context_length

@@ -9,7 +9,7 @@ from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projecti
 from rlhf_kernels.gae import gae, masked_moments, whiten
 from rlhf_kernels.gather_logprob import gather_logprob
 from rlhf_kernels.linear import linear
-from rlhf_kernels.linear_logprob import HeadLora, LogprobOutputs, linear_logprob
+from rlhf_kernels.linear_logprob import HeadLora, HeadLoras, LogprobOutputs, linear_logprob
 from rlhf_kernels.linear_logprob_pair import PairOutputs, linear_logprob_pair
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.llama_ops import activation, rms_norm, rotary, swiglu
@@ -27,6 +27,7 @@ __all__ = [
     "DecoderLayer",
     "Dropout",
     "HeadLora",
+    "HeadLoras",
     "LinearPpoLossOutputs",
     "LogprobOutputs",
     "PairOutputs",

@@ -55,8 +55,7 @@ class TokenValues:
         Returns:
             Field → fp32 [M], of the fields that are not None.
         """
-        named = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        return {name: values for name, values in named.items() if values is not None}
+        return {name: values for name in TOKEN_FIELDS if (values := getattr(self, name)) is not None}
 
 
 TOKEN_FIELDS = tuple(f.name for f in fields(TokenValues) if f.name.endswith("_M"))
@@ -175,19 +174,9 @@ class Algorithm(ABC):
     answers_per_unit: int = 1
     """So many answers next to each other stay together in a micro-batch."""
 
-    def __init__(
-        self,
-        options: AlgorithmOptions,
-        *,
-        temperature: float = 1.0,
-        max_completion_length: int = 1,
-        train_actor: bool = True,
-    ) -> None:
-        """Hold the options and the temperature > 0 of the answers; without train_actor only a critic learns."""
-        self.options, self.temperature = options, temperature
-        self.max_completion_length, self.train_actor = max_completion_length, train_actor
-        self.discarded_roles: tuple[str, ...] = () if train_actor else ("actor",)
-        """Roles whose gradients are thrown away."""
+    def __init__(self, options: AlgorithmOptions, *, temperature: float = 1.0, max_completion_length: int = 1) -> None:
+        """Hold the options, and of the answers the temperature > 0 and the most tokens."""
+        self.options, self.temperature, self.max_completion_length = options, temperature, max_completion_length
 
     @abstractmethod
     def prepare(self, experience: Experience) -> tuple[Experience | None, dict[str, float]]:

@@ -21,8 +21,7 @@ import torch
 
 from rlhf_engine.algorithms import grpo
 from rlhf_engine.algorithms.base import Experience, LogprobAlgorithm, MicroBatch
-from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.algorithms.sequences import spread
+from rlhf_engine.algorithms.sequences import k3, spread
 
 
 class CispoLoss(NamedTuple):

@@ -25,8 +25,7 @@ from typing import Any, Literal, cast
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
-from rlhf_engine.algorithms.policy_gradient import k3
-from rlhf_engine.algorithms.sequences import group_sizes, group_sums, spread
+from rlhf_engine.algorithms.sequences import group_sizes, group_sums, k3, spread
 from rlhf_engine.hydra import PackedBatch, PolicyLoss
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_engine.algorithms.base import LogprobAlgorithm, MicroBatch
-from rlhf_engine.algorithms.sequences import spread, to_go
+from rlhf_engine.algorithms.sequences import k3, spread, to_go
 from rlhf_engine.hydra import PackedBatch
 
 KlIn = Literal["to_go", "local", "loss"]
@@ -63,12 +63,6 @@ def policy_gradient_loss(
     if divide_by_own_length:
         weighted_M = weighted_M / spread(batch.completion_lens_N, batch)
     return -weighted_M.sum() / n_answers
-
-
-def k3(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
-    """Schulman's non-negative estimate of the KL per token, [M], with a gradient."""
-    difference = ref_logprobs_M - logprobs_M
-    return torch.expm1(difference) - difference
 
 
 class GradientLoss(NamedTuple):

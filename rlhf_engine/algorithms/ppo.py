@@ -25,7 +25,7 @@ from rlhf_kernels.gae import gae
 from rlhf_kernels.ppo_loss import explained_variance
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
-from rlhf_engine.algorithms.policy_gradient import k3
+from rlhf_engine.algorithms.sequences import k3
 from rlhf_engine.hydra import PackedBatch, PolicyLoss, ValueLoss
 
 
@@ -86,8 +86,6 @@ class Ppo(Algorithm):
             denom=micro.n_tokens,
             clip=options.cliprange_value,
         )
-        if not self.train_actor:
-            return [Term(value, options.vf_coef)]
         assert micro.advantages_M is not None
         policy = PolicyLoss(
             old_logprob_M=micro.old_logprobs_M,
@@ -104,19 +102,18 @@ class Ppo(Algorithm):
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         measured = measure_values(results[-1])
-        if self.train_actor:
-            policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
-            measured.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
-            measured.sums |= {
-                "policy/loss": policy.policy_loss.detach(),
-                "entropy": policy.entropy.detach(),
-                "clip_ratio": policy.clip_fraction.detach(),
-                "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
-            }
+        policy, before_M, mask_M = results[0], micro.before_logprobs_M, micro.mask_M
+        measured.most["mismatch"] = ((policy.logprob - before_M) * mask_M).abs().max()
+        measured.sums |= {
+            "policy/loss": policy.policy_loss.detach(),
+            "entropy": policy.entropy.detach(),
+            "clip_ratio": policy.clip_fraction.detach(),
+            "approx_kl": (k3(before_M, policy.logprob) * mask_M).sum() / micro.n_tokens,
+        }
         return measured
 
     def summarise(self, measured: Measured) -> dict[str, float]:
-        return {"approx_kl": 0.0, **summarise_values(measured)}
+        return summarise_values(measured)
 
 
 _VALUE_SUMS = ("count", "sum_error", "sum_error_sq", "sum_ret", "sum_ret_sq")
@@ -135,13 +132,13 @@ def summarise_values(measured: Measured) -> dict[str, float]:
     heads read, which costs no second backward pass. On the parameters of a slot that actor and critic share, the value
     loss weighs two to five times more: its gradient points the same way at every token.
     """
-    rest = measured.floats()
-    moments = {name: measured.sums[name] for name in _VALUE_SUMS}
+    rest, moments = measured.floats(), {}
     for name in _VALUE_SUMS:
+        moments[name] = measured.sums[name]
         del rest[name]
-    squares = [rest.pop(f"hidden_grad_sq/{role}", None) for role in ("critic", "actor")]
-    if any(square is not None for square in squares):
-        value, policy = (math.sqrt(square or 0.0) for square in squares)
+    value, policy = rest.pop("hidden_grad_sq/critic", None), rest.pop("hidden_grad_sq/actor", None)
+    if value is not None or policy is not None:
+        value, policy = math.sqrt(value or 0.0), math.sqrt(policy or 0.0)
         rest["value/gradient_share"] = value / (value + policy) if value + policy else 0.0
     return {**rest, "value/explained_variance": float(explained_variance(**moments))}
 

@@ -55,14 +55,12 @@ class Reinforce(PolicyGradient):
         value = ValueLoss(
             old_value_M=micro.values_M, return_M=micro.returns_M, mask_M=micro.mask_M, denom=micro.n_answers
         )
-        policy = super().terms(micro) if self.train_actor else []
-        return [*policy, Term(value, self.options.vf_coef)]
+        return [*super().terms(micro), Term(value, self.options.vf_coef)]
 
     def measure(self, micro: MicroBatch, results: Sequence[Any]) -> Measured:
         measured = measure_values(results[-1])
         measured.sums["value/loss"] *= micro.n_answers / micro.n_tokens  # per token, as elsewhere
-        if self.train_actor:
-            measured.add(super().measure(micro, results))
+        measured.add(super().measure(micro, results))
         return measured
 
     def summarise(self, measured: Measured) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Sums over whole answers and over groups of answers to one prompt. Dtypes are kept, gradients pass.
+"""Sums over whole answers and over groups of answers to one prompt, and KL. Dtypes are kept, gradients pass.
 
 Legend: N sequences, M completion tokens packed; groups_N int64 [N] says which prompt an answer belongs to.
 """
@@ -82,13 +82,13 @@ Mode = Literal["token_truncate", "sequence_truncate"]
 
 def sequence_log_ratio(log_ratio_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Σ_t log ratio of each answer, [N]."""
-    _check(log_ratio_M, batch)
+    _check_tokens("log_ratio_M", log_ratio_M, batch)
     return sequence_sums(log_ratio_M, batch)
 
 
 def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode, clip_max: float) -> torch.Tensor:
     """w [M], each in [0, clip_max]."""
-    _check(log_ratio_M, batch)
+    _check_tokens("log_ratio_M", log_ratio_M, batch)
     if not clip_max > 0:
         raise ValueError(f"clip_max: expected a positive number, got {clip_max}")
     if mode == "token_truncate":
@@ -122,9 +122,7 @@ def weight_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode,
     }
 
 
-def _check(log_ratio_M: torch.Tensor, batch: PackedBatch) -> None:
-    if log_ratio_M.shape != (batch.n_completion_tokens,):
-        raise ValueError(
-            f"log_ratio_M: expected one number per completion token, [{batch.n_completion_tokens}], got "
-            f"{list(log_ratio_M.shape)}"
-        )
+def k3(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
+    """Schulman's non-negative estimate of the KL per token, [M], with a gradient."""
+    difference = ref_logprobs_M - logprobs_M
+    return torch.expm1(difference) - difference

@@ -27,9 +27,9 @@ from rlhf_engine.commands.common import check_kernels, prepare
 from rlhf_engine.commands.demo_task import DemoTask, build_tokenizer, prefer, true_score, vocabulary_texts
 from rlhf_engine.config import DemoConfig, Kernels, SFTConfig, TrainConfig, parse_config
 from rlhf_engine.config.algorithm import ALGORITHMS
-from rlhf_engine.devices import resolve_device
+from rlhf_engine.devices import peak_memory_bytes, resolve_device
 from rlhf_engine.errors import ConfigError
-from rlhf_engine.runs.metrics import peak_memory_bytes, read_metrics, write_json_atomic
+from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 from rlhf_engine.runs.text import summary_table
 from rlhf_engine.training.evaluation import Answers
 from rlhf_engine.training.rl import RlTrainer

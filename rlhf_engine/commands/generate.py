@@ -11,13 +11,14 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
 from rlhf_engine.config import GenerateConfig
 from rlhf_engine.errors import as_request_errors
 from rlhf_engine.rollout.answer import AnswerSession, summary
 from rlhf_engine.rollout.generate import report_check
+from rlhf_engine.runs.progress import counting_bar
 
 
 def run(config: GenerateConfig) -> int:
@@ -63,8 +64,8 @@ def _stream(session: AnswerSession) -> None:
 
 
 def _collect(session: AnswerSession, printer: _Printer, errors: Console) -> None:
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=errors, disable=not errors.is_terminal) as progress:
+    columns = (TextColumn("{task.fields[speed]}"), TimeElapsedColumn())
+    with counting_bar(errors, *columns, disable=not errors.is_terminal) as progress:
         task = progress.add_task("answers", total=len(session.texts), completed=len(session.done), speed="")
         while not session.finished():
             for row in session.step():

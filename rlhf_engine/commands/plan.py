@@ -47,7 +47,7 @@ def run(config: PlanConfig) -> int:
 
 def formulas(config: PlanConfig) -> dict[str, Formula]:
     """The memory of each method that is asked for. Raises ConfigError for a model that is none, or a short context."""
-    shape = find_config(config.model)
+    shape = find_config(config.model_name_or_path)
     limit = context_length(shape)
     if config.max_prompt_length + config.max_completion_length > limit:
         raise ConfigError(
@@ -99,8 +99,8 @@ def _print(rows: dict[str, dict[str, Any]], config: PlanConfig) -> None:
     """A column per method: state by part, peak by phase, and what fits; GB of 10^9 bytes."""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     table = Table(
-        title=f"{config.model}, {config.dtype}, batch {config.batch} of {config.max_prompt_length} + "
-        f"{config.max_completion_length} tokens: GB (10^9 bytes){several}",
+        title=f"{config.model_name_or_path}, {config.dtype}, batch {config.generation_batch_size} of "
+        f"{config.max_prompt_length} + {config.max_completion_length} tokens: GB (10^9 bytes){several}",
         title_justify="left",
     )
     table.add_column("", no_wrap=True)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID, TimeElapsedColumn
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.commands.common import INTERRUPTED, begin_drawing, prepare, print_what_was_left_out
@@ -14,6 +14,7 @@ from rlhf_engine.config import EvaluateConfig, ExportConfig, ReportConfig
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import as_request_errors
 from rlhf_engine.runs.metrics import run_record, write_json_atomic
+from rlhf_engine.runs.progress import counting_bar
 from rlhf_engine.tools.candidates import PAGE_FILE, RESULTS_FILE
 from rlhf_engine.tools.evaluate import Evaluation
 from rlhf_engine.tools.results import summarise, table, write_page
@@ -34,8 +35,7 @@ def evaluate(config: EvaluateConfig) -> int:
     )
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     tasks: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors, TimeElapsedColumn(), disable=not errors.is_terminal) as bar:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> int:
         config, world = stack.enter_context(_launched(config))
         with as_request_errors():
             connect = None
-            if config.async_mode == "ray":
+            if config.async_kind == "ray":
                 from rlhf_engine.generators.ray import generators_on_ray
 
                 connect = stack.enter_context(generators_on_ray(config, world))

@@ -21,20 +21,7 @@ from rlhf_engine.config.supervised import RewardConfig, SFTConfig
 from rlhf_engine.config.train import Method, TrainConfig
 
 __all__ = [
-    "BenchConfig",
-    "DemoConfig",
-    "DoctorConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "GenerateConfig",
-    "InitConfig",
-    "Kernels",
-    "Method",
-    "PlanConfig",
-    "ReportConfig",
-    "RewardConfig",
-    "SFTConfig",
-    "ServeConfig",
-    "TrainConfig",
-    "parse_config",
-]
+    "BenchConfig", "DemoConfig", "DoctorConfig", "EvaluateConfig", "ExportConfig", "GenerateConfig", "InitConfig",
+    "Kernels", "Method", "PlanConfig", "ReportConfig", "RewardConfig", "SFTConfig",
+    "ServeConfig", "TrainConfig", "parse_config",
+]  # fmt: skip

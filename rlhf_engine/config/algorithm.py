@@ -40,7 +40,7 @@ class AlgorithmFacts:
         return "vf_coef" in self.reads
 
 
-_CRITIC = ("vf_coef", "critic_init", "critic_learning_rate", "critic_warmup_steps")
+_CRITIC = ("vf_coef", "critic_init", "critic_learning_rate")
 ALGORITHMS = {
     "best_of_n": AlgorithmFacts(
         summary="best_of_n (learn the best)", reads=(), least_drawn=1, one_unit_per_prompt=True, maximises_reward=False

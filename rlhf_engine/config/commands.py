@@ -210,13 +210,14 @@ class EvaluateConfig(AnswerOptions, EngineConfig, RewardModelOptions, RowOptions
 class PlanConfig(Options):
     """Memory that each method takes, and the largest batches that fit: plan --model llama-7b."""
 
-    model: str = required(
-        "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed"
+    model_name_or_path: str = required(
+        "a preset such as llama-7b, a folder with config.json or owner/name of the Hub; weights are not needed",
+        alias="model",
     )
     method: Literal["all", "full_ppo", "lora_ppo", "dynamic_lora_ppo", "j_hydra_ppo", "hydra_ppo", "full_sft"] = option(
         "all", "one method of train, or all five side by side; full_sft: sft --full, a step being one minibatch"
     )
-    batch: int = option(64, "answers per step (generation_batch_size of train), of all processes together", ge=1)
+    generation_batch_size: int = option(64, "answers per step, of all processes together", ge=1, alias="batch")
     processes: int = option(1, "processes that share a step, a GPU each; the memory is that of one of them", ge=1)
     shard_base: bool = option(False, "hold frozen backbones in shares while learning, as --shard_base of train does")
     num_generations: int = option(
@@ -243,9 +244,10 @@ class PlanConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         n = self.num_generations
-        self.require("batch", self.batch % n == 0, f"a multiple of num_generations ({n})")
+        batch = self.generation_batch_size
+        self.require("generation_batch_size", batch % n == 0, f"a multiple of num_generations ({n})")
         least = f"at least {self.processes * n} with {self.processes} processes, a prompt of {n} answers for each"
-        self.require("batch", self.batch >= self.processes * n, least)
+        self.require("generation_batch_size", batch >= self.processes * n, least)
         self.require("gpu", self.budget_bytes > 0, "more than nothing")
         is_known = not self.needs_frozen or self.method not in ("full_ppo", "full_sft")
         self.require("method", is_known, "one with a frozen base, with several processes or quantization")
@@ -258,7 +260,7 @@ class PlanConfig(Options):
     @property
     def share(self) -> int:
         """Most answers of a step that one process draws: those to a prompt stay together."""
-        return -(-(self.batch // self.num_generations) // self.processes) * self.num_generations
+        return -(-(self.generation_batch_size // self.num_generations) // self.processes) * self.num_generations
 
     @property
     def budget_bytes(self) -> int:
@@ -369,10 +371,16 @@ class BenchConfig(Options):
     op: str | None = option(
         None, "one op only, or rollout; may also be the first argument; none: all ops, without rollout"
     )
-    model: str | None = option(None, "for rollout: folder of a Llama-like model in place of random weights")
+    model_name_or_path: str | None = option(
+        None, "for rollout: folder of a Llama-like model in place of random weights", alias="model"
+    )
     case: str | None = option(None, "one case only: its name, or the part before or after the / of several")
-    quick: bool = option(False, "small sizes, few rounds, nothing that compiles: about a minute on two CPU cores")
-    full: bool = option(False, "every size of the grids")
+    mode: Literal["default", "quick", "full"] = option(
+        "default",
+        "quick: small sizes, few rounds, nothing that compiles, about a minute on two CPU cores; full: every size of "
+        "the grids",
+        switches=("quick", "full"),
+    )
     rounds: int | None = option(None, "rounds of which the median is taken; none: 20, or 5 with --quick", ge=5)
     device: str = option("auto", DEVICE[1], form=DEVICE)
     isa: str | None = option(
@@ -388,9 +396,7 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.op != "rollout":
-            self.require_unset(["model"], "without the op rollout")
-        if self.quick:
-            self.require_unset(["full"], "with quick")
+            self.require_unset(["model_name_or_path"], "without the op rollout")
 
 
 class ReportConfig(Options):

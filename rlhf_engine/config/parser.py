@@ -62,6 +62,7 @@ _WITHOUT = {
     "use_peft": "adapters are trained, unless the method is full_ppo or sft is --full",
     "gradient_accumulation_steps": "gradients of a minibatch always add up over its micro-batches",
     "fp16": "dtype is float32 or bfloat16",
+    "per_device_eval_batch_size": "16 rows at a time are evaluated, in groups that memory holds",
     "vllm_tensor_parallel_size tensor_parallel_size": "it is an option of the vLLM server",
     "shard_base=always": "a vLLM server draws for a base that is larger than a GPU (vllm_server_base_url)",
     "adam_beta1 adam_beta2": "they are 0.9 and 0.999",
@@ -75,7 +76,9 @@ _WITHOUT = {
     "overwrite_output_dir": "resume_from_checkpoint restart",
     "target_kl": "cliprange and num_ppo_epochs bound an update",
     "vllm_importance_sampling_correction vllm_importance_sampling_mode": "off_policy_correction, of a server too",
-    "vllm_importance_sampling_clip_max": "off_policy_clip_max, of a server's answers too",
+    "vllm_importance_sampling_clip_max off_policy_clip_max": "off_policy_correction token_truncate=3, of a server too",
+    "critic_warmup critic_warmup_steps": "actor and critic learn from the first step on",
+    "async_policy ray_generators": "async overlap,newest, overlap,in_flight or ray=4",
     "vllm_server_timeout": "an answer has 240 seconds, and one for every ten tokens of max_completion_length",
     "whiten_advantages whiten_rewards": "scale_rewards none leaves advantages as they are",
 }
@@ -105,9 +108,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def required(help: str, *, switches: Sequence[str] = ()) -> Any:
+def required(help: str, **more: Any) -> Any:
     """Make an `option` without a default."""
-    return option(dataclasses.MISSING, help, switches=switches)
+    return option(dataclasses.MISSING, help, **more)
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -219,7 +222,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _describe(hint: Any) -> str:
-    """Description of a type in an error message."""
     plain = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "none"}
     parts = []
     for kind in _alternatives(hint):
@@ -490,14 +492,12 @@ def _read_yaml(cls: type[Options], path: Path, flags: Mapping[str, Any]) -> dict
 
 
 def _sections(cls: type[Options]) -> tuple[str, ...]:
-    """Names that sections of a file may have."""
     if not cls.SECTIONS:
         return ()
     return typing.get_args(typing.get_type_hints(cls)[cls.SECTIONS])
 
 
 def _yaml_values(cls: type[Options], content: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Values by field name."""
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in content.items():

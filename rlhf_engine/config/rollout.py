@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import re
+from typing import Literal, cast
 
 from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.config.parser import Options, option, parse_size
 from rlhf_engine.errors import ConfigError
 
 AsyncMode = Literal["off", "blocks", "replay", "overlap", "ray"]
+_ASYNC = (
+    r"off|blocks|replay|overlap(,newest|,in_flight)?|ray(=[1-9]\d{0,5})?(,newest)?",
+    "off, blocks, replay, overlap, ray or ray=GENERATORS, the last three also with ,newest and overlap with ,in_flight",
+)
 Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
+_CORRECTION = (
+    r"none|(behaviour|decoupled|token_truncate|sequence_truncate)(=[1-9]\d{0,5}(\.\d+)?)?",
+    "behaviour, decoupled, token_truncate or sequence_truncate, also with =MOST, a number >= 1; or none",
+)
 StepName = Literal["auto", "native", "graph", "transformers"]  # implementations of a decoding step, by name
 
 
@@ -109,42 +118,51 @@ class RolloutOptions(EngineConfig):
 class AsyncOptions(AlgorithmOptions, RolloutOptions):
     """Options of asynchronous rollouts: where answers are drawn, and how far they may be behind the policy."""
 
-    async_mode: AsyncMode = option(
+    async_mode: AsyncMode | str = option(
         "off",
-        "overlap: draw the answers of later steps while this one is learned, on the same base; ray: by processes "
-        "that hold the base as well, on Ray; replay: the same answers one after the other; blocks: draw the answers of "
+        "overlap: draw the answers of later steps while this one is learned, on the same base; ray, ray=N: by one or N "
+        "processes that hold the base as well, with a GPU or an equal part of one, on the cluster of RAY_ADDRESS or "
+        "else on this machine. Both by the policy of exactly max_staleness steps before, so that runs can be repeated; "
+        "with ,newest by the newest one there is when a batch begins; overlap,in_flight goes on with each newer one "
+        "from the next token. replay: the answers of overlap one after the other; blocks: draw the answers of "
         "max_staleness + 1 steps by the policy before the first of them (off-policy study); off: every step draws its "
         "own",
         alias="async",
+        form=_ASYNC,
     )
     max_staleness: int = option(
         1, "async: updates that the policy which drew an answer may lack when it is learned from", ge=0
     )
-    async_policy: Literal["fixed", "newest", "in_flight"] = option(
-        "fixed",
-        "overlap, ray: answers are drawn by the policy of exactly max_staleness steps before, so that runs can be "
-        "repeated; by the newest one there is when a batch begins; or (overlap) go on with each newer one from the "
-        "next token",
-    )
-    ray_generators: int = option(
-        1,
-        "ray: generators, each a process that holds the base, with a GPU or an equal part of one, on the cluster of "
-        "RAY_ADDRESS or else on this machine",
-        ge=1,
-    )
-    off_policy_correction: Correction | None = option(
+    off_policy_correction: Correction | str | None = option(
         None,
         "for answers of an older policy or of a vLLM server. behaviour: ratios are to the policy that drew them; "
         "decoupled: to the present one, and advantages weighted by present over drawing policy; token_truncate, "
-        "sequence_truncate: the same with weights truncated, as a server's answers always are; none. Default: "
-        "behaviour where the loss has a ratio, else token_truncate; copg, online_dpo and best_of_n need none",
+        "sequence_truncate: the same with weights truncated, as a server's answers always are, at 2 or at the number "
+        "in token_truncate=3; none. Default: behaviour where the loss has a ratio, else token_truncate; copg, "
+        "online_dpo and best_of_n need none",
+        form=_CORRECTION,
     )
-    off_policy_clip_max: float = option(2.0, "largest truncated weight", ge=1)
 
     @property
     def is_async(self) -> bool:
         """Whether answers are drawn by a copy of the policy, which may be older than what learns."""
         return self.async_mode != "off"
+
+    @property
+    def async_kind(self) -> AsyncMode:
+        """`async_mode` without the policy and the number of generators."""
+        return cast("AsyncMode", re.split("[=,]", self.async_mode)[0])
+
+    @property
+    def async_policy(self) -> Literal["fixed", "newest", "in_flight"]:
+        """Policy that draws where answers are drawn beside the updates."""
+        policy = self.async_mode.partition(",")[2]
+        return "newest" if policy == "newest" else "in_flight" if policy else "fixed"
+
+    @property
+    def ray_generators(self) -> int:
+        """Generators on Ray of each process of the run."""
+        return int(self.async_mode.partition(",")[0].partition("=")[2] or 1)
 
     @property
     def corrections(self) -> tuple[Correction, ...]:
@@ -159,8 +177,14 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
 
     @property
     def correction(self) -> Correction:
-        """`off_policy_correction`, or the algorithm's default."""
-        return self.off_policy_correction or self.corrections[0]
+        """`off_policy_correction` without its number, or the algorithm's default."""
+        name = (self.off_policy_correction or self.corrections[0]).partition("=")[0]
+        return cast("Correction", name)
+
+    @property
+    def off_policy_clip_max(self) -> float:
+        """Largest truncated weight."""
+        return float((self.off_policy_correction or "").partition("=")[2] or 2)
 
     @property
     def server_correction(self) -> Literal["token_truncate", "sequence_truncate", "none"]:
@@ -174,33 +198,30 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         """Raise ConfigError for options that contradict each other, or that are set and not read."""
         self.require(
             "max_staleness",
-            self.async_mode in ("off", "blocks") or self.max_staleness > 0,
+            self.async_kind in ("off", "blocks") or self.max_staleness > 0,
             f"at least 1 with async {self.async_mode!r}, where a batch is drawn before the updates on the one before "
             "it are done",
         )
-        readers = {"async_policy": ("overlap", "ray"), "max_staleness": ("blocks", "replay", "overlap", "ray")}
-        for name, modes in {**readers, "ray_generators": ("ray",)}.items():
-            if self.async_mode not in modes:
-                self.require_unset([name], f"without async {' or '.join(modes)}")
+        if not self.is_async:
+            self.require_unset(["max_staleness"], "without async")
         self._check_correction()
-        if self.async_mode == "ray":
+        if self.async_kind == "ray":
             self.require_unset(["vllm_server_base_url"], "with async 'ray', whose generators draw by themselves")
-        if self.async_mode == "ray" or self.vllm_servers:
-            why = "whose answers are of the policy that they were begun with"
-            where = f"with async 'ray' or vllm_server_base_url, {why}"
-            self.require("async_policy", self.async_policy != "in_flight", f"'fixed' or 'newest' {where}")
+        if self.vllm_servers:
+            where = "with vllm_server_base_url, whose answers are of the policy that they were begun with"
+            self.require("async_mode", self.async_policy != "in_flight", f"overlap or overlap,newest {where}")
 
     def _check_correction(self) -> None:
         """Check the correction of answers that an older policy or a server drew."""
         possible, served = self.corrections, bool(self.vllm_servers)
         if not self.is_async:  # of a server's own ratio there are weights alone
             possible = tuple(name for name in possible if served and name not in ("behaviour", "decoupled"))
-        chosen, weighed = self.off_policy_correction, served and possible != ("none",)
+        chosen = None if self.off_policy_correction is None else self.correction
         if chosen is not None and chosen not in possible:
             kind = f"{self.chosen_loss_type} {self.algorithm}".strip()
             expected = f"one of {', '.join(possible)} for {kind}"
             unset = "it unset where every step draws its own answers (async, vllm_server_base_url)"
             raise ConfigError(f"off_policy_correction: expected {expected if possible else unset}, got {chosen!r}")
-        if not (chosen or (*possible, "none")[0]).endswith("truncate") and not (weighed and chosen != "none"):
-            why = "without off_policy_correction token_truncate or sequence_truncate"
-            self.require_unset(["off_policy_clip_max"], why)
+        is_truncated = served or self.correction.endswith("truncate") or "=" not in (self.off_policy_correction or "")
+        why = "no number but of token_truncate, sequence_truncate or with a server, whose weights are truncated"
+        self.require("off_policy_correction", is_truncated, why)

@@ -181,6 +181,10 @@ class TrainingOptions(DataOptions, ModelOptions):
             self.require_unset(["adam_epsilon"], "with optim adafactor, which does not read it")
         self.require("report_to", set(self.report_to) <= set(TRACKERS), f"names among {', '.join(TRACKERS)}")
 
+    def check_warm_up(self, steps: int) -> None:
+        """Raise ConfigError for a warm-up that is longer than a run of so many steps."""
+        self.require("warmup_steps", self.warmup_steps <= steps, f"at most the run's {steps} steps")
+
 
 class HeldOutOptions(Options):
     """Rows or prompts that are not trained on."""

@@ -27,8 +27,8 @@ class SupervisedOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_within = self.max_steps is None or self.warmup_steps <= self.max_steps
-        self.require("warmup_steps", is_within, f"at most max_steps ({self.max_steps})")
+        if self.max_steps is not None:
+            self.check_warm_up(self.max_steps)
         if self.mode == "full":
             names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
             self.require_unset(names, "for --full, which has no adapter")
@@ -73,7 +73,6 @@ class RewardConfig(HeldOutOptions, SupervisedOptions):
     group_column: str | None = option(
         None, "rows equal in this column stay on one side of the split; none: rows of one prompt stay together"
     )
-    per_device_eval_batch_size: int = option(16, "rows per forward of an evaluation", ge=1)
     eval_steps: int = option(
         50, "evaluate on held-out rows every so many steps, at the start and the end; 0: only there", ge=0
     )
@@ -93,12 +92,7 @@ class RewardConfig(HeldOutOptions, SupervisedOptions):
         self.require("truncation", is_kept, why)
         if self.eval_share is None:
             self.require_unset(["group_column"], "without a share as eval_dataset_name, which it splits by")
-        if not self.has_eval:
+        if self.eval_dataset_name is None:
             self.require_unset(["metric_for_best_model"], "without eval_dataset_name")
         if self.mode == "full":
             self.require_unset(["export"], "for --full, whose final folder is a sequence classifier anyway")
-
-    @property
-    def has_eval(self) -> bool:
-        """Whether there are held-out rows."""
-        return self.eval_dataset_name is not None

@@ -63,7 +63,6 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
     num_train_epochs: float | None = option(None, "passes over the prompts, in place of max_steps", gt=0)
     learning_rate: float = option(1e-4, "learning rate of the actor", ge=0)
     critic_learning_rate: float | None = option(None, "learning rate of critic and value head; none: as actor", ge=0)
-    critic_warmup_steps: int = option(0, "first steps in which only critic and value head train", ge=0)
 
     dry_run: bool = option(
         False,
@@ -108,7 +107,7 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
         self._check_server()
         self.check_async()
         if self.num_train_epochs is None:
-            self._check_warm_up(self.max_steps)
+            self.check_warm_up(self.max_steps)
         is_evaluated = not self.eval_steps or self.eval_dataset_name is not None
         self.require("eval_steps", is_evaluated, "0, or an eval_dataset_name")
 
@@ -127,14 +126,8 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
         if self.num_train_epochs is None:
             return self.max_steps
         steps = max(1, math.ceil(self.num_train_epochs * n_prompts / self.prompts_per_step))
-        self._check_warm_up(steps)
+        self.check_warm_up(steps)
         return steps
-
-    def _check_warm_up(self, steps: int) -> None:
-        """Raise ConfigError for a warm-up that is longer than a run of so many steps."""
-        total = f"max_steps ({steps})" if self.num_train_epochs is None else f"the run's {steps} steps"
-        self.require("warmup_steps", self.warmup_steps <= steps, f"at most {total}")
-        self.require("critic_warmup_steps", self.critic_warmup_steps < steps, f"less than {total}")
 
     def _check_method(self) -> None:
         """Check what a method needs and what it cannot do, before any weights are read."""
@@ -147,7 +140,7 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
             )
         if self.shard_base:
             self.require_unset(["quantization"], "with shard_base, which cannot share quantised tensors")
-        if self.shard_base and self.async_mode == "overlap" and not self.vllm_servers:
+        if self.shard_base and self.async_kind == "overlap" and not self.vllm_servers:
             raise ConfigError(
                 "async: expected 'off', 'replay' or 'ray' with shard_base, of which drawing and learning gather the "
                 "blocks in turn, or a vllm_server_base_url, got 'overlap'"

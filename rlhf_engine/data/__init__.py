@@ -4,7 +4,7 @@ A tally goes with a source from its file to its tokens:
 
     tally = Tally(source="pairs.jsonl.gz", max_bad_rows=0.01)
     rows = load_rows("pairs.jsonl.gz", tally, kinds=("preference", "implicit_preference"))
-    split = split_by_group(rows, share=0.1)
+    train, held_out = split_by_group(rows, share=0.1)
     tokens = tokenize_rows(split.train, tokenizer, tally, max_length=1024, truncation="keep_end")
     for batch in pack([len(t.prompt) for t in tokens], max_rows=64, max_tokens=16_384): …
     print(tally.text())

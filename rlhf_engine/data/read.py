@@ -27,6 +27,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -77,11 +78,6 @@ class Tally:
     """What was expected of bad rows → number of them, and places of the first few."""
     _first: str | None = None
     _hint: str = ""
-
-    def __post_init__(self) -> None:
-        value = self.max_bad_rows
-        if not (0 <= value < 1 or (value >= 1 and float(value).is_integer())):
-            raise ConfigError(f"max_bad_rows: expected a share below 1 or a whole number of rows, got {value:g}")
 
     def refuse(self, place: str, error: RowError) -> None:
         """Count the bad row at this place of the source, and the reason why it cannot be used."""
@@ -313,22 +309,23 @@ def _error_in(value: Any) -> RowError | None:
     return value if isinstance(value, RowError) else None
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")  # type: ignore[return-value]
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    expected = "whole gzip data" if path.name.lower().endswith(".gz") else "a file that can be read"
-    return ConfigError(f"{path}: expected {expected}, got {error}")
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, perhaps a compressed one. Raises ConfigError where the block cannot read it to its end."""
+    is_gzip = path.name.lower().endswith(".gz")
+    try:
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
+            yield stream  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        expected = "whole gzip data" if is_gzip else "a file that can be read"
+        raise ConfigError(f"{path}: expected {expected}, got {error}") from error
 
 
 def _json_list(path: Path) -> Iterator[Record]:
+    with _open(path) as stream:
+        text = stream.read().removeprefix(_BOM)
     try:
-        with _open(path) as stream:
-            text = stream.read().removeprefix(_BOM).decode("utf-8")
-        whole = json.loads(text, object_pairs_hook=_object)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+        whole = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or integers of more digits than Python takes
         hint = "; a file with an object per line is called .jsonl" if "Extra data" in str(error) else ""
         raise ConfigError(f"{path}: expected JSON in UTF-8, got {error}{hint}") from error
@@ -340,14 +337,11 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
-    try:
-        with _open(path) as stream:
-            for number, line in enumerate(stream, start=1):
-                line = line.removeprefix(_BOM) if number == 1 else line
-                if line.strip():
-                    yield Record(f"{path}:{number}", _line(line))
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    with _open(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if line.strip():
+                yield Record(f"{path}:{number}", _line(line))
 
 
 def _line(line: bytes) -> Any:
@@ -381,8 +375,6 @@ def _csv(path: Path) -> Iterator[Record]:
                     yield Record(place, RowError(f"the {len(names)} columns {names}", f"{len(cells)} cells"))
     except (csv.Error, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path}:{rows.line_num}: expected CSV in UTF-8, got {failure}") from failure
-    except (OSError, EOFError, zlib.error) as failure:
-        raise _unreadable(path, failure) from failure
 
 
 # ---- Parquet and datasets --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,33 +32,26 @@ class Grouped(Protocol):
 R = TypeVar("R", bound=Grouped)
 
 
-class Split(NamedTuple, Generic[R]):
-    """Two parts without a group in common."""
-
-    train: list[R]  # rows for training
-    held_out: list[R]  # rows for judging
-
-
 def group_fraction(group: str, seed: int) -> float:
     """Place of a group in [0, 1), with 53 random bits: a function of (seed, group)."""
     digest = hashlib.blake2b(f"{seed}\0{group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53  # 53 bits: exact as a float, and below 1
 
 
-def split_by_group(rows: Sequence[R], *, share: float, seed: int = 0, argument: str = "share") -> Split[R]:
-    """Hold out about a share of the groups, in the rows' order; ConfigError where one side would be empty."""
-    if not 0 < share < 1:
-        raise ConfigError(f"{argument}: expected a number between 0 and 1, got {share!r}")
+def split_by_group(
+    rows: Sequence[R], *, share: float, seed: int = 0, argument: str = "share"
+) -> tuple[list[R], list[R]]:
+    """Rows for training and about a share of the groups for judging, in order; ConfigError where one is empty."""
     parts: tuple[list[R], list[R]] = ([], [])
     for row in rows:
         parts[group_fraction(row.group, seed) < share].append(row)
     if not all(parts):
         n = len({row.group for row in rows})
         raise ConfigError(
-            f"{argument}: expected a share that leaves groups on both sides, got {share:g} with {n} groups of which "
-            f"{'all' if parts[1] else 'none'} are held out"
+            f"eval_dataset_name: expected a share that leaves groups on both sides, got {share:g} with {n} groups of "
+            f"which {'all' if parts[1] else 'none'} are held out"
         )
-    return Split(*parts)
+    return parts
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:

@@ -309,10 +309,10 @@ def _check_speaker(text: Text, name: str) -> None:
         raise RowError(f"messages of the assistant alone in column {name!r}", f"messages of {shown(roles)}")
 
 
-def _label(value: Any) -> bool:
+def _label(value: Any, name: str = "label") -> bool:
     if isinstance(value, (bool, int, float)) and value in (0, 1):  # NaN equals neither
         return bool(value)
-    raise RowError("true, false, 1 or 0 in column 'label'", shown(value))
+    raise RowError(f"true, false, 1 or 0 in column {name!r}", shown(value))
 
 
 def _group(row: Mapping[str, Any], column: str | None, prompt: Text) -> str:
@@ -352,14 +352,12 @@ def parse_taskmaster(value: Any, *, place: str) -> UnpairedPreference:
         raise RowError("a list of turns in column 'context'", shown(turns))
     if not isinstance(answer, Mapping) or answer.get("role") != "agent":
         raise RowError("a turn of the agent in column 'generation'", shown(answer))
-    reward = value.get("reward")
-    if not isinstance(reward, (bool, int, float)) or reward not in (0, 1):
-        raise RowError("1 or 0 in column 'reward'", shown(reward))
+    label = _label(value.get("reward"), "reward")
     lines, last = [render_turn(turn) for turn in turns], render_turn(answer)
     return UnpairedPreference(
         prompt="\n".join([*lines, "agent:"]),
         completion=last.removeprefix("agent:"),
-        label=bool(reward),
+        label=label,
         group="\n".join([*lines, last][:2]),
         place=place,
     )

@@ -41,8 +41,8 @@ from rlhf_engine.generators.sources import Connect, Worker
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.build import BEHAVIOUR, build_generator_model
 from rlhf_engine.rollout import EngineOptions, PromptBatch, SamplingConfig
-from rlhf_engine.rollout.backend import LocalRollouts
-from rlhf_engine.scoring.score import FrozenRoles
+from rlhf_engine.rollout.generate import LocalRollouts
+from rlhf_engine.scoring.experience import FrozenRoles
 
 _BEAT = 1.0  # seconds between two questions whether a generator is at work
 _START = 600.0  # seconds in which a generator has to come up, or `timeout` if that is more: bases load slowly
@@ -361,7 +361,7 @@ def room_for(config: TrainConfig, device: torch.device, nodes: list[Mapping[str,
         have = f"{sum(cpus_by_node)} CPUs and {sum(node.get('GPU', 0) for node in nodes):g} GPUs"
         each = f"{room.cpus} CPUs and {room.gpus:g} GPUs"
         given = f"{n}" if learners == 1 else f"{config.ray_generators} for each of {learners} processes"
-        raise ConfigError(f"ray_generators: expected at most {fit}, of {each} each, where Ray has {have}; got {given}")
+        raise ConfigError(f"async: expected ray with at most {fit}, of {each} each, where Ray has {have}; got {given}")
     return room
 
 

@@ -44,7 +44,7 @@ class StalenessRule:
     @classmethod
     def of(cls, config: AsyncOptions) -> StalenessRule:
         """The rule that a configuration describes."""
-        if config.async_mode in ("off", "blocks"):
+        if config.async_kind in ("off", "blocks"):
             return cls(batches_per_policy=config.max_staleness + 1 if config.is_async else 1)
         return cls(max_staleness=config.max_staleness, newest=config.async_policy != "fixed")
 

@@ -1,4 +1,6 @@
-"""Sources of a step's answers, for the training loop; the worker that draws by past policies, and its thread.
+"""The prompts of a step and the sources of its answers; the worker that draws by past policies, and its thread.
+
+Prompts are a function of (data, seed, step), whoever answers them and whenever.
 
 OwnPolicy      every step draws its own, on the very weights that train
 PastPolicies   one after the other, by the policies that a rule names; what a concurrent run draws, repeated
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -29,7 +32,9 @@ from typing import Any
 
 import torch
 
-from rlhf_engine.devices import is_gpu
+from rlhf_engine.config import TrainConfig
+from rlhf_engine.data import PromptSet, batch_indices
+from rlhf_engine.devices import ALONE, World, is_gpu
 from rlhf_engine.errors import ConfigError, RolloutServerError
 from rlhf_engine.generators.scheduler import (
     SILENCE,
@@ -42,13 +47,13 @@ from rlhf_engine.generators.scheduler import (
     StalenessRule,
     newest_after,
 )
-from rlhf_engine.generators.work import Snapshot, StepPrompts, VersionStore, put, take
+from rlhf_engine.generators.work import Snapshot, VersionStore, put, take
 from rlhf_engine.hydra import HydraModel, Scores
 from rlhf_engine.hydra.build import BEHAVIOUR, PAST
 from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
-from rlhf_engine.rollout.backend import LocalRollouts, Rollouts
+from rlhf_engine.rollout.generate import LocalRollouts, Rollouts
 from rlhf_engine.rollout.vllm.backend import VllmRollouts
-from rlhf_engine.scoring.score import FrozenRoles
+from rlhf_engine.scoring.experience import FrozenRoles
 
 Lap = Callable[[str], None]  # called with the name of a phase at its end
 Connect = Callable[[HydraModel, SamplingConfig], GeneratorTransport]
@@ -64,6 +69,58 @@ class PastState:
     policies: Mapping[int, Snapshot] = field(default_factory=dict)
     """Steps done → the policy after them, the present one and those that may still be needed."""
     drawn_by: Mapping[int, int] = field(default_factory=dict)  # step → version, of steps whose answers had been begun
+
+
+class StepPrompts:
+    """The prompts of every step of a run, and how answers to them are drawn."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompts: PromptSet,
+        sampling: SamplingConfig,
+        *,
+        step: int,
+        samples: int,
+        world: World = ALONE,
+    ) -> None:
+        """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
+        self.config, self.sampling, self.first_step = config, sampling, step
+        self._prompts, self._samples, self._world = prompts, samples, world
+        self.of_step = functools.lru_cache(maxsize=config.max_staleness + 2)(self._of_step)
+        """All prompts of a step (from 0), kept for those that are being drawn or learned from."""
+
+    def _of_step(self, step: int) -> PromptBatch:
+        config = self.config
+        n_answers = config.prompts_per_step * config.generations
+        return PromptBatch.of(
+            batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed),
+            self._prompts.ids,
+            generations=config.generations,
+            with_greedy=config.facts.with_greedy,
+            first_id=self._samples + (step - self.first_step) * n_answers,
+        )
+
+    def own(self, step: int) -> PromptBatch:
+        """This rank's share of the prompts of a step."""
+        return self._divided(self.of_step(step), self._world.size)[self._world.rank]
+
+    def shares(self, step: int, n_shares: int) -> list[PromptBatch]:
+        """This rank's share of a step for so many generators, or one for each prompt."""
+        own = self.own(step)
+        return self._divided(own, min(n_shares, len(own) // self.config.generations))
+
+    def _divided(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
+        """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
+        if n_shares == 1:
+            return [prompts]
+        n = self.config.generations
+        bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
+        columns = dataclasses.fields(PromptBatch)
+        return [
+            PromptBatch(**{column.name: getattr(prompts, column.name)[a:b] for column in columns})
+            for a, b in itertools.pairwise(bounds)
+        ]
 
 
 class OwnPolicy:
@@ -278,7 +335,7 @@ class _ByPast:
         for snapshot in self._after.values():
             self._store.add(snapshot)
         self._mixed = config.async_policy == "in_flight"  # whether an answer may be of several policies
-        takes_threads = config.async_mode in ("replay", "overlap") and not config.vllm_servers
+        takes_threads = config.async_kind in ("replay", "overlap") and not config.vllm_servers
         takes_threads = takes_threads and not is_gpu(model.role_backbone(BEHAVIOUR).device)
         self._threads = max(1, torch.get_num_threads() // 2) if takes_threads else None
         """Threads of the CPU that are a generator's; None where it takes none from the learner."""
@@ -342,14 +399,14 @@ class Concurrent(_ByPast):
     def __init__(self, rollouts: Rollouts, prompts: StepPrompts, past: PastState, **options: Any):
         super().__init__(rollouts, prompts, past, **options)
         self._drawn_by = dict(past.drawn_by)
-        self._n_shares = self._config.ray_generators if self._config.async_mode == "ray" else 1
+        self._n_shares = self._config.ray_generators if self._config.async_kind == "ray" else 1
         self._scheduler: Scheduler | None = None
         self._last: tuple[float, float] | None = None
         """Time at which the answers before were taken, and how long generators had been at work by then."""
 
     def _begin(self) -> Scheduler:
         hurry = None
-        if self._config.async_mode == "ray":
+        if self._config.async_kind == "ray":
             assert self._connect is not None
             transport = self._connect(self._model, self._prompts.sampling)
         else:
@@ -438,7 +495,7 @@ def make_source(
     config = prompts.config
     if not config.is_async:
         return OwnPolicy(rollouts, prompts)
-    if config.async_mode == "ray" and connect is None:
+    if config.async_kind == "ray" and connect is None:
         raise ConfigError("async: expected RlTrainer's `connect` with 'ray', see rlhf_engine.generators.ray, got none")
-    kind = PastPolicies if config.async_mode in ("blocks", "replay") else Concurrent
+    kind = PastPolicies if config.async_kind in ("blocks", "replay") else Concurrent
     return kind(rollouts, prompts, past, version=version, reward=reward, connect=connect)

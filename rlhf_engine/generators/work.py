@@ -1,17 +1,14 @@
-"""Prompts of a step, the policies that draw answers to them, and both as bytes for generators in other processes.
+"""Policies that draw answers, and the answers, as they go to and from generators in other threads and processes.
 
-Prompts are a function of (data, seed, step), whoever answers them and whenever. On a frozen base a policy is the
-tensors of its adapter slot, a few megabytes. A snapshot is complete before anybody else can see it and never changes
-afterwards: a reader has a policy that was published as a whole, whatever the learner does meanwhile. Policies and
-answers go over as safetensors beside a digest that the receiver checks; nothing is pickled here.
+On a frozen base a policy is the tensors of its adapter slot, a few megabytes. A snapshot is complete before others can
+see it and never changes afterwards: a reader has a policy that was published as a whole, whatever the learner does
+meanwhile. Policies and answers go over as safetensors beside a digest that the receiver checks; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import itertools
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +19,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from rlhf_engine.config import TrainConfig
 from rlhf_engine.config.launch import versions
-from rlhf_engine.data import PromptSet, batch_indices
-from rlhf_engine.devices import ALONE, World
+from rlhf_engine.devices import World
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
-from rlhf_engine.hydra.adapters import AdapterSlot
+from rlhf_engine.hydra.gate import AdapterSlot
 from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
 from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.rollout import PromptBatch, Rollout, SamplingConfig
+from rlhf_engine.rollout import Rollout
 from rlhf_engine.rollout.request import RolloutStats
 
 _FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
@@ -124,56 +119,6 @@ class VersionStore:
             self._held = {version: snapshot for version, snapshot in self._held.items() if version in wanted}
 
 
-class StepPrompts:
-    """The prompts of every step of a run, and how answers to them are drawn."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        prompts: PromptSet,
-        sampling: SamplingConfig,
-        *,
-        step: int,
-        samples: int,
-        world: World = ALONE,
-    ) -> None:
-        """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
-        self.config, self.sampling, self.first_step = config, sampling, step
-        self._prompts, self._samples, self._world = prompts, samples, world
-        self.of_step = functools.lru_cache(maxsize=config.max_staleness + 2)(self._of_step)
-        """All prompts of a step (from 0), kept for those that are being drawn or learned from."""
-
-    def _of_step(self, step: int) -> PromptBatch:
-        config = self.config
-        n_answers = config.prompts_per_step * config.generations
-        return PromptBatch.of(
-            batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed),
-            self._prompts.ids,
-            generations=config.generations,
-            with_greedy=config.facts.with_greedy,
-            first_id=self._samples + (step - self.first_step) * n_answers,
-        )
-
-    def own(self, step: int) -> PromptBatch:
-        """This rank's share of the prompts of a step."""
-        return self._divided(self.of_step(step), self._world.size)[self._world.rank]
-
-    def shares(self, step: int, n_shares: int) -> list[PromptBatch]:
-        """This rank's share of a step for so many generators, or one for each prompt."""
-        own = self.own(step)
-        return self._divided(own, min(n_shares, len(own) // self.config.generations))
-
-    def _divided(self, prompts: PromptBatch, n_shares: int) -> list[PromptBatch]:
-        """Prompts in so many nearly equal shares; the answers to a prompt stay together."""
-        n = self.config.generations
-        bounds = [round(i * (len(prompts) // n) / n_shares) * n for i in range(n_shares + 1)]
-        columns = dataclasses.fields(PromptBatch)
-        return [
-            PromptBatch(**{column.name: getattr(prompts, column.name)[a:b] for column in columns})
-            for a, b in itertools.pairwise(bounds)
-        ]
-
-
 def join(shares: Sequence[Rollout]) -> Rollout:
     """The shares of a step, in their order, as one. Frozen scores stay where every share has them."""
     if len(shares) == 1:
@@ -199,8 +144,6 @@ def _drawn_together(every: Sequence[RolloutStats]) -> RolloutStats:
 
 def gather_rollout(world: World, rollout: Rollout) -> Rollout:
     """The answers of all ranks, in the ranks' order, as one rollout, without frozen scores."""
-    if world.size == 1:
-        return rollout
     plain, tensors = take_apart(dataclasses.replace(rollout, frozen=None))
     parts = zip(world.gather(plain), world.gather_tensors(tensors), strict=True)
     return join([put_together(values, received) for values, received in parts])

@@ -1,7 +1,7 @@
 """The Hydra model: roles, adapter slots, lanes and heads on one frozen backbone."""
 
-from rlhf_engine.hydra.adapters import SlotConfig
 from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.gate import SlotConfig
 from rlhf_engine.hydra.model import HydraModel, Scores
 from rlhf_engine.hydra.outputs import (
     HiddenStates,

@@ -1,4 +1,4 @@
-"""Attention for packed rows, as one function in transformers' AttentionInterface.
+"""Attention for packed rows, as one function in transformers' AttentionInterface, and the keys and values it keeps.
 
 A backbone call sees one row of tokens [1, T] that holds many sequences. The plan of the call (ambient, see `gate`) says
 how they attend:
@@ -16,7 +16,14 @@ sequences go in blocks of queries. A softcap on the scores (Gemma 2) then runs i
 order of operations of transformers' eager attention: SDPA cannot express it. So do sinks (gpt-oss), one logit per head
 that joins the softmax's denominator and has no value. A keyword that is not served is refused by name.
 
-Legend: T rows, N sequences, H query heads, K key/value heads, D head size, S cache length.
+Keys and values of the tokens so far lie in blocks that rows take and give back. A row's table lists its blocks in
+order: position p lies at entry p % block of the block table[p // block]. Rows may share blocks, such as those of a
+common prompt; a block goes back when the last of them lets go of it. Where heads of keys and of values differ in size
+(multi-head latent attention), the smaller ones are filled up with zeros, because the kernels of `decode_attention` take
+one size. Zeros change no score, and the outputs' are cut off.
+
+Legend: T rows, N sequences, H query heads, K key/value heads, D head size (in the cache the larger one), S cache
+length, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -40,8 +47,152 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rlhf_engine.devices import is_eager, is_gpu
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, varlen
-from rlhf_engine.hydra.kv_cache import KVCache, NewTokens, filled_up
 from rlhf_engine.hydra.varlen import ScoreRule, Sequences
+
+BLOCK = 32  # positions per block
+
+
+class BlockPool:
+    """Pool of blocks: which are free, and how many holders each of the others has."""
+
+    def __init__(self, blocks: int = 0) -> None:
+        self._free: list[int] = []
+        self._holders: list[int] = []
+        self.most_used = 0  # most blocks in use at once so far
+        self.grow(blocks)
+
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks in all; those that are held stay."""
+        self._free = [*range(blocks - 1, self.size - 1, -1), *self._free]
+        self._holders += [0] * (blocks - self.size)
+
+    @property
+    def size(self) -> int:
+        """Blocks in all."""
+        return len(self._holders)
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def take(self, n: int) -> list[int]:
+        """n blocks for one holder. Raises ValueError if fewer are free."""
+        if n > len(self._free):
+            raise ValueError(f"n: expected at most {len(self._free)} blocks, which are free, got {n}")
+        taken = [self._free.pop() for _ in range(n)]
+        for block in taken:
+            self._holders[block] = 1
+        self.most_used = max(self.most_used, self.size - self.free)
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more holder for each of the blocks."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                raise ValueError(f"blocks: expected blocks in use, got {block}, which is free")
+            self._holders[block] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """One holder less for each of the blocks."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                raise ValueError(f"blocks: expected blocks in use, got {block}, which is free")
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free.append(block)
+
+
+@dataclass(eq=False)
+class KVCache:
+    """Keys and values of every layer, [blocks, K, block, D] each, allocated when a layer first writes.
+
+    The tokens of one head lie side by side, in the order in which decoding reads them. What no row has written is not
+    initialised.
+    """
+
+    blocks: int
+    block: int = BLOCK
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Room for a layer whose keys and values are like these, [T, K, ≤ D] each; nothing if it is there already."""
+        size = max(key.shape[2], value.shape[2])
+        for like, layers in ((key, self.keys), (value, self.values)):
+            if layer not in layers:
+                layers[layer] = like.new_empty((self.blocks, like.shape[1], self.block, size))
+
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks, with what the present ones hold; one layer at a time is there twice."""
+        for layers in (self.keys, self.values) if blocks > self.blocks else ():
+            for layer, old in layers.items():
+                layers[layer] = old.new_empty((blocks, *old.shape[1:]))
+                layers[layer][: len(old)] = old
+        self.blocks = blocks
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [blocks, block, K, D] each, as `decode_attention` takes them."""
+        return self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks in every layer."""
+        for layers in (self.keys, self.values):
+            for x in layers.values():
+                x[list(targets)] = x[list(sources)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NewTokens:
+    """Places in a cache for the tokens of one call."""
+
+    cache: KVCache
+    blocks_T: torch.Tensor  # int64 [T], block of each token
+    entries_T: torch.Tensor  # int64 [T], entry of each token in its block
+    _places: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, cache: KVCache, table_NB: torch.Tensor, positions_N: torch.Tensor) -> NewTokens:
+        """One new token per row: at its position in its row's blocks."""
+        column = torch.div(positions_N, cache.block, rounding_mode="floor")
+        blocks = table_NB.gather(1, column[:, None])[:, 0]
+        return cls(cache=cache, blocks_T=blocks, entries_T=positions_N - column * cache.block)
+
+    @classmethod
+    def of_prompts(
+        cls, cache: KVCache, tables: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
+    ) -> NewTokens:
+        """The first `lengths[i]` positions of each row, one row after another."""
+        positions = [torch.arange(n) for n in lengths]
+        blocks = [torch.tensor(table)[p // cache.block] for table, p in zip(tables, positions, strict=True)]
+        entries = torch.cat(positions) % cache.block
+        return cls(cache=cache, blocks_T=torch.cat(blocks).to(device), entries_T=entries.to(device))
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store keys and values [T, K, ≤ D] of a layer."""
+        self.cache.allocate(layer, key, value)
+        for new, layers in ((key, self.cache.keys), (value, self.cache.values)):
+            held = layers[layer]
+            new = filled_up(new, held.shape[3])
+            held.view(-1, held.shape[3]).index_copy_(0, self._places_of(new.shape[1]), new.reshape(-1, held.shape[3]))
+
+    def _places_of(self, heads: int) -> torch.Tensor:
+        """int64 [T · heads], index of each vector in the cache of a layer; made once per call."""
+        if heads not in self._places:
+            head = torch.arange(heads, device=self.blocks_T.device)
+            first = self.blocks_T[:, None] * heads + head
+            self._places[heads] = (first * self.cache.block + self.entries_T[:, None]).flatten()
+        return self._places[heads]
+
+
+def filled_up(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """[…, D] with zeros behind what heads [… , ≤ D] have; the same tensor where nothing is missing."""
+    missing = size - heads.shape[-1]
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads
+
+
+# ---- plans and kernels -----------------------------------------------------------------------------------------------
+
 
 ATTENTION_NAME = "rlhf_engine"
 _PADDING_WASTE = 1.25
@@ -76,8 +227,10 @@ class PackedPlan:
     @cached_property
     def max_length(self) -> int:
         """Keys of the row that has most."""
-        before = [0 if p < 0 else self.lengths[p] for p in self.parents or [-1] * len(self.lengths)]
-        return max(n + more for n, more in zip(self.lengths, before, strict=True))
+        if self.parents is None:
+            return max(self.lengths)
+        pairs = zip(self.lengths, self.parents, strict=True)
+        return max(n if p < 0 else n + self.lengths[p] for n, p in pairs)
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -130,19 +283,21 @@ def _in_layout(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Buck
             groups[-1].append(i)
         else:
             groups.append([i])
-    groups = [sorted(group) for group in groups]
-    buckets = tuple((max(lengths[i] for i in g), len(g)) for g in groups)
-    in_order = torch.tensor([i for group in groups for i in group])
-    padded = torch.tensor([length for length, n in buckets for _ in range(n)])
+    buckets, places_in_order, widths = list[Bucket](), list[int](), list[int]()
+    for group in groups:  # whose first sequence is the longest
+        buckets.append((lengths[group[0]], len(group)))
+        places_in_order += sorted(group)
+        widths += [lengths[group[0]]] * len(group)
+    in_order, padded = torch.tensor(places_in_order), torch.tensor(widths)
     begin = torch.tensor(starts[:-1])[in_order].repeat_interleave(padded)
     offsets = torch.arange(len(begin)) - (padded.cumsum(0) - padded).repeat_interleave(padded)
     real = offsets < torch.tensor(lengths)[in_order].repeat_interleave(padded)
     rows = torch.where(real, begin + offsets, begin)
     if torch.equal(rows, torch.arange(starts[-1])):
-        return buckets, None
+        return tuple(buckets), None
     places = torch.empty(starts[-1], dtype=torch.int64)
     places[rows[real]] = real.nonzero().squeeze(1)
-    return buckets, (rows.to(device), places.to(device))
+    return tuple(buckets), (rows.to(device), places.to(device))
 
 
 SHARING = ("cpu",)

@@ -23,13 +23,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading, probe
-from rlhf_engine.hydra.adapters import AdapterSlot, LmHead, LoraPair, SlotConfig
 from rlhf_engine.hydra.attention import ATTENTION_NAME, AttentionPlan, plan_packed
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows
-from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
-from rlhf_engine.hydra.gated_linear import (
+from rlhf_engine.hydra.gate import AdapterSlot, LmHead, LoraPair, SlotConfig
+from rlhf_engine.hydra.modules import (
     GatedHead,
     decoder_prefix,
+    fuse_llama_ops,
     gate_linears,
     holds_gates,
     is_quantised,
@@ -89,8 +89,12 @@ class Backbone(nn.Module):
         with probe.refusing(model, "taking it over"):
             if model.config._attn_implementation != ATTENTION_NAME:
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
-            loading.context_length(model.config)
+            self.vocabulary = int(model.config.get_text_config().vocab_size)
+            """Number of token ids, which are 0 to one less."""
+            self.context_length = loading.context_length(model.config)
+            """Most tokens that one sequence may have."""
             self.linears = gate_linears(model)
+            self.gated_head = next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
             fuse_llama_ops(model)
             self.blocks_prefix = _blocks_prefix(model)
             give_positions(self.blocks)
@@ -157,11 +161,6 @@ class Backbone(nn.Module):
         return dtype
 
     @property
-    def vocabulary(self) -> int:
-        """Number of token ids, which are 0 to one less."""
-        return int(self.model.config.get_text_config().vocab_size)
-
-    @property
     def n_words(self) -> int:
         """V, number of logits that the LM head has. Raises ValueError without one."""
         return len(self.lm_head.weight)
@@ -170,11 +169,6 @@ class Backbone(nn.Module):
     def transposed(self) -> bool:
         """Whether linears keep their weight as [in, out], as GPT-2's do."""
         return any(isinstance(module, Conv1D) for module in self.model.modules())
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens that one sequence may have."""
-        return loading.context_length(self.model.config)
 
     @property
     def device(self) -> torch.device:
@@ -198,17 +192,12 @@ class Backbone(nn.Module):
 
     def lm_head_in(self, slot: str | None) -> LmHead:
         """The head as a slot's lane sees it: with the slot's LoRA on it, if it has one there."""
-        gated = self._gated_head()
-        lora = None if gated is None or slot is None else gated.lora(self.slot(slot))
+        lora = None if self.gated_head is None or slot is None else self.gated_head.lora(self.slot(slot))
         return dataclasses.replace(self.lm_head, lora=lora)
 
     def adapts_head(self, slot: str) -> bool:
         """Whether a slot has LoRA on the LM head."""
-        gated = self._gated_head()
-        return gated is not None and gated.path in self.slot(slot).paths
-
-    def _gated_head(self) -> GatedHead | None:
-        return next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
+        return self.gated_head is not None and self.gated_head.path in self.slot(slot).by_path
 
     def run(
         self,
@@ -276,9 +265,9 @@ class Backbone(nn.Module):
                 f"batch: expected sequences of at most {limit} tokens (the context of backbone {name!r}), got one of "
                 f"{longest}"
             )
-        tokens, vocabulary = batch.tokens_T, self.model.config.get_text_config().vocab_size
+        tokens, vocabulary = batch.tokens_T, self.vocabulary
         if tokens.is_cpu and eager(tokens):
-            least, most = (int(x) for x in tokens.aminmax())
+            least, most = map(int, tokens.aminmax())
             if least < 0 or most >= vocabulary:
                 wrong = least if least < 0 else most
                 raise ValueError(f"batch: expected token ids from 0 to {vocabulary - 1}, got {wrong}")
@@ -349,7 +338,8 @@ class Backbone(nn.Module):
 
 _OF_BASE = (
     *("model", "frozen", "quantized", "sharded", "source", "score", "linears", "blocks_prefix", "hidden_size"),
-    *("in_turn", "base_path", "cache_bytes_per_position", "head_size", "_hash", "_decoder_hash", "kernels"),
+    *("gated_head", "vocabulary", "context_length", "in_turn", "base_path", "cache_bytes_per_position", "head_size"),
+    *("_hash", "_decoder_hash", "kernels"),
 )
 """Attributes that backbones on one base share; the slots are each one's own."""
 

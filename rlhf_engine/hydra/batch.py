@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import sub
 
 import torch
 from rlhf_kernels.runtime.device_tables import queued
@@ -75,15 +76,17 @@ class PackedBatch:
             raise ValueError("prompts: expected at least one sequence, got a batch of size 0")
         if len(prompts) != len(completions):
             raise ValueError(f"completions: expected {len(prompts)} like prompts, got {len(completions)}")
-        for i, prompt in enumerate(prompts):
+        flat, cu_seqlens = list[int](), [0]
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             if len(prompt) == 0:
                 raise ValueError(f"prompts[{i}]: expected at least one token, got an empty prompt")
-        lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-        flat = [token for p, c in zip(prompts, completions, strict=True) for part in (p, c) for token in part]
+            flat += prompt
+            flat += completion
+            cu_seqlens.append(len(flat))
         return cls(
             tokens_T=torch.tensor(flat, dtype=torch.int64, device=device),
-            cu_seqlens=(0, *accumulate(lengths)),
-            prompt_lens=tuple(len(p) for p in prompts),
+            cu_seqlens=tuple(cu_seqlens),
+            prompt_lens=tuple(map(len, prompts)),
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),
             supports=None if supports is None else supports.to(device),
         )
@@ -185,12 +188,12 @@ class PackedBatch:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """N lengths, prompt and completion together."""
-        return tuple(b - a for a, b in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True))
+        return tuple(map(sub, self.cu_seqlens[1:], self.cu_seqlens[:-1]))
 
     @cached_property
     def completion_lens(self) -> tuple[int, ...]:
         """N completion lengths."""
-        return tuple(length - p for length, p in zip(self.lengths, self.prompt_lens, strict=True))
+        return tuple(map(sub, self.lengths, self.prompt_lens))
 
     @cached_property
     def completion_lens_N(self) -> torch.Tensor:
@@ -205,8 +208,8 @@ class PackedBatch:
     @cached_property
     def last_completion_rows_N(self) -> torch.Tensor:
         """int64 [N], index of each completion's last token among the M; ValueError for one without tokens."""
-        empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
-        if empty:
+        if 0 in self.completion_lens:
+            empty = [i for i, length in enumerate(self.completion_lens) if length == 0]
             raise ValueError(f"batch: expected completions of at least one token, got none in sequences {empty[:5]}")
         return queued(self.completion_cu[1:], self.device) - 1
 
@@ -218,16 +221,13 @@ class PackedBatch:
     @cached_property
     def positions_T(self) -> torch.Tensor:
         """int64 [T], position of each token in its own sequence."""
-        return queued(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
+        return queued(torch.cat(list(map(torch.arange, self.lengths))), self.device)
 
     @cached_property
     def predict_rows_M(self) -> torch.Tensor:
         """int64 [M], row of the hidden state that predicts each completion token."""
-        rows = [
-            torch.arange(start + p - 1, end - 1)
-            for start, end, p in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], self.prompt_lens, strict=True)
-        ]
-        return queued(torch.cat(rows), self.device)
+        ends = zip(self.cu_seqlens[1:], self.completion_lens, strict=True)
+        return queued(torch.cat([torch.arange(end - n - 1, end - 1) for end, n in ends]), self.device)
 
     @cached_property
     def targets_M(self) -> torch.Tensor:
@@ -315,13 +315,13 @@ class PackedBatch:
         pieces = [self.tokens_T[self.cu_seqlens[i] : self.cu_seqlens[i + 1]] for i in indices]
         selected = PackedBatch(
             tokens_T=torch.cat(pieces),
-            cu_seqlens=(0, *accumulate(self.lengths[i] for i in indices)),
-            prompt_lens=tuple(self.prompt_lens[i] for i in indices),
-            sample_ids=tuple(self.sample_ids[i] for i in indices),
+            cu_seqlens=(0, *accumulate(map(len, pieces))),
+            prompt_lens=tuple(map(self.prompt_lens.__getitem__, indices)),
+            sample_ids=tuple(map(self.sample_ids.__getitem__, indices)),
             supports=None if self.supports is None else self.supports.select(self._completion_rows(indices)),
         )
         if "prompts_N" in self.__dict__:  # which to compute anew would wait for the device
-            selected.__dict__["prompts_N"] = tuple(self.prompts_N[i] for i in indices)
+            selected.__dict__["prompts_N"] = tuple(map(self.prompts_N.__getitem__, indices))
         return selected
 
     def select_completion_rows(self, indices: Sequence[int]) -> torch.Tensor:
@@ -413,7 +413,7 @@ class PackedBatch:
     @cached_property
     def completion_position_M(self) -> torch.Tensor:
         """int64 [M], index of each completion token within its completion."""
-        return queued(torch.cat([torch.arange(n) for n in self.completion_lens]), self.device)
+        return queued(torch.cat(list(map(torch.arange, self.completion_lens))), self.device)
 
 
 def split_by_tokens(

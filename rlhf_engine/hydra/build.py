@@ -22,7 +22,7 @@ from rlhf_engine.devices import DTYPES, SECONDS, World, resolve_device, return_f
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, read_config, require_bitsandbytes, require_lm_head
 from rlhf_engine.hydra.model import default_token_budget
 from rlhf_engine.hydra.persist import require_savable

@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io, reward_model
-from rlhf_engine.hydra.adapters import AdapterSlot, ScalarHead, SlotConfig, warn_if_zero
 from rlhf_engine.hydra.attention import LEAST_SAVED, SHARING, can_share
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch, SharedRows, split_by_tokens
-from rlhf_engine.hydra.gated_linear import is_quantised
+from rlhf_engine.hydra.gate import AdapterSlot, LmHead, ScalarHead, SlotConfig, warn_if_zero
 from rlhf_engine.hydra.loading import Quantization
+from rlhf_engine.hydra.modules import is_quantised
 from rlhf_engine.hydra.outputs import HiddenStates, LogprobPair, Logprobs, Output, Rewards, Values
 from rlhf_engine.hydra.probe import undone_on_error
 from rlhf_engine.hydra.roles import (
@@ -73,7 +73,9 @@ class Scores:
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The fields that are not None, by name."""
-        return ((name, values) for name, values in vars(self).items() if values is not None)
+        for name, values in vars(self).items():
+            if values is not None:
+                yield name, values
 
 
 class HydraModel(nn.Module):
@@ -478,19 +480,22 @@ class HydraModel(nn.Module):
         lanes = fold_lanes(self.roles, names)
         for name in dict.fromkeys(backbone for backbone, _ in lanes):
             self.backbone(name).require_served(name, batch)
-        with_grad = [lane for lane in lanes if torch.is_grad_enabled() and self._trains_slot(lane)]
-        without = [lane for lane in lanes if lane not in with_grad]
+        with_grad, without = list[Lane](), list[Lane]()
+        for lane in lanes:
+            backbone, slot = self.backbone(lane[0]), lane[1]
+            trains = not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
+            (with_grad if trains and torch.is_grad_enabled() else without).append(lane)
         hidden: dict[str, torch.Tensor] = {}
         for group, grad in ((with_grad, True), (without, False)):
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 seed = dropout_seed if grad and self.training else None
-                for lane, states in zip(group, self._traverse(batch, group, seed, token_budget), strict=True):
+                for lane, states in self._traverse(batch, group, seed, token_budget).items():
                     hidden |= dict.fromkeys(lanes[lane], states)
         if watch is not None:
-            for role, states in hidden.items():
+            for name, states in hidden.items():
                 if states.requires_grad:
-                    hidden[role] = states.view_as(states)  # its own among the roles of a lane
-                    hidden[role].register_hook(functools.partial(watch, role))
+                    hidden[name] = states.view_as(states)  # its own among the roles of a lane
+                    hidden[name].register_hook(functools.partial(watch, name))
         states_by_role = self.states(batch, hidden)
         results = []
         with self.backbone(next(iter(self.backbones))).kernels.used():
@@ -508,13 +513,14 @@ class HydraModel(nn.Module):
         Returns:
             What outputs compute from.
         """
-        used = {name: self.roles[name] for name in hidden}
-        return HiddenStates(
-            batch=batch,
-            hidden_T=hidden,
-            lm_heads={n: self.role_backbone(n).lm_head_in(r.slot) for n, r in used.items() if r.head == LM_HEAD},
-            scalar_heads={n: self._scalar_head(n) for n, r in used.items() if r.head != LM_HEAD},
-        )
+        lm_heads, scalar_heads = dict[str, LmHead](), dict[str, ScalarHead]()
+        for name in hidden:
+            role = self.roles[name]
+            if role.head == LM_HEAD:
+                lm_heads[name] = self.backbone(role.backbone).lm_head_in(role.slot)
+            else:
+                scalar_heads[name] = self.heads[role.head]  # type: ignore[assignment]
+        return HiddenStates(batch=batch, hidden_T=hidden, lm_heads=lm_heads, scalar_heads=scalar_heads)
 
     def score(
         self,
@@ -608,9 +614,8 @@ class HydraModel(nn.Module):
             ValueError: a role that does not exist.
         """
         lanes = fold_lanes(self.roles, roles)
-        return len({backbone for backbone, _ in lanes}) == 1 and (
-            len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
-        )
+        fits = len(lanes) == 1 or self._fits(batch, len(lanes), token_budget)
+        return fits and len({backbone for backbone, _ in lanes}) == 1
 
     def shared_rows(self, batch: PackedBatch) -> SharedRows | None:
         """Rows by which a batch goes through a backbone without LoRA dropout, where prompts stand once.
@@ -637,8 +642,11 @@ class HydraModel(nn.Module):
         Returns:
             False also where no two sequences have the same prompt.
         """
-        slots = [slot for backbone in self.backbones.values() for slot in backbone.slots.values()]  # type: ignore[union-attr, operator]
-        drops = self.training and any(slot.config.dropout for slot in slots)
+        drops = self.training and any(
+            slot.config.dropout
+            for backbone in self.backbones.values()
+            for slot in backbone.slots.values()  # type: ignore[union-attr, operator]
+        )
         return not drops and self.shared_rows(batch) is not None
 
     def count_rows(self, batch: PackedBatch) -> int:
@@ -658,8 +666,8 @@ class HydraModel(nn.Module):
 
     def _traverse(
         self, batch: PackedBatch, lanes: Sequence[Lane], dropout_seed: int | None, budget: int | None
-    ) -> list[torch.Tensor]:
-        """Hidden states [T, H] per lane: lanes of one backbone in one call while they fit the token budget."""
+    ) -> dict[Lane, torch.Tensor]:
+        """Hidden states [T, H] by lane: lanes of one backbone in one call while they fit the token budget."""
         by_lane: dict[Lane, torch.Tensor] = {}
         for name in dict.fromkeys(backbone for backbone, _ in lanes):
             group, backbone = [lane for lane in lanes if lane[0] == name], self.backbone(name)
@@ -670,16 +678,7 @@ class HydraModel(nn.Module):
                 shared = None if drops else self.shared_rows(batch)
                 rows = [(batch, shared, slot) for _, slot in call]
                 by_lane |= dict(zip(call, backbone.run_lanes(rows, dropout_seed if drops else None), strict=True))
-        return [by_lane[lane] for lane in lanes]
-
-    def _trains_slot(self, lane: Lane) -> bool:
-        backbone, slot = self.backbone(lane[0]), lane[1]
-        return not backbone.frozen if slot is OFF else backbone.slot(slot).trainable
-
-    def _scalar_head(self, role: str) -> ScalarHead:
-        head = self.heads[self.roles[role].head]
-        assert isinstance(head, ScalarHead)
-        return head
+        return by_lane
 
     # ---- building --------------------------------------------------------------------------------------------------
 

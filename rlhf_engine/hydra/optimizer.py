@@ -267,14 +267,9 @@ def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.
     return x
 
 
-def require_warm_up(warmup_steps: int, total_steps: int) -> None:
-    """Raise ConfigError for a warm-up that is longer than the run."""
-    if warmup_steps > total_steps:
-        raise ConfigError(f"warmup_steps: expected at most the run's {total_steps} steps, got {warmup_steps}")
-
-
-def lr_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int) -> float:
-    """Multiple of the learning rate at `step` (from 0), a function of it alone: warm-up, then the schedule."""
+def lr_factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
+    """Multiple of the learning rate at `step` (from 0), by a run's options alone: warm-up, then the schedule."""
+    kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":

@@ -23,9 +23,9 @@ from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.vocab.logits import row_chunks
 from torch.nn import functional as F
 
-from rlhf_engine.hydra.adapters import LmHead, ScalarHead
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.truncation import have_one_head, head_options, logprobs, pair, wide_logits
+from rlhf_engine.hydra.gate import LmHead, ScalarHead
+from rlhf_engine.hydra.supports import have_one_head, head_options, logprobs, pair, wide_logits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -35,9 +35,9 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder, plain_name, revision_of
-from rlhf_engine.hydra.adapters import AdapterSlot, SlotConfig
 from rlhf_engine.hydra.backbone import Backbone, digest
-from rlhf_engine.hydra.gated_linear import path_of
+from rlhf_engine.hydra.gate import AdapterSlot, SlotConfig
+from rlhf_engine.hydra.modules import path_of
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.io import check_model, read_json
 

@@ -36,10 +36,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlhf_engine.devices import is_gpu, is_out_of_memory
 from rlhf_engine.errors import UnsupportedModelError
 from rlhf_engine.hydra import gate, loading
-from rlhf_engine.hydra.adapters import head_logits
-from rlhf_engine.hydra.attention import plan_decode, plan_packed
-from rlhf_engine.hydra.gated_linear import GatedHead, GatedLinear
-from rlhf_engine.hydra.kv_cache import KVCache, NewTokens
+from rlhf_engine.hydra.attention import KVCache, NewTokens, plan_decode, plan_packed
+from rlhf_engine.hydra.gate import head_logits
+from rlhf_engine.hydra.modules import GatedHead, GatedLinear
 
 if TYPE_CHECKING:
     from rlhf_engine.hydra.backbone import Backbone

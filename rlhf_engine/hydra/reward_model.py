@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder
 from rlhf_engine.hydra import peft_io
-from rlhf_engine.hydra.adapters import ScalarHead
 from rlhf_engine.hydra.backbone import Backbone
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, is_sequence_classifier, load_model, read_config
 from rlhf_engine.hydra.peft_io import save_slot
 from rlhf_engine.hydra.probe import base_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_engine.errors import PolicyRemovedError
+from rlhf_engine.errors import BusyError, GradientsLostError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.outputs import Output
 from rlhf_engine.hydra.roles import fold_lanes
@@ -24,7 +24,7 @@ Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pass:
-    """What one policy computes from one batch."""
+    """A policy, a batch, and what is computed from it."""
 
     policy: LivePolicy
     """A policy of the pool, or the base."""
@@ -48,11 +48,26 @@ def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
     Raises:
         PolicyRemovedError: a pass of a policy that has left.
         ValueError: a pass without outputs, a sequence longer than the context, or an id outside the vocabulary.
+        GradientsLostError: a backward pass broke off; gradients that its policies held are gone.
     """
-    results = list[tuple[Any, ...]]()
+    outcomes = attempt(host, passes)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes  # type: ignore[return-value]  # none of them is an error
+
+
+def attempt(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...] | Exception]:
+    """The results of each pass as of `run`, or what it raised; the others go on without it."""
+    outcomes = list[tuple[Any, ...] | Exception]()
     for group in _groups(host, passes):
-        results += _run_together(host, group)
-    return results
+        try:
+            outcomes += _run_together(host, group)
+        except GradientsLostError as error:
+            outcomes += [error] * len(group)
+        except Exception as error:  # whoever asked for a pass gets what it raised
+            outcomes += [error] if len(group) == 1 else [o for each in group for o in attempt(host, [each])]
+    return outcomes
 
 
 def _groups(host: HydraModel, passes: Sequence[Pass]) -> Iterator[list[Pass]]:
@@ -83,6 +98,8 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
         backbone.require_served("base", each.batch)
         if any(each.policy.slot_on_host(slot) not in (None, *backbone.slots) for _, slot in _lanes(each)):
             raise PolicyRemovedError(f"policy {each.policy.name!r} was removed")
+        if each.loss is not None and each.policy.waiting is not None:
+            raise BusyError(f"policy {each.policy.name!r}: expected its step to be done before further gradients")
         for (_, slot), roles in _lanes(each).items():
             trains = each.loss is not None and slot is not None and each.policy.model.backbone().slot(slot).trainable
             lanes.append((i, slot, roles, trains))
@@ -106,5 +123,16 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
                 if each.loss is not None:
                     losses.append(each.loss(results[-1]))
         if losses:
-            torch.autograd.backward(losses)
+            _backward(losses, passes)
     return results
+
+
+def _backward(losses: Sequence[torch.Tensor], passes: Sequence[Pass]) -> None:
+    try:
+        torch.autograd.backward(losses)
+    except (RuntimeError, MemoryError) as error:
+        trained = [each.policy for each in passes if each.loss is not None]
+        for p in (p for policy in trained for p in policy.model.parameters()):
+            p.grad = None  # some were added to and others not
+        names = [policy.name for policy in trained]
+        raise GradientsLostError(f"a backward pass of {names} broke off, their gradients are gone: {error}") from error

@@ -13,22 +13,26 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config.run import Optim
-from rlhf_engine.errors import ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
+from rlhf_engine.errors import BusyError, ConfigError, EngineError, MemoryLimitError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, peft_io
 from rlhf_engine.hydra.optimizer import RoleOptimizer, state_layout
 from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, Roles
 from rlhf_engine.io import remove
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout import exactness
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint, read_counters, save_checkpoint
 
 BASE = "base"
@@ -60,14 +64,12 @@ class LivePolicy:
     """None where nothing is trained."""
     state: PolicyState = PolicyState()
     """Counters."""
-    paused: bool = False
-    """Whether new requests are refused."""
     holders: int = 0
     """Requests and owners of a snapshot that use it now."""
     used: int = 0
     """When it was used last, in uses of the pool."""
-    waiting: list[Future[dict[str, float]]] = field(default_factory=list)
-    """Optimizer steps that wait for answers of fixed weights."""
+    waiting: Future[dict[str, float]] | None = None
+    """An optimizer step that waits for answers of fixed weights."""
 
     @property
     def role(self) -> str:
@@ -77,7 +79,7 @@ class LivePolicy:
 
     @property
     def own_role(self) -> str:
-        """Its model's role that draws."""
+        """Name of the role of its own model that draws."""
         return BASE if self.key == BASE else "actor"
 
     def slot_on_host(self, slot: str | None) -> str | None:
@@ -107,8 +109,11 @@ class Policies:
         max_policies: int | None = None,
         memory: int | None = None,
         options: EngineOptions | None = None,
+        exact: bool | None = None,
     ) -> None:
         """Take a model with the role `base` alone, and the checkpoints that are in the folder `state`.
+
+        exact: whether a policy has the same bits in any company; None: where that serves the base and costs nothing.
 
         max_policies: most policies in memory at once. memory: most bytes of them together, see `LivePolicy.n_bytes`.
         """
@@ -118,12 +123,20 @@ class Policies:
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}: expected None or at least 1, got {limit}")
         self.host, self.folder, self.max_policies, self.memory = host, state, max_policies, memory
+        backbone = host.backbone()
+        backbone.kernels = registry.effective().anew()
+        reason = exactness.unsupported(backbone) if exact is not False else "it is not wanted"
+        if exact and reason is not None:
+            raise ValueError(f"exact: expected false for this base, got true: {reason}")
+        backbone.kernels.exact = reason is None and (exact is True or exactness.by_default(backbone.device.type))
         self.engine = RolloutEngine(host, options=options)
         self._held = {BASE: LivePolicy(name=BASE, key=BASE, model=host, optimizer=None)}
         self._holding = threading.Lock()
         self.heard: Callable[[LivePolicy], None] = lambda policy: None
         """Called with a policy that leaves the host."""
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
+        self.paused = set[str]()
+        """Names of policies whose new requests are refused."""
         self.evicted: dict[str, Path] = {}
         """Name → checkpoint of the policies that are on disk alone."""
         for folder in sorted(state.iterdir()) if state is not None and state.is_dir() else ():
@@ -230,7 +243,8 @@ class Policies:
 
     def pause(self, name: str, paused: bool = True) -> None:
         """Refuse a policy's new requests, or take them again; those that have begun are finished."""
-        self.get(name).paused = paused
+        self.get(name)
+        (self.paused.add if paused else self.paused.discard)(name)
 
     def remove(self, name: str) -> None:
         """Give a policy up, with its requests and its checkpoints."""
@@ -242,6 +256,7 @@ class Policies:
             if name in self._held:
                 self._leave(self._held[name])
             self.evicted.pop(name, None)
+            self.paused.discard(name)
             if self.folder is not None and (self.folder / name).is_dir():
                 remove(self.folder / name)
 
@@ -271,9 +286,15 @@ class Policies:
             folder = self.evicted.pop(name)
             try:
                 return self._read(name, folder)
-            except (EngineError, OSError):
+            except (EngineError, OSError) as error:
                 self.evicted[name] = folder
-                raise
+                if isinstance(error, MemoryLimitError):
+                    raise
+                warnings.warn(f"policy {name!r}: {error}", stacklevel=2)
+                # whoever asked for it need not know where it lies
+                raise EngineError(
+                    f"policy {name!r}: expected a checkpoint that can be read, got one that cannot"
+                ) from error
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -295,7 +316,7 @@ class Policies:
         done = promise()
 
         def write() -> None:
-            policy.waiting.remove(done)
+            policy.waiting = None
             optimizer.set_options(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
             optimizer.set_lr_factor(learning_rate)
             fill(done, optimizer.step)
@@ -303,9 +324,11 @@ class Policies:
                 policy.state = replace(policy.state, step=policy.state.step + 1)
 
         with self.engine.between_steps():
-            policy.waiting.append(done)
+            if policy.waiting is not None:
+                raise BusyError(f"step: expected the step before of policy {name!r} to be done, got it waiting")
+            policy.waiting = done
             slot = policy.slot_on_host(policy.model.roles["actor"].slot)
-            self.engine.renew(slot, policy.state.step + len(policy.waiting), write)
+            self.engine.renew(slot, policy.state.step + 1, write)
         return done
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -371,6 +394,7 @@ class Policies:
         policy = LivePolicy(name=name, key=key, model=model, optimizer=optimizer, state=state, used=next(self._uses))
         slots = {f"{key}-{slot}": model.backbone().slot(slot) for slot in model.backbone().slots}
         self.host.add_roles({slot: RoleSpec(slot=slot, head=LM_HEAD) for slot in slots}, slots)
+        self.engine.renew(policy.slot_on_host(actor.slot), state.step)
         self._held[name] = policy
         return policy
 
@@ -385,27 +409,28 @@ class Policies:
         for slot in slots:
             self.engine.forget(slot)
         self.host.remove_roles(slots)
-        for future in policy.waiting:
-            future.set_exception(PolicyRemovedError(f"policy {policy.name!r} was removed before its step"))
-        policy.waiting.clear()
+        if policy.waiting is not None:
+            policy.waiting.set_exception(PolicyRemovedError(f"policy {policy.name!r} was removed before its step"))
         return True
 
     def _make_room(self, name: str, n_bytes: int) -> None:
-        """Evict what was not used for longest until one more policy fits; MemoryLimitError where it cannot."""
-        while True:
-            held = [policy for policy in self._held.values() if policy.name != BASE]
-            total = sum(policy.n_bytes for policy in held) + n_bytes
-            over = [f"max_policies {self.max_policies}"] if self.max_policies and len(held) >= self.max_policies else []
-            over += [f"memory {self.memory}"] if self.memory and total > self.memory else []
-            if not over:
-                return
-            idle = [p for p in held if not (p.holders or p.waiting or p.has_gradient or p.optimizer is None)]
+        """Evict those not used for longest until one more fits; MemoryLimitError, and nobody goes, where it cannot."""
+        held = [policy for policy in self._held.values() if policy.name != BASE]
+        idle = [p for p in held if not (p.holders or p.waiting or p.has_gradient or p.optimizer is None)]
+        idle.sort(key=lambda policy: policy.used)
+        count, total, go = len(held) + 1, sum(policy.n_bytes for policy in held) + n_bytes, list[LivePolicy]()
+        while (self.max_policies and count > self.max_policies) or (self.memory and total > self.memory):
             if self.folder is None or not idle:
+                limits = {"max_policies": self.max_policies, "memory": self.memory}
+                within = " and ".join(f"{limit} {value}" for limit, value in limits.items() if value)
                 raise MemoryLimitError(
-                    f"policy: expected room for {name!r} of {n_bytes} bytes within {' and '.join(over)}, got "
-                    f"{len(held)} policies of {total - n_bytes} bytes"
+                    f"policy: expected room for {name!r} of {n_bytes} bytes within {within}, got {len(held)} policies, "
+                    f"{len(go) + len(idle)} of which could go"
                 )
-            self.evict(min(idle, key=lambda policy: policy.used).name)
+            go.append(idle.pop(0))
+            count, total = count - 1, total - go[-1].n_bytes
+        for policy in go:
+            self.evict(policy.name)
 
 
 def promise() -> Future[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -155,7 +155,7 @@ class PolicyThread:
         self.engine.check(requests, sampling, decode=decode)
         if any(request.then for request in requests):
             raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
-        if policy.paused:
+        if policy.name in self.policies.paused:
             raise BusyError(f"policy: expected one that is not paused, got {policy.name!r}")
         numbers = self._numbers
         with self._changed:
@@ -218,6 +218,7 @@ class PolicyThread:
                 calls, self._calls = self._calls, deque()
                 passes, self._passes = self._passes, deque()
             for call in calls:
+                self._note("call")
                 call()
             self._compute(passes)
             self._feed()
@@ -231,21 +232,13 @@ class PolicyThread:
         self._compute(self._passes)
 
     def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
-        if passes:
-            with self.engine.between_steps():  # no policy comes or goes meanwhile
-                self._compute_all(passes)
-
-    def _compute_all(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
-        if len(passes) > 1 and not any(asked.loss for asked, _ in passes):
-            try:
-                results = joint.run(self.policies.host, [asked for asked, _ in passes])
-            except (EngineError, ValueError):  # of one of them, which hears of it below
-                results = []
-            for (_, done), result in zip(passes, results, strict=False):
-                done.set_result(result)
-        for asked, done in passes:
-            if not done.done():
-                fill(done, lambda asked=asked: joint.run(self.policies.host, [asked])[0])  # type: ignore[misc]
+        with self.engine.between_steps():  # no policy comes or goes meanwhile
+            outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
+        for (_, done), outcome in zip(passes, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
 
     def _feed(self) -> None:
         """Give free rows to the policies that have had the fewest tokens."""
@@ -264,7 +257,9 @@ class PolicyThread:
             except ValueError as error:  # one row alone is larger than the cache
                 self._drop(ticket, error)
                 continue
-            self._note("feed", ticket=ticket.number, policy=ticket.policy.name, places=places)
+            if self._log is not None:
+                how = [{**vars(request), "role": ticket.policy.name} for request in requests]
+                self._note("feed", ticket=ticket.number, places=places, requests=how, sampling=vars(ticket.sampling))
             self._had[key] += sum(map(ticket.cost, places))
             self._live |= {number: (ticket, place) for number, place in zip(numbers, places, strict=True)}
 
@@ -280,7 +275,7 @@ class PolicyThread:
             for ticket in dict.fromkeys(ticket for ticket, _ in self._live.values()):
                 self._drop(ticket, error)
             return
-        self._rows = min(self._max_rows, self._rows + 1)
+        self._rows = min(self._max_rows, self._rows + len(answers))  # so that something is done before rows fail again
         finished = {row.index for row in answers}
         for row in (*self.engine.writing(), *answers):
             ticket, place = self._live[row.index]
@@ -343,3 +338,47 @@ class PolicyThread:
     def _note(self, event: str, **fields: Any) -> None:
         if self._log is not None:
             self._log({"turn": self.turns, "event": event, **fields})
+
+
+def replay(
+    events: Iterable[Mapping[str, Any]],
+    policies: Policies,
+    *,
+    decode: Decode | None = None,
+    on_call: Callable[[], object] | None = None,
+) -> int:
+    """Decide again what a log of `PolicyThread` says was decided; the number of answers, each with the same tokens.
+
+    policies: with the weights that they had when the log began. decode: token ids to text, where texts ended answers.
+    on_call: does again what was done between two steps, in the order of the calls; None: calls changed no answer.
+    Raises ValueError for the first answer with other tokens.
+    """
+    engine, turns, places = policies.engine, 0, dict[int, tuple[int, int]]()
+    finished = dict[tuple[int, int], list[int]]()
+    for event in events:
+        while turns < event["turn"]:
+            turns += 1
+            finished |= {places[row.index]: row.tokens for row in engine.step()}
+        if event["event"] == "feed":
+            sampling = SamplingConfig(**{name: _frozen(value) for name, value in event["sampling"].items()})
+            requests = [
+                Request(**{name: _frozen(value) for name, value in given.items()}) for given in event["requests"]
+            ]
+            requests = [replace(request, role=policies.get(request.role).role) for request in requests]
+            numbers = engine.submit(requests, sampling, decode=decode)
+            places |= {n: (event["ticket"], p) for n, p in zip(numbers, event["places"], strict=True)}
+        elif event["event"] == "drop":
+            for number in [n for n, (ticket, _) in places.items() if ticket == event["ticket"]]:
+                engine.cancel(number)
+        elif event["event"] == "call" and on_call is not None:
+            on_call()
+        elif event["event"] == "done":
+            place, tokens = (event["ticket"], event["place"]), list(event["tokens"])
+            if finished.get(place) != tokens:
+                raise ValueError(f"events: expected tokens {tokens} of request {place}, got {finished.get(place)}")
+    return len(finished)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, as JSON has them, as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

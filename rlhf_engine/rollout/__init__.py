@@ -1,8 +1,9 @@
 """Rollouts: continuous batching over a paged cache, on the backbone and adapter slots that train."""
 
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.generate import generate, generate_requests
 from rlhf_engine.rollout.request import (
+    EngineOptions,
     PromptBatch,
     Request,
     Rollout,

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_engine.config import EvaluateConfig, GenerateConfig
-from rlhf_engine.data import Row, Tally, load_rows, plain_prompts, tokenize_prompts
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.config import EvaluateConfig, GenerateConfig, TrainConfig
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.io import LineFile
+from rlhf_engine.io import LineFile, json_digest
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
+from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
-from rlhf_engine.rollout.request import Request, RolloutStats, SamplingConfig, StopTexts
+from rlhf_engine.rollout.request import EngineOptions, Request, RolloutStats, SamplingConfig, StopTexts
 from rlhf_engine.rollout.rows import AnswerRow
 
 
@@ -58,37 +56,50 @@ def build_answer_model(
     return model
 
 
+def load_own_tokenizer(config: TrainConfig | GenerateConfig | EvaluateConfig) -> PreTrainedTokenizerBase:
+    """Load the base's tokenizer. ConfigError where a whole reward model reads other tokens."""
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    if config.whole_reward_model is not None:
+        require_same_tokens(tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
+    return tokenizer
+
+
+def tokenize_own_prompts(
+    config: TrainConfig | GenerateConfig | EvaluateConfig,
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    tally: Tally,
+) -> PromptSet:
+    """Tokenize rows as prompts of a command's base, with room for an answer there and in a whole reward model."""
+    return tokenize_prompts(
+        rows,
+        tokenizer,
+        tally,
+        context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
+        max_completion_length=config.max_completion_length,
+        max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation,
+        vocabulary=read_vocabulary(config.model_name_or_path),
+    )
+
+
 class AnswerSession:
     """The answers that a `GenerateConfig` asks for, each a row that is added to `out` as it is finished."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self.config = config
         argument, source = config.prompt_source
-        tally = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
-        rows = read_prompts(config, tally)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.whole_reward_model is not None:
-            require_same_tokens(self.tokenizer, config.whole_reward_model, read_vocabulary(config.model_name_or_path))
-        prompts = tokenize_prompts(
-            rows,
-            self.tokenizer,
-            tally,
-            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
-        self.report = tally  # report on the rows of prompts
+        self.report = Tally(source=source, argument=argument, max_bad_rows=config.max_bad_rows)
+        rows = read_prompts(config, self.report)
+        self.tokenizer = load_own_tokenizer(config)
+        prompts = tokenize_own_prompts(config, rows, self.tokenizer, self.report)
         shown = [
             row.prompt if isinstance(row.prompt, str) else text  # strings whole: answers are found again by them
             for row, text in zip(prompts.rows, prompts.prompts, strict=True)
         ]
         self.texts = [text for text in shown for _ in range(config.num_generations)]
-        self._out = None
-        if config.out is not None:
-            self._out = _AnswerFile(Path(config.out), self.texts, _settings(config), resume=config.resume)
-        self.done = set() if self._out is None else self._out.done  # places of answers that `out` held already
+        self._out = None if config.out is None else LineFile(Path(config.out))
+        self.done = set() if self._out is None else _held(self._out, self.texts, config)  # places that `out` held
         adapters = {"actor": config.adapter}
         self.model = build_answer_model(config, adapters, reward_for="best_of" if config.best_of else None)
         exactness.settle(config.exact, self.model.role_backbone("actor"))
@@ -128,7 +139,7 @@ class AnswerSession:
         self._rows_left -= len(rows)
         if self._out is not None:
             for row in rows:
-                self._out.add(row)
+                self._out.add({**row, "settings": _settings(self.config)})
         return rows
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -200,30 +211,23 @@ class AnswerSession:
         return self._stops.cut(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
 
 
-class _AnswerFile:
-    """JSONL file of answers, one line each, in the order in which they finish."""
-
-    def __init__(self, path: Path, texts: list[str], settings: str, *, resume: bool) -> None:
-        """settings: names how answers are drawn; a file holds those of one."""
-        self._settings = settings
-        self.done: set[int] = set()
-        if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
-        if path.exists() and not resume:
-            raise ConfigError(f"out: expected a file that does not exist, got {str(path)!r}; --resume goes on with it")
-        self._lines = LineFile(path)
-        for number, row in self._lines.read("out"):
-            place = f"out: {path}:{number}: expected an answer"
-            if row.get("settings") != settings:
-                raise ConfigError(f"{place} of this model with these options, got one of others")
-            index, prompt = row["index"], row["prompt"]
-            if index >= len(texts) or texts[index] != prompt:
-                raise ConfigError(f"{place} to one of these prompts, got one to {prompt!r} at place {index}")
-            self.done.add(index)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """One line more, on disk when this returns."""
-        self._lines.add({**row, "settings": self._settings})
+def _held(out: LineFile, texts: list[str], config: GenerateConfig) -> set[int]:
+    """Places of the answers that a file holds. Raises ConfigError for one of another request, or not to go on with."""
+    path, settings = out.path, _settings(config)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"out: expected a file in a folder that exists, got {str(path)!r}")
+    if path.exists() and not config.resume:
+        raise ConfigError(f"out: expected a file that does not exist, got {str(path)!r}; --resume goes on with it")
+    done = set()
+    for number, row in out.read("out"):
+        place = f"out: {path}:{number}: expected an answer"
+        if row.get("settings") != settings:
+            raise ConfigError(f"{place} of this model with these options, got one of others")
+        index, prompt = row["index"], row["prompt"]
+        if index >= len(texts) or texts[index] != prompt:
+            raise ConfigError(f"{place} to one of these prompts, got one to {prompt!r} at place {index}")
+        done.add(index)
+    return done
 
 
 _PROMPTS = {"prompt", "prompt_file", "dataset_name", "max_bad_rows"}
@@ -238,7 +242,7 @@ def _settings(config: GenerateConfig) -> str:
     # options that files began with
     earlier = {"dataset_streaming": False, "ignore_eos": False, "reward_adapter": config.reward_adapter}
     kept |= {**earlier, "reward_model_path": config.whole_reward_model}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    return json_digest(kept)
 
 
 def summary(session: AnswerSession) -> str:

@@ -19,24 +19,25 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 import torch
 from rlhf_kernels.runtime import registry
 
-from rlhf_engine.config.rollout import EngineConfig, StepName
+from rlhf_engine.config.rollout import StepName
 from rlhf_engine.devices import is_eager, is_gpu, is_out_of_memory
 from rlhf_engine.errors import MemoryLimitError
+from rlhf_engine.hydra.attention import BLOCK, KVCache
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import LM_HEAD, require_role
 from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.admission import Admission, blocks_of_each
+from rlhf_engine.rollout import decoding, exactness
+from rlhf_engine.rollout.decoding import CudaCapture, GraphStep, NativeStep, RolloutStep, TransformersStep
 from rlhf_engine.rollout.request import (
     Decode,
+    EngineOptions,
     FinishReason,
     Request,
     RolloutStats,
@@ -47,12 +48,7 @@ from rlhf_engine.rollout.request import (
     check_prompt,
     row_seed,
 )
-from rlhf_engine.rollout.rows import AnswerRow, LiveRows
-from rlhf_engine.rollout.sampler import NextTokens, Sampler
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.graph import CudaCapture, GraphStep
-from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import RolloutStep, TransformersStep
+from rlhf_engine.rollout.rows import Admission, AnswerRow, LiveRows, NextTokens, Sampler, blocks_of_each
 
 _BURST = 8  # tokens between two looks at what a device has drawn
 _AHEAD = 8
@@ -90,38 +86,6 @@ class _Burst:
                 self._ready.synchronize()
             tokens, logprobs = self._host[::2].tolist(), self._host[1::2].view(torch.float32).tolist()
         return zip(self.rows, self.versions, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options by which rows are run, which change answers by rounding at most, and in exact mode not at all."""
-
-    max_rows: int | None = None
-    """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
-    cache_bytes: int | None = None
-    """Most bytes of keys and values, all rows together, ≥ 1; None: as many as the rows alive at once may need."""
-    decode_step: StepName = "auto"
-    """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
-    step where it serves the backbone, except where the kernel table prefers the reference. On CUDA the native step is
-    captured, too."""
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> EngineOptions:
-        """Take the options out of a configuration.
-
-        Args:
-            config: configuration of a command that draws answers in this process.
-
-        Returns:
-            The options.
-        """
-        return cls(cache_bytes=config.cache_bytes, decode_step=config.decode_step)
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected None or at least 1, got {value}")
 
 
 class _Engines(threading.local):
@@ -442,10 +406,10 @@ class RolloutEngine:
         if reads != self._reads or any(self._where(slot) != where for slot, where in self._bound.items()):
             self._clear()
             self._reads, self._kind = reads, step
+            self._is_alone = kernels.exact and exactness.unsupported(self.backbone) is not None
         if isinstance(self._step, GraphStep):
             self._step.begin()
         self._tensors = {}
-        self._is_alone = registry.is_exact() and exactness.unsupported(self.backbone) is not None
         self._sampler = Sampler(self.backbone)
         self._admission.pool.most_used = self._admission.pool.size - self._admission.pool.free
         self.stats = RolloutStats()
@@ -459,11 +423,15 @@ class RolloutEngine:
         share = NativeStep.wait_share if self._kind == "native" and not self._captures else GraphStep.wait_share
         self._places_to_wait_for = -(-self._max_rows // share)
         had = (live.columns, len(live.slots), pool.size)
-        columns = max(row.blocks_needed for row in rows)
+        columns, slots = 0, set[str]()
+        for row in rows:
+            columns = max(columns, row.blocks_needed)
+            if row.slot is not None:
+                slots.add(row.slot)
         if self._captures:  # few sizes, each of which is captured anew
             columns = 1 << (columns - 1).bit_length()
         live.widen(max(live.columns, columns))
-        for slot in sorted({row.slot for row in rows if row.slot is not None} - set(live.slots)):
+        for slot in sorted(slots - live.slots.keys()):
             live.slots[slot], self._bound[slot] = len(live.slots), self._where(slot)
             if self.backbone.adapts_head(slot):
                 live.head_slots.add(slot)
@@ -539,17 +507,18 @@ class RolloutEngine:
 
     def _prefill(self, rows: Sequence[AnswerRow]) -> torch.Tensor | None:
         """Hidden states of the rows' last prompt tokens; None without rows."""
-        step, hidden = self._make_step(), [torch.empty(0)] * len(rows)  # rows without a new prompt may need it as well
+        step, hidden = self._make_step(), list[torch.Tensor]()  # rows without a new prompt may need it as well
         if not rows:
             return None
-        self.stats.prompts += len(rows)
-        self.stats.prompt_tokens += sum(len(row.prompt) - row.cached for row in rows)
-        whole = [i for i, row in enumerate(rows) if not row.cached]
-        for i, state in zip(whole, step.prefill([rows[i] for i in whole]) if whole else (), strict=True):
-            hidden[i] = state
-        for i, row in enumerate(rows):
+        whole = [row for row in rows if not row.cached]
+        states = iter(step.prefill(whole) if whole else ())
+        for row in rows:
+            self.stats.prompt_tokens += len(row.prompt) - row.cached
             if row.cached:
-                hidden[i] = step.extend(row, -1 if row.slot is None else self._live.slots[row.slot])
+                hidden.append(step.extend(row, -1 if row.slot is None else self._live.slots[row.slot]))
+            else:
+                hidden.append(next(states))
+        self.stats.prompts += len(rows)
         return torch.stack(hidden)
 
     def _advance(self) -> list[AnswerRow]:
@@ -655,7 +624,10 @@ def _most_blocks(options: EngineOptions, backbone: Backbone, largest: int) -> in
 
 def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
     """Choose the implementation of decoding steps. Raises ValueError for a named one that does not serve."""
-    reasons = {"native": native_step.unsupported, "graph": _no_graphs}
+    reasons: dict[StepName, Callable[[Backbone], str | None]] = {
+        "native": decoding.native_unsupported,
+        "graph": _no_graphs,
+    }
     name = options.decode_step
     if name in reasons:
         reason = reasons[name](backbone)
@@ -666,10 +638,10 @@ def _choose_step(options: EngineOptions, backbone: Backbone) -> StepName:
         return name
     if is_gpu(backbone.device):
         del reasons["native"]  # no GPU has run it
-    served = [name for name, unsupported in reasons.items() if unsupported(backbone) is None]
-    if "native" in served and not native_step.preferred(backbone, "cpu"):
-        served.remove("native")
-    return served[0] if served else "transformers"  # type: ignore[return-value]
+    for served, unsupported in reasons.items():
+        if unsupported(backbone) is None and (served != "native" or decoding.native_preferred(backbone, "cpu")):
+            return served
+    return "transformers"
 
 
 def _no_graphs(backbone: Backbone) -> str | None:

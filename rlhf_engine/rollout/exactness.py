@@ -19,15 +19,14 @@ from rlhf_kernels.runtime import native, registry
 from torch import nn
 
 from rlhf_engine.devices import is_gpu
-from rlhf_engine.hydra.attention import plan_packed
+from rlhf_engine.hydra.attention import KVCache, plan_packed
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.gate import SlotTable
-from rlhf_engine.hydra.gated_linear import GatedConv1D, GatedLinear
-from rlhf_engine.hydra.kv_cache import KVCache
+from rlhf_engine.hydra.modules import GatedConv1D, GatedLinear
+from rlhf_engine.rollout import decoding
+from rlhf_engine.rollout.decoding import TransformersStep
 from rlhf_engine.rollout.rows import Prompt, RowState
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.transformers import TransformersStep
 
 MEASURED = ("avx2", "avx512", "avx512_bf16")
 """Instruction sets on which exact mode has been timed; it is the default there, see docs/decisions."""
@@ -57,14 +56,14 @@ def settle(wanted: bool | None, backbone: Backbone) -> None:
 def unsupported(backbone: Backbone) -> str | None:
     """Reason why exact mode cannot serve a backbone here and now, tried once; None if it can."""
     in_triton = is_gpu(backbone.device) or registry.default_backend() == "triton"
-    reason = native_step.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
+    reason = decoding.without_ops(backbone, _OPS, "triton" if in_triton else "cpu")
     if reason is not None:
         return reason
     known, kind = _verdicts.get(backbone), (backbone.dtype, native.isa())
     if known is None or known[0] != kind:
         with registry.use_exact():
             reason = None
-            if native_step.unsupported(backbone) is not None:
+            if decoding.native_unsupported(backbone) is not None:
                 reason = _differs(backbone) or _try(backbone)
         _verdicts[backbone] = known = kind, reason
     return known[1]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlhf_engine.config.rollout import SamplingOptions
+from rlhf_engine.config.rollout import EngineConfig, SamplingOptions, StepName
 from rlhf_engine.hydra.batch import PackedBatch
 from rlhf_engine.hydra.model import Scores
 
@@ -141,6 +141,38 @@ class Request:
 
 
 _OWN = tuple(f.name for f in dataclasses.fields(SamplingConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options by which rows are run, which change answers by rounding at most, and in exact mode not at all."""
+
+    max_rows: int | None = None
+    """Most rows alive at once, ≥ 1; None: as many as there are requests, as far as the cache holds them."""
+    cache_bytes: int | None = None
+    """Most bytes of keys and values, all rows together, ≥ 1; None: as many as the rows alive at once may need."""
+    decode_step: StepName = "auto"
+    """Kind of decoding step: `auto`, `native`, `graph` or `transformers`. auto: on CUDA graphs; on a CPU the native
+    step where it serves the backbone, except where the kernel table prefers the reference. On CUDA the native step is
+    captured, too."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> EngineOptions:
+        """Take the options out of a configuration.
+
+        Args:
+            config: configuration of a command that draws answers in this process.
+
+        Returns:
+            The options.
+        """
+        return cls(cache_bytes=config.cache_bytes, decode_step=config.decode_step)
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected None or at least 1, got {value}")
 
 
 @dataclass(kw_only=True)
@@ -349,14 +381,17 @@ class PromptBatch:
         Raises:
             IndexError: a row that `ids` does not have.
         """
-        tokens = [tuple(ids[row]) for row in rows]
-        places = [(group, j) for group in range(len(rows)) for j in range(generations)]
+        each, prompts, groups = list[int](), list[tuple[int, ...]](), list[int]()
+        for group, row in enumerate(rows):
+            each += [row] * generations
+            prompts += [tuple(ids[row])] * generations
+            groups += [group] * generations
         return cls(
-            rows=tuple(rows[group] for group, _ in places),
-            prompts=tuple(tokens[group] for group, _ in places),
-            groups=tuple(group for group, _ in places),
-            greedy=tuple(with_greedy and j == generations - 1 for _, j in places),
-            sample_ids=tuple(range(first_id, first_id + len(places))),
+            rows=tuple(each),
+            prompts=tuple(prompts),
+            groups=tuple(groups),
+            greedy=(*(False,) * (generations - 1), with_greedy) * len(rows),
+            sample_ids=tuple(range(first_id, first_id + len(each))),
         )
 
     def __len__(self) -> int:

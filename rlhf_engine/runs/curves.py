@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_engine.runs.headline import numbers
 from rlhf_engine.runs.metrics import read_metrics, write_atomic
 
 SMOOTHING = 0.8
@@ -141,7 +142,6 @@ def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, l
     """(label, steps, values) of the panel's lines that have at least one number."""
     lines = []
     for name, label in panel.lines:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            lines.append((label, [step for step, _ in points], [float(value) for _, value in points]))
+        if points := numbers(rows, name):
+            lines.append((label, [step for step, _ in points], [value for _, value in points]))
     return lines

@@ -24,11 +24,8 @@ import numbers
 import os
 import platform
 import re
-import resource
 import secrets
 import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -44,7 +41,6 @@ from rlhf_engine.config.launch import version_of
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import no_link
 
-CLEAR_REFS = Path("/proc/self/clear_refs")
 TENSORBOARD_FOLDER = "tensorboard"
 NAMES_FILE = "trackers.json"  # file with the names of a run elsewhere, by tracker
 _NAMED_BY = {"wandb": "id", "trackio": "name"}  # the argument by which a tracker finds a run again
@@ -172,23 +168,6 @@ def write_json_atomic(path: str | Path, obj: Any) -> None:
     write_atomic(Path(path), (json.dumps(obj, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
-def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Most memory used so far: torch's allocations on a CUDA device, the process's resident set elsewhere."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Let `peak_memory_bytes` count from now on; where a CPU's system cannot, it goes on counting from the start."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif os.access(CLEAR_REFS, os.W_OK):
-        CLEAR_REFS.write_text("5")
-
-
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -258,51 +237,6 @@ def cpu_name() -> str:
         re.search(r"^model name\s*:(.*)$", info.read_text(errors="replace"), re.MULTILINE) if info.is_file() else None
     )
     return name[1].strip() if name else platform.processor() or platform.machine()
-
-
-# ---- phases of a step ------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds by phase of a step, from its construction on. with_peaks: bytes at the peak of each phase as well."""
-
-    def __init__(self, device: torch.device, *, with_peaks: bool = False) -> None:
-        self.seconds: dict[str, float] = {}  # phase → seconds
-        self._peaks: dict[str, int] | None = {} if with_peaks else None
-        self._device = device
-        if with_peaks:
-            reset_peak_memory(device)
-        self._began = self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            # once per phase, or the next phase would be charged for this one; a generator's stream is not waited for
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Time since the last lap belongs to `phase`."""
-        now = self._now()
-        self.seconds[phase] = now - self._last
-        if self._peaks is not None:
-            self._peaks[phase] = peak_memory_bytes(self._device)
-            reset_peak_memory(self._device)
-        self._last = now
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Time since the last lap belongs to these phases."""
-        self.seconds |= seconds
-        self._last = self._now()
-
-    @property
-    def total(self) -> float:
-        """Seconds up to the end of the last phase."""
-        return self._last - self._began
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds, and bytes where they are measured, by metric name."""
-        peaks = {f"peak_memory_bytes/{phase}": float(n) for phase, n in (self._peaks or {}).items()}
-        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.total, **peaks}
 
 
 # ---- sample answers --------------------------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ def write_page(
 def _render(whole: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, refresh: float | None) -> str:
     """The page of some runs, each with its headline numbers."""
     runs, numbers_of = [run for run, _ in whole], [shown for _, shown in whole]
-    panels = [panel for panel in PANELS if has_signal(panel, [_values(runs, name) for name, _ in panel.lines])]
+    values: dict[str, list[float]] = {
+        name: [x for run in runs if name in run["curves"] for x in run["curves"][name][1]] for name in _DRAWN
+    }
+    panels = [panel for panel in PANELS if has_signal(panel, [values[name] for name, _ in panel.lines])]
     written = round(time.time())
     seconds = [max(run["curves"]["seconds/step"][1][-20:]) for run in runs if "seconds/step" in run["curves"]]
     names, configs = [run["name"] for run in runs], [run["config"] for run in runs]
@@ -102,11 +105,6 @@ def _render(whole: Sequence[tuple[dict[str, Any], list[Headline]]], title: str, 
             "runs": runs,
         },
     )
-
-
-def _values(runs: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Values of a metric in all runs."""
-    return [value for run in runs if name in run["curves"] for value in run["curves"][name][1]]
 
 
 def _run_folder(folder: Path) -> Path:
@@ -209,7 +207,6 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """Facts about what ran where, as text."""
     commit = record.get("git_commit") or {}
     hidden = {str(record.get("config", {}).get(name)) for name in _ADDRESSES}
     facts = {

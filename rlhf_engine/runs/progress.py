@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -64,6 +72,12 @@ class _Console(Console):
         self.quiet = True
 
 
+def counting_bar(console: Console, *columns: ProgressColumn, disable: bool = False) -> Progress:
+    """A bar for each task with its name and how much of it is done, before other columns."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*first, *columns, console=console, disable=disable)
+
+
 class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
@@ -101,14 +115,7 @@ class TrainingProgress:
         self._began, self._first_step = time.monotonic(), step
         self._last: tuple[int, float] | None = None  # the step before and its time, until there is an estimate
         self._has_estimate, self._chosen = False, ""
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
+        self._bar = counting_bar(self.console, TimeElapsedColumn(), TimeRemainingColumn())
         self._task = self._bar.add_task(title, total=total_steps, completed=step)
         # what a run shows beyond the usual comes first: it is why it was asked for; the last line has the speed
         beyond = {name: self.shown[name] for name in self.shown if name not in (*WATCHED, "tokens_per_second")}

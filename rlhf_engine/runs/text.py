@@ -13,24 +13,24 @@ def samples_markdown(
     prompts: Sequence[str],
     before: Sequence[str],
     after: Sequence[str],
-    rewards_before: Sequence[float | None] | None = None,
-    rewards_after: Sequence[float | None] | None = None,
-    *,
-    title: str = "Answers before and after training",
+    rewards_before: Sequence[float | None],
+    rewards_after: Sequence[float | None],
 ) -> str:
     """Answers to the same prompts, as markdown; texts are fenced, so nothing in them becomes markup."""
-    parts = [f"# {title}"]
+    parts = ["# Answers before and after training"]
     for i, (prompt, *answers) in enumerate(zip(prompts, before, after, strict=True)):
         parts += [f"## {i + 1}", _fenced(prompt)]
         for name, text, rewards in zip(("Before", "After"), answers, (rewards_before, rewards_after), strict=True):
-            note = "" if rewards is None else f" (reward {format_value(rewards[i])})"
-            parts += [f"**{name}**{note}", _fenced(text) if text.strip() else "*an empty answer*"]
+            shown = _fenced(text) if text.strip() else "*an empty answer*"
+            parts += [f"**{name}** (reward {format_value(rewards[i])})", shown]
     return "\n\n".join(parts) + "\n"
 
 
-def summary_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> Table:
+def summary_table(
+    title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]], caption: str | None = None
+) -> Table:
     """A rich table: one row per name, its values under `columns`, numbers at a readable precision."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right")

@@ -1,13 +1,20 @@
-"""Turns a rollout into what an update learns from: a scoring pass over all lanes, rewards, KL, and metrics."""
+"""Turns a rollout into what an update learns from: a scoring pass over all lanes, rewards, KL, and metrics.
+
+What the reference, the reward model and the policy that drew an answer say of it is the same whenever it is asked. Such
+frozen roles have a pass of their own where answers are drawn beside the updates: whoever has the time makes it, the
+generator or the learner, with the same bits.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,16 +26,96 @@ from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import Mode, importance_weights, sequence_sums, weight_metrics
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import PromptSet
-from rlhf_engine.data.tokenizer import warn_of_unknown
+from rlhf_engine.data.tokenize import warn_of_unknown
 from rlhf_engine.data.types import Text
-from rlhf_engine.devices import ALONE, Budget, World
-from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError
+from rlhf_engine.devices import ALONE, Budget, World, is_out_of_memory, release_memory
+from rlhf_engine.errors import ConfigError, MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, Scores
 from rlhf_engine.hydra.build import PAST
 from rlhf_engine.hydra.model import join_scores
+from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import PromptBatch, Rollout
 from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
-from rlhf_engine.scoring.score import FrozenRoles, score, score_some
+
+CHECKED_EVERY = 8
+"""One in so many answers is scored in exact mode by the policy that drew it; others keep those of the draw."""
+
+
+def score(
+    model: HydraModel,
+    batch: PackedBatch,
+    roles: Sequence[str],
+    budget: Budget,
+    *,
+    temperature: float,
+    exact_kl: bool = False,
+    most: int | None = None,
+) -> Scores:
+    """Score as `HydraModel.score` does, in groups of at most `most` tokens; one that does not fit, in smaller ones."""
+    most = most or budget.tokens or model.token_budget
+    options: dict[str, Any] = {"temperature": temperature, "exact_kl": exact_kl}
+    lanes = max(Counter(map(itemgetter(0), fold_lanes(model.roles, roles))).values())  # of one backbone
+    parts: list[Scores] = []
+    for part in model.parts(batch, most):
+        rows = model.count_rows(part)
+        rows = lanes * rows if lanes * rows <= most else rows
+        try:
+            with budget.measured(rows):
+                parts.append(model.score(part, roles, token_budget=most, **options))
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
+                raise
+            if rows <= max(part.lengths):
+                raise MemoryLimitError(
+                    "scoring a single sequence does not fit into memory; shorten answers (max_completion_length) or "
+                    "use a smaller model"
+                ) from error
+        release_memory(model.device)  # here rather than above, where the error still holds the failed pass's tensors
+        budget.divide(rows // 2)
+        parts.append(score(model, part, roles, budget, most=rows // 2, **options))
+    return join_scores(parts)
+
+
+def score_some(
+    model: HydraModel, drawn: Rollout, role: str, budget: Budget, *, temperature: float, turn: int
+) -> Scores:
+    """Score one in `CHECKED_EVERY` answers by the policy that drew it, as at this `turn`."""
+    n = drawn.batch.n_sequences
+    checked = list(range(turn % min(n, CHECKED_EVERY), n, CHECKED_EVERY))
+    scores = score(model, drawn.batch.select(checked), [role], budget, temperature=temperature)
+    name = next(name for name, _ in scores.items() if name.endswith("logprobs_M"))
+    logprobs_M = drawn.logprobs_M.clone()
+    logprobs_M[drawn.batch.select_completion_rows(checked)] = getattr(scores, name)
+    return dataclasses.replace(scores, **{name: logprobs_M})
+
+
+class FrozenRoles:
+    """Scores of answers by the roles that no update changes, in exact mode also by the policy that drew."""
+
+    def __init__(
+        self, model: HydraModel, config: TrainConfig, *, past: str | None, reward: bool, budget: Budget | None = None
+    ) -> None:
+        """Choose the roles: the reference is left to the present policy's pass where the exact KL needs both."""
+        self._model, self._temperature = model, config.temperature
+        reference = [] if config.kl_estimator == "exact" else ["reference"]
+        self._past, self._roles = past, [*reference, *(["reward"] if reward else [])]
+        self._budget = Budget(model.device) if budget is None else budget
+
+    def __call__(self, drawn: Rollout) -> Scores | None:
+        """Score answers, or None where there is no such role."""
+        past, roles, few = self._past, self._roles, Scores()
+        given: dict[str, Any] = {"budget": self._budget, "temperature": self._temperature}
+        if past is not None and registry.is_exact():
+            few = score_some(self._model, drawn, past, turn=drawn.policy_version, **given)
+        elif past is not None:
+            roles = [past, *roles]
+        scores = score(self._model, drawn.batch, roles, **given) if roles else Scores()
+        return dataclasses.replace(scores, **dict(few.items())) if past is not None or roles else None
+
+
+# ---- experience ------------------------------------------------------------------------------------------------------
+
 
 MISMATCH_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest mean |log ratio| per token between rollout and training forward at equal weights, by the backbone's dtype.
@@ -113,9 +200,11 @@ class Scoring:
                 scores = score(model, drawn.batch, roles, self._budget, temperature=temperature, exact_kl=exact_kl)
             scores = replace(scores, **dict(known.items()), **dict(() if frozen is None else frozen.items()))
             _require_finite(scores, share.logprobs_M)
-            twins = _twins(share.batch, own)
+            texts, ids = decode_answers(self._tokenizer, share.batch)
+            twins = _twins(ids, own)
             rewards_N = self._rewards_of_all(share.batch, own, scores.rewards_N, twins, temperature)
-        scores = gather_scores(world, scores)
+        if world.size > 1:
+            scores = join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
         rollout, prompts = whole or (share, own)
         drawn = drawn if world.size == 1 else _drawn(rollout, prompts)
         assert scores.logprobs_M is not None
@@ -126,8 +215,9 @@ class Scoring:
         log_ratio_M = (past_logprobs_M if is_behind else scores.logprobs_M) - drawn.logprobs_M
         _check_agreement(model, config, scores, log_ratio_M, version)
         with world.together("rewards"):
-            scored = self._reward(share, own, rewards_N, twins)
-        scored = gather_answers(world, scored)
+            scored = self._reward(share, own, rewards_N, twins, texts, ids)
+        if world.size > 1:
+            scored = gather_answers(world, scored)
         kept = _kept(scored.totals, prompts, least=config.facts.least_drawn)
         made = _make(drawn.batch, kept, prompts, scores, scored, config)
         rows_M = drawn.batch.select_completion_rows(kept) if kept else slice(None)
@@ -166,16 +256,23 @@ class Scoring:
         return rewards_N
 
     def _reward(
-        self, rollout: Rollout, prompts: PromptBatch, rewards_N: torch.Tensor | None, twins: Mapping[int, int | None]
+        self,
+        rollout: Rollout,
+        prompts: PromptBatch,
+        rewards_N: torch.Tensor | None,
+        twins: Mapping[int, int | None],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
     ) -> ScoredAnswers:
         """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
-        texts, ids = decode_answers(self._tokenizer, rollout.batch)
         rows = list(prompts.rows)
         written = self._data.written(rows)
         replies = as_replies(self._tokenizer, rollout.batch, written, texts)
         scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, rewards_N)
-        same = {i: twin for i, twin in twins.items() if twin is not None}
-        return replace(scored, totals=[scored.totals[same.get(i, i)] for i in range(len(ids))])
+        for i, twin in twins.items():
+            if twin is not None:
+                scored.totals[i] = scored.totals[twin]
+        return scored
 
 
 def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
@@ -184,13 +281,13 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     return rollout if len(drawn) == len(prompts) else rollout.select(drawn)
 
 
-def _twins(batch: PackedBatch, prompts: PromptBatch) -> dict[int, int | None]:
+def _twins(ids: Sequence[Sequence[int]], prompts: PromptBatch) -> dict[int, int | None]:
     """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one."""
-    greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
-    if not greedy:
+    if not any(prompts.greedy):
         return {}
-    places = {(prompts.groups[i], tuple(batch.completion_tokens(i))): i for i in prompts.drawn}
-    return {i: places.get((prompts.groups[i], tuple(batch.completion_tokens(i)))) for i in greedy}
+    greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
+    places = {(prompts.groups[i], *ids[i]): i for i in prompts.drawn}
+    return {i: places.get((prompts.groups[i], *ids[i])) for i in greedy}
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
@@ -270,7 +367,7 @@ def _make(
     kl_M = token_kl(scores.logprobs_M, scores.ref_logprobs_M, config.kl_estimator, scores.kl_M)[rows_M]
     device = batch.device
     totals = [0.0 if total is None else total for total in scored.totals]  # None where nothing is learned at all
-    scores_N = torch.tensor([totals[i] for i in places], dtype=torch.float32, device=device)
+    scores_N = torch.tensor(totals, dtype=torch.float32)[places].to(device)
     if not scores_N.isfinite().all() or not kl_M.isfinite().all():
         culprit = "score" if not scores_N.isfinite().all() else "KL"
         raise NonFiniteError(f"{culprit} of an answer is not finite; no update was made from it")
@@ -293,7 +390,7 @@ def _make(
         metrics["value/mean"] = float(values_M.mean())
     return Experience(
         batch=batch,
-        groups_N=torch.tensor([prompts.groups[i] for i in places], device=device),
+        groups_N=torch.tensor(prompts.groups)[places].to(device),
         scores_N=scores_N,
         is_scored=is_scored,
         greedy_scores_N=greedy_scores_N,
@@ -309,12 +406,13 @@ def _make(
 
 def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
     """Places of the drawn answers with a score, also of the greedy one, whose prompt has at least `least`."""
-    answers = list(zip(prompts.groups, prompts.greedy, totals, strict=True))
-    spoiled = {group for group, greedy, total in answers if greedy and total is None}
-    drawn = [(group, total) for group, greedy, total in answers if not greedy]
-    good = [i for i, (group, total) in enumerate(drawn) if total is not None and group not in spoiled]
-    counts = Counter(drawn[i][0] for i in good)
-    return [i for i in good if counts[drawn[i][0]] >= least]
+    counts, spoiled, drawn = Counter[int](), set[int](), prompts.drawn
+    for group, greedy, total in zip(prompts.groups, prompts.greedy, totals, strict=True):
+        counts[group] += not greedy and total is not None
+        if greedy and total is None:
+            spoiled.add(group)
+    good = [totals[i] is not None and counts[g] >= least and g not in spoiled for i, g in enumerate(prompts.groups)]
+    return [place for place, i in enumerate(drawn) if good[i]]
 
 
 def _nothing_left(config: TrainConfig) -> str:
@@ -361,24 +459,17 @@ def _metrics(
 
 def _source_metrics(scored: ScoredAnswers, drawn: Sequence[int]) -> dict[str, float]:
     """Mean reward of each source over the drawn answers, where there are several."""
+    if len(scored.sources) == 1:
+        return {}
     means = {name: mean_or_none([values[i] for i in drawn]) for name, values in scored.sources.items()}
-    return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None} if len(means) > 1 else {}
+    return {f"rewards/{name}": mean for name, mean in means.items() if mean is not None}
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
-def gather_scores(world: World, scores: Scores) -> Scores:
-    """Scores of the answers of all ranks."""
-    if world.size == 1:
-        return scores
-    return join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
-
-
 def gather_answers(world: World, scored: ScoredAnswers) -> ScoredAnswers:
     """Scores of the answers of all ranks."""
-    if world.size == 1:
-        return scored
     parts = world.gather(scored)
     logged = sorted({name for part in parts for name in part.logged})
     return ScoredAnswers(

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
+from rlhf_engine.data.tokenize import text_of
 from rlhf_engine.data.types import Text
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError, RewardError
@@ -334,7 +335,7 @@ def _failure(what: str, error: BaseException, prompts: Sequence[Any] = (), answe
 
 def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[Any]) -> int | None:
     """Row of the answer that a variable held where the code failed, the innermost function first; None: no variable."""
-    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, verifiable.text_of(answer))}
+    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, text_of(answer))}
     for frame in reversed(frames):
         held = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
         if held:
@@ -355,7 +356,6 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
         raise ValueError(f"{place}: expected {len(prompts)} rewards, got {len(result)}")
     rewards: list[float | None] = []
     for row, value in enumerate(result):
-        where = f"at row {row} (prompt {_excerpt(prompts[row])!r})"
         if hasattr(value, "tolist"):  # a number of numpy's, or a tensor of one
             value = value.tolist()
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -363,19 +363,23 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
             rewards.append(None)
             continue
         if not isinstance(value, numbers.Real):
-            raise TypeError(f"{place}: expected numbers or None, got {value!r} {where}")
+            raise TypeError(f"{place}: expected numbers or None, got {value!r} {_at(row, prompts)}")
         try:
             number = float(value)
         except OverflowError:  # a huge integer, whose digits nobody would read
             number = math.inf
         if not abs(number) <= _LARGEST:  # also catches NaN
-            raise ValueError(f"{place}: expected finite numbers of float32, got {number} {where}")
+            raise ValueError(f"{place}: expected finite numbers of float32, got {number} {_at(row, prompts)}")
         rewards.append(number)
     return rewards
 
 
+def _at(row: int, prompts: Sequence[Text]) -> str:
+    return f"at row {row} (prompt {_excerpt(prompts[row])!r})"
+
+
 def _excerpt(text: Any, length: int = 60) -> str:
-    text = verifiable.text_of(text)
+    text = text_of(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -402,6 +406,7 @@ class AnswerScorer:
     ) -> None:
         """timeout: seconds after which one call of a function is given up; None for never."""
         self.specs = list(specs)
+        self.uses_reward_model = REWARD_MODEL in self.specs  # the learned reward is one of the sources
         self.weights = list(weights) if weights is not None else [1.0] * len(self.specs)
         self.missing_eos_penalty, self.missing_eos_score = missing_eos_penalty, missing_eos_score
         self.timeout = timeout
@@ -410,11 +415,6 @@ class AnswerScorer:
         if self.specs.count(REWARD_MODEL) > 1:
             raise ConfigError(f"reward_funcs: expected {REWARD_MODEL!r} at most once, got {self.specs}")
         self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != REWARD_MODEL]
-
-    @property
-    def uses_reward_model(self) -> bool:
-        """Whether the learned reward is one of the sources."""
-        return REWARD_MODEL in self.specs
 
     def dry_run(self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]]) -> None:
         """Call every function once on two rows, before any time is spent."""
@@ -456,16 +456,11 @@ class AnswerScorer:
             totals = weighted_total(list(sources.values()), self.weights)
         except ValueError as error:
             raise RewardError(f"reward_{error}") from error  # the option is called reward_weights
-        totals = [t if done else self._of_unfinished(t) for t, done in zip(totals, finished, strict=True)]
+        for i, (total, done) in enumerate(zip(totals, finished, strict=True)):
+            if not done and total is not None:  # an answer that its sources leave out stays out
+                penalty = self.missing_eos_penalty or 0.0
+                totals[i] = total - penalty if self.missing_eos_score is None else self.missing_eos_score
         return ScoredAnswers(totals=totals, sources=sources, logged=dict(logged))
-
-    def _of_unfinished(self, total: float | None) -> float | None:
-        """The score of an answer that never ended. One that its sources leave out stays out."""
-        if total is None:
-            return None
-        if self.missing_eos_score is not None:
-            return self.missing_eos_score
-        return total - (self.missing_eos_penalty or 0.0)
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:

@@ -26,17 +26,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlhf_engine.data.tokenize import text_of
 from rlhf_engine.errors import ConfigError
 
 Texts = Sequence[Any]
 _INSTALL = "pip install 'rlhf-engine[rewards]' has it"
 _JUDGE = Path(__file__).with_name("judge.py")
 _SPARE = 10.0  # seconds beyond its limit after which a process that judges is given up
-
-
-def text_of(completion: Any) -> str:
-    """Text of an answer: a string, or of TRL's conversations the last message's content."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
 
 
 def _ends_with_think(prompts: Sequence[Any] | None, n: int) -> list[bool | None]:

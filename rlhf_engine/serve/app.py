@@ -21,11 +21,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tokenizer import eos_token_ids
+from rlhf_engine.data.tokenize import eos_token_ids
+from rlhf_engine.devices import peak_memory_bytes
 from rlhf_engine.errors import BusyError, CorruptCheckpointError, EngineError, MemoryLimitError, PolicyRemovedError
-from rlhf_engine.policy.pool import BASE
+from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.runs.metrics import peak_memory_bytes
 from rlhf_engine.serve.answers import Reply
 from rlhf_engine.serve.protocol import Asked, BadRequestError, Reader, parse_json
 
@@ -190,7 +190,7 @@ class Service:
                 {
                     "name": self.name if policy.name == BASE else policy.name, "steps": policy.state.step,
                     "bytes": 0 if policy.name == BASE else policy.n_bytes, "users": policy.holders,
-                    "state": "paused" if policy.paused else "trained" if policy.optimizer else "drawn from",
+                    "state": _state(policy, policies),
                 }
                 for policy in policies
             ] + [{**_ON_DISK, "name": name} for name in list(policies.evicted)],
@@ -227,6 +227,12 @@ class Service:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def _state(policy: LivePolicy, policies: Policies) -> str:
+    return "paused" if policy.name in policies.paused else "trained" if policy.optimizer else "frozen"
+
+
 _ON_DISK = {"steps": 0, "bytes": 0, "users": 0, "state": "on disk"}
 _STATUS: tuple[tuple[Any, int], ...] = (
     (CorruptCheckpointError, 503), (PolicyRemovedError, 404), ((BusyError, MemoryLimitError), 429), (ValueError, 400),

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_engine.data.tokenizer import encode, encode_prompt
+from rlhf_engine.data.tokenize import encode, encode_prompt
 from rlhf_engine.rollout.request import SamplingConfig
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_WORDS = 128, 20, 16, 1 << 20
@@ -58,7 +58,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One body, read."""
+    """A body that was read."""
 
     model: str  # name in the body, and in the answer; empty: none
     policy: str = ""  # name of the policy that draws

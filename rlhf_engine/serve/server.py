@@ -17,14 +17,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
-from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.engine import EngineOptions
+from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.serve.app import Service
 
 _END_WITHIN = 10  # seconds that answers have once the server is to end
@@ -58,11 +57,16 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
     tokenizer = load_tokenizer(config.model_name_or_path)
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)
     host = HydraModel.from_pretrained(config.model_name_or_path, roles={BASE: RoleSpec()}, dtype=dtype, device=device)
-    exactness.settle(config.exact, host.backbone())
     state = None if config.state is None else Path(config.state)
     if state is not None:
         state.mkdir(parents=True, exist_ok=True)
-    policies = Policies(host, state=state, max_policies=config.max_policies, options=EngineOptions.of(config))
+    policies = Policies(
+        host,
+        state=state,
+        max_policies=config.max_policies,
+        options=EngineOptions.of(config),
+        exact=config.exact,
+    )
     name = config.served_name or Path(config.model_name_or_path.partition("@")[0].rstrip("/")).name
     for place in config.adapters:
         adapter, _, folder = place.partition("=")

@@ -7,7 +7,6 @@ each verdict is kept as it is made, so that an evaluation goes on.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import read_config, require_lm_head
-from rlhf_engine.io import LineFile
+from rlhf_engine.io import LineFile, json_digest
 from rlhf_engine.runs.folder import FINAL_FOLDER, MODEL_CONFIG, find_model
 
 ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"
@@ -154,7 +153,7 @@ def answer_digests(
     options = config.to_dict()
     kept = [{name: options[name] for name in _DRAWN_BY}, list(map(list, prompts))]
     texts = {name: [[answer.text for answer in row] for row in rows] for name, rows in written.items()}
-    return {c.name: _digest([kept, c.kind, c.place, _weights(c), texts.get(c.name)]) for c in candidates}
+    return {c.name: json_digest([kept, c.kind, c.place, _weights(c), texts.get(c.name)]) for c in candidates}
 
 
 def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> dict[str, str]:
@@ -162,7 +161,7 @@ def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> di
     options = config.to_dict()
     template = None if config.judge_template is None else Path(config.judge_template).read_text(encoding="utf-8")
     judged = [{name: options[name] for name in _JUDGED_BY}, template]
-    return {name: _digest([judged, digest, of_answers[config.against]]) for name, digest in of_answers.items()}
+    return {name: json_digest([judged, digest, of_answers[config.against]]) for name, digest in of_answers.items()}
 
 
 def _weights(candidate: Candidate) -> str | None:
@@ -171,7 +170,3 @@ def _weights(candidate: Candidate) -> str | None:
         return None
     folder = local_folder(candidate.place, "models", weights=True)
     return hashlib.sha256((folder / peft_io.WEIGHTS_FILE).read_bytes()).hexdigest()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -129,7 +129,6 @@ def _data_name(name: object) -> tuple[str, bool]:
 
 
 def _method(source: Source, last_step: int | None) -> list[tuple[str, str]]:
-    """Options of the run, versions and steps."""
     options, versions = source.options, source.run.get("versions", {})
     if not options:
         return []

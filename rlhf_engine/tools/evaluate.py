@@ -21,7 +21,7 @@ from rlhf_engine import data
 from rlhf_engine.config import EvaluateConfig
 from rlhf_engine.config.commands import BASE, REWARD
 from rlhf_engine.data.read import with_options
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
+from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, text_of
 from rlhf_engine.data.types import Kind, Text, recast
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_request_errors
@@ -29,11 +29,10 @@ from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
 from rlhf_engine.rollout import exactness
-from rlhf_engine.rollout.answer import build_answer_model
-from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
-from rlhf_engine.rollout.request import Request, SamplingConfig, StopTexts
+from rlhf_engine.rollout.answer import build_answer_model, load_own_tokenizer, tokenize_own_prompts
+from rlhf_engine.rollout.engine import RolloutEngine
+from rlhf_engine.rollout.request import EngineOptions, Request, SamplingConfig, StopTexts
 from rlhf_engine.scoring.rewards import AnswerScorer
-from rlhf_engine.scoring.verifiable import text_of
 from rlhf_engine.tools import candidates as kept
 from rlhf_engine.tools.candidates import Candidate, CandidateAnswer, find_candidates
 from rlhf_engine.tools.judges import Pair, by_reward, make_judge
@@ -75,25 +74,14 @@ class Evaluation:
         """Read the prompts, find the candidates, and open the files."""
         self.config = config
         self.candidates = find_candidates(config)
-        tally = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
-        rows = data.load_rows(config.dataset_name, tally, config, kinds=KINDS, limit=config.max_prompts)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
+        self.report = data.Tally(source=config.dataset_name, argument="dataset_name", max_bad_rows=config.max_bad_rows)
+        rows = data.load_rows(config.dataset_name, self.report, config, kinds=KINDS, limit=config.max_prompts)
+        self.tokenizer = load_own_tokenizer(config)
         self._vocabulary = read_vocabulary(config.model_name_or_path)
-        if config.whole_reward_model is not None:
-            require_same_tokens(self.tokenizer, config.whole_reward_model, self._vocabulary)
         self._context = read_context_length(config.model_name_or_path, config.whole_reward_model)
-        self.prompts: data.PromptSet = data.tokenize_prompts(
-            [recast(row, data.PromptOnly) for row in rows],
-            self.tokenizer,
-            tally,
-            context_length=self._context,
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=self._vocabulary,
-        )
+        as_prompts = [recast(row, data.PromptOnly) for row in rows]
+        self.prompts = tokenize_own_prompts(config, as_prompts, self.tokenizer, self.report)
         self.n_prompts = len(self.prompts.ids)
-        self.report = tally
         by_place = {row.place: row for row in rows}
         self._rows = [by_place[row.place] for row in self.prompts.rows]
         answers = map(_reference, self._rows)

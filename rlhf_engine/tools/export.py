@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.config.commands import ExportConfig
-from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
+from rlhf_engine.data.tokenize import load_tokenizer, read_eos_token_ids
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import local_folder, push_folder, require_push
 from rlhf_engine.hydra import peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import load_model, read_config, stored_dtype
 from rlhf_engine.hydra.peft_io import merge_adapter, require_base
 from rlhf_engine.hydra.persist import read_record

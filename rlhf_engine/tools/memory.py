@@ -38,13 +38,13 @@ from rlhf_engine.config.run import Optim
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name
 from rlhf_engine.hydra import RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.gated_linear import match_targets
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.attention import BLOCK
 from rlhf_engine.hydra.loading import Quantization, can_be_headless, read_config
+from rlhf_engine.hydra.modules import match_targets
 from rlhf_engine.hydra.optimizer import gradient_dtype, state_layout, temporary_bytes
 from rlhf_engine.hydra.roles import LM_HEAD, base_is_trained, fold_lanes, needs_lm_head
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.transformers import PREFILL_TOKENS
+from rlhf_engine.rollout import decoding
+from rlhf_engine.rollout.rows import PREFILL_TOKENS
 
 PHASES = ("generation", "inference", "update")
 FULL_SFT = "full_sft"  # `sft --full` without a reward head, beside the methods of RL
@@ -109,8 +109,8 @@ class Formula:
         text = setting.config.get_text_config()
         if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
             raise ConfigError(
-                f"model: expected an architecture whose memory follows from shapes, got {setting.config.model_type!r}, "
-                "a mixture of experts, where it depends on the routing"
+                "model_name_or_path: expected an architecture whose memory follows from shapes, got "
+                f"{setting.config.model_type!r}, a mixture of experts, where it depends on the routing"
             )
         if model is None:
             with torch.device("meta"):
@@ -295,7 +295,7 @@ class Formula:
         tokens = prompts * s.prompt_length
         leaves = {path.rpartition(".")[2] for path in self.linears}
         if s.device_type == "cpu" and leaves == _NATIVE and s.quantization == "none":
-            tokens = native_step.tokens_together(s.dtype, s.prompt_length, prompts)
+            tokens = decoding.tokens_together(s.dtype, s.prompt_length, prompts)
         rows = max(tokens, s.batch)  # a decoding step has one token of every answer
         return self.cache_bytes + rows * self._forward
 
@@ -410,7 +410,7 @@ PRESETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 def find_config(model: str) -> PreTrainedConfig:
-    """The config of a preset, a folder or a model of the Hub. Raises ConfigError otherwise, with the nearest preset."""
+    """The config of a preset, a folder or a model of the Hub. Raises ValueError otherwise, with the nearest preset."""
     if model in PRESETS:
         kind, sizes, more = PRESETS[model]
         shape = dict(zip(_SIZES, sizes, strict=False))
@@ -418,12 +418,10 @@ def find_config(model: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **{**untied, **shape, **more})
         return config
     if Path(model).is_dir() or is_hub_name(model):
-        try:
-            return read_config(model)
-        except ValueError as error:
-            raise ConfigError(str(error).replace("model_name_or_path", "model", 1)) from error
+        return read_config(model)
     close = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"presets: {', '.join(PRESETS)}"
     raise ConfigError(
-        f"model: expected a preset, a folder with config.json or owner/name of the Hub, got {model!r}; {hint}"
+        "model_name_or_path: expected a preset, a folder with config.json or owner/name of the Hub, "
+        f"got {model!r}; {hint}"
     )

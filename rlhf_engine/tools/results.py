@@ -7,9 +7,7 @@ file with prompt, completion and label, which `rlhf-engine reward` reads.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,10 +18,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf_engine.io import json_digest
 from rlhf_engine.runs.metrics import write_atomic
 from rlhf_engine.runs.page import COLOURS, render
 from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
-from rlhf_engine.runs.text import show_controls
+from rlhf_engine.runs.text import show_controls, summary_table
 from rlhf_engine.scoring.rewards import mean_or_none
 from rlhf_engine.tools.evaluate import Evaluation, Outcome
 
@@ -142,18 +141,13 @@ def _mean(rows: Sequence[Sequence[float | None]], seed: int) -> list[float] | No
 
 def table(results: Mapping[str, Any]) -> Table:
     """Draw the figures of all models, a column for each."""
-    shown = Table(
-        title=f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}",
-        caption=escape("[low, high]: 95 % by prompt. –: see missing in results.json"),
-        title_justify="left",
-        caption_justify="left",
-    )
-    shown.add_column("")
-    for name in results["models"]:
-        shown.add_column(escape(name), justify="right")
-    for label, figures in lines(results):
-        shown.add_row(escape(label), *(escape("\n".join(filter(None, figure))) for figure in figures))
-    return shown
+    title = f"{results['prompts']} prompts; win rates against {results['against']}, judged by {results['judge']}"
+    shown = {
+        escape(label): [escape("\n".join(filter(None, figure))) for figure in figures]
+        for label, figures in lines(results)
+    }
+    caption = escape("[low, high]: 95 % by prompt. –: see missing in results.json")
+    return summary_table(title, list(map(escape, results["models"])), shown, caption)
 
 
 def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -173,7 +167,6 @@ def lines(results: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]
 
 
 def _as_text(figure: list[float] | None, form: str) -> tuple[str, str]:
-    """A figure and its interval; – of None."""
     if figure is None:
         return "–", ""
     value, low, high = figure
@@ -222,14 +215,13 @@ def _data(evaluation: Evaluation, measured: Mapping[str, Outcome], results: Mapp
         }
         for i, row in ((i, rows[i]) for i in shown)
     ]
-    content = json.dumps([prompts, models], sort_keys=True).encode()
     return {
         "colours": COLOURS,
         "runs": models,
         "prompts": prompts,
         "every": every,
         "against": results["against"],
-        "key": hashlib.sha256(content).hexdigest()[:16],
+        "key": json_digest([prompts, models], 16),
     }
 
 

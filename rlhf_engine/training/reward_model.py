@@ -29,7 +29,7 @@ from rlhf_engine.data import Kind, Tally, load_rows, split_by_group
 from rlhf_engine.devices import share
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PairwiseRewardLoss, PointwiseRewardLoss, RoleSpec, peft_io, reward_model
-from rlhf_engine.hydra.adapters import ScalarHead
+from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import load_model, read_config, require_lm_head
 from rlhf_engine.hydra.peft_io import merge_adapter, save_slot
 from rlhf_engine.hydra.persist import load_into
@@ -47,6 +47,7 @@ from rlhf_engine.training.supervised import (
 
 REWARD_SLOT = "reward"
 CLASSIFIER_FOLDER = "sequence_classification"
+EVALUATED_AT_ONCE = 16  # rows of an evaluation that are packed together
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "pairwise": ("preference", "implicit_preference"),
     "pointwise": ("unpaired_preference",),
@@ -237,7 +238,7 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
     def rewards(self, examples: Sequence[Example]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
         self.model.eval()
-        size, world = self.config.per_device_eval_batch_size, self.world
+        size, world = EVALUATED_AT_ONCE, self.world
         starts = range(0, len(examples), size)
         parts = [torch.empty(0, len(examples[0].answers))]
         with self.whole_base(), world.together("rewards of held-out rows"):
@@ -299,12 +300,12 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
         config = self.config
         train = self._load_examples("dataset_name", config.dataset_name, config.objective)
         if config.eval_share is not None:
-            split = split_by_group(train, share=config.eval_share, seed=config.seed, argument="eval_dataset_name")
-            if len({e.group for e in split.held_out}) < _GROUPS_TO_REPORT:
-                return split.train, split.held_out, []
+            train, held_out = split_by_group(train, share=config.eval_share, seed=config.seed)
+            if len({e.group for e in held_out}) < _GROUPS_TO_REPORT:
+                return train, held_out, []
             # another seed: by the same one, held-out groups are all on one side
-            halves = split_by_group(split.held_out, share=0.5, seed=config.seed + 1, argument="eval_dataset_name")
-            return split.train, halves.train, halves.held_out
+            halves = split_by_group(held_out, share=0.5, seed=config.seed + 1)
+            return train, *halves
         if not isinstance(config.eval_dataset_name, str):
             return train, [], []
         objective = "pairwise" if train[0].label is None else "pointwise"

@@ -2,12 +2,14 @@
 
 One step draws `generation_batch_size` answers in the actor's lane, scores them with all lanes at once, and updates
 what the algorithm trains: the actor, and a critic where it has one. Data order, sampling seeds and minibatches are
-functions of (seed, step), so a resumed run makes the same floats as one that never stopped.
+functions of (seed, step): no stream is saved, and a resumed run makes the same floats as one that never stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,35 +17,250 @@ from typing import Any
 
 from rlhf_kernels.runtime import registry
 
+from rlhf_engine.algorithms.base import Algorithm, Experience, find_algorithm, next_beta
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group, tokenize_prompts
-from rlhf_engine.data.tokenizer import eos_token_ids, load_tokenizer, require_same_tokens
-from rlhf_engine.devices import ALONE, World, earlier_peaks, resolve_device
-from rlhf_engine.errors import ConfigError
-from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, make_source
-from rlhf_engine.generators.work import StepPrompts, gather_rollout
+from rlhf_engine.data import PromptSet, Row, Tally, load_rows, require_room, split_by_group
+from rlhf_engine.data.tokenize import eos_token_ids
+from rlhf_engine.devices import (
+    ALONE,
+    Budget,
+    Clock,
+    World,
+    earlier_peaks,
+    fingerprint,
+    peak_memory_bytes,
+    read_memory,
+    resolve_device,
+)
+from rlhf_engine.errors import ConfigError, EngineError
+from rlhf_engine.generators.sources import AnswerSource, Connect, PastState, StepPrompts, make_source
+from rlhf_engine.generators.work import gather_rollout
 from rlhf_engine.hydra import HydraModel, save_pretrained
 from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model, check_sources
-from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
-from rlhf_engine.rollout.backend import Rollouts, find_server, make_rollouts
+from rlhf_engine.rollout.answer import load_own_tokenizer, tokenize_own_prompts
+from rlhf_engine.rollout.generate import Rollouts, find_server, make_rollouts
 from rlhf_engine.runs.checkpoint import (
     TrainerState,
     begin_kernels,
+    digest,
     load_policies,
     read_counters,
     require_same,
     resolve_resume,
 )
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, clear_later_steps, require_unlocked, write_final
-from rlhf_engine.runs.metrics import Clock, peak_memory_bytes, require_trackers
-from rlhf_engine.scoring.experience import Scoring
+from rlhf_engine.runs.metrics import require_trackers
+from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, Scoring, mismatch_bound
 from rlhf_engine.scoring.rewards import AnswerScorer
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
-from rlhf_engine.training.rl_policy import RlPolicy, new_state
-from rlhf_engine.training.run import Run
+from rlhf_engine.training.run import Policy, Run
+from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
+
+_ANY = 2**62  # more tokens than there are
+
+
+def new_state(config: TrainConfig, train_set: PromptSet, eval_set: PromptSet | None) -> TrainerState:
+    """Counters of a run that begins. eval_set: held-out prompts."""
+    beta = None if config.kl_target is None else config.beta
+    judged_by = None
+    if eval_set is not None:  # what an evaluation's reward is measured by
+        rewards = [config.to_dict()["reward_funcs"], config.reward_weights, *config.unfinished]
+        judged_by = digest([*rewards, eval_set.ids])
+    return TrainerState(
+        step=0,
+        seed=config.seed,
+        algorithm=config.algorithm,
+        samples=0,
+        policy_version=0,
+        beta=beta,
+        begun_with_beta=beta,
+        prompts=digest(train_set.ids),
+        judged_by=judged_by,
+        generation_batch_size=config.generation_batch_size,
+        num_generations=config.num_generations,
+    )
+
+
+def resumed_state(held: TrainerState, state: TrainerState, resume: Path) -> TrainerState:
+    """Counters of a run that goes on; ConfigError for other prompts, a warning for another β or other rewards."""
+    if held.prompts is not None and held.prompts != state.prompts:
+        raise ConfigError(f"dataset_name: expected the prompts of the run of {resume}, got others")
+    beta = held.beta if state.beta is not None and held.beta is not None else state.beta
+    if state.beta is not None and held.begun_with_beta not in (None, state.beta):
+        warnings.warn(
+            f"beta: the run began with {held.begun_with_beta} and adapts it to kl_target; it goes on with "
+            f"{beta}, not with {state.beta}",
+            stacklevel=3,
+        )
+    best = (held.best_step, held.best_reward)
+    if held.best_step is not None and held.judged_by not in (None, state.judged_by):
+        warnings.warn(
+            f"rewards or held-out prompts are others than in {resume}: its best evaluation, of step "
+            f"{held.best_step}, is not compared with later ones",
+            stacklevel=3,
+        )
+        best = (None, None)
+    return replace(
+        held,
+        algorithm=state.algorithm,
+        beta=beta,
+        begun_with_beta=held.begun_with_beta if held.beta is not None else state.begun_with_beta,
+        best_step=best[0],
+        best_reward=best[1],
+        judged_by=state.judged_by,
+        prompts=state.prompts,
+        generation_batch_size=state.generation_batch_size,
+        num_generations=state.num_generations,
+    )
+
+
+class RlPolicy(Policy[TrainerState]):
+    """Policy that an RL run trains."""
+
+    config: TrainConfig
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: HydraModel,
+        state: TrainerState,
+        *,
+        longest: int,
+        resume: Path | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """Take a model as it is before any step, or go on from a checkpoint; ConfigError where that does not fit.
+
+        state: counters of a run that begins. longest: most tokens that stay together in a micro-batch. resume:
+        checkpoint to go on from.
+        """
+        rates = {"actor": config.learning_rate}
+        if config.has_critic:
+            critic_rate = config.critic_learning_rate
+            rates["critic"] = critic_rate if critic_rate is not None else config.learning_rate
+        super().__init__(config, model, rates, state, world=world)
+        if resume is not None:
+            self.state = resumed_state(self.load(resume, config.max_steps), self.state, resume)
+        _require_memory(model, longest // config.facts.answers_together)
+        named = config.per_device_train_batch_size or config.max_tokens_per_micro_batch
+        kinds = {"micro_batch_tokens": (longest, named is None), "scoring_tokens": (1, True)}
+        tokens, failures, old = self.state.budgets, self.state.budget_failures, self.state.token_budget
+        self.budgets = {
+            name: Budget(model.device, tokens.get(name, old), failures.get(name, 0), *rest)
+            for name, rest in kinds.items()
+        }
+        """Tokens of a forward of the model, by the metric that tells them."""
+        self._unmoved = {role for role in self.optimizer.groups if not self.optimizer.has_stepped(role)}
+        """Roles of which no update has been seen to change anything yet."""
+
+    @property
+    def options(self) -> TrainConfig:
+        """The options of the next step: with the KL coefficient that is adapted, where one is."""
+        beta = self.state.beta
+        return self.config if beta is None else dataclasses.replace(self.config, beta=beta)
+
+    def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
+        """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
+        state, options = self.state, self.options
+        algorithm = make_algorithm(options)
+        learned, metrics = algorithm.learn_from(experience)
+        factor = self.schedule_rates(options.max_steps)
+        # of every role that no update has been seen to change yet
+        before = {role: [fingerprint(w) for w in self.optimizer.weights(role)] for role in sorted(self._unmoved)}
+        self.model.train()
+        schedule = self._schedule()
+        measured = nothing_learned(schedule)
+        if learned is not None:
+            seed = options.seed * 1_000_003 + state.step
+            ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
+            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
+        self.model.eval()
+        self._check_moved(before, measured)
+        if options.has_critic:
+            self.model.trained_heads.add("value")
+        if self.world.size > 1:
+            self.require_same(state.step + 1)
+        beta = None  # the KL coefficient from now on, where one adapts
+        if state.beta is not None and options.kl_target is not None:
+            beta = next_beta(state.beta, experience.mean_kl, target=options.kl_target, n_answers=n_answers)
+        self.advance(
+            samples=state.samples + n_answers,
+            policy_version=state.policy_version + int(measured["optimizer_steps"] > 0),
+            **self._settle_budgets(),
+            beta=beta,
+        )
+        adapted = {} if state.beta is None else {"beta": state.beta}
+        return {**metrics, **measured, **self.state.budgets, **adapted, "learning_rate": options.learning_rate * factor}
+
+    def _settle_budgets(self) -> dict[str, dict[str, int]]:
+        """Choose and lower budgets at the end of a step, see `Budget.settle`; counters of a checkpoint."""
+        chosen, failures = {}, {}
+        for name, budget in self.budgets.items():
+            room = budget.settle(self.world.gather)
+            if room < budget.least and self.world.is_main:
+                warnings.warn(
+                    f"max_completion_length: expected prompts and answers of at most {room} tokens together, for which "
+                    f"an update has free memory, got up to {budget.least}; long ones may not fit, unless you lower it "
+                    "or lora_r, or switch gradient_checkpointing on",
+                    stacklevel=3,
+                )
+            if budget.tokens is not None:
+                chosen[name] = budget.tokens
+            failures[name] = budget.failures
+        return {"budgets": chosen, "budget_failures": failures}
+
+    def _schedule(self) -> Schedule:
+        config, budget = self.config, self.budgets["micro_batch_tokens"]
+        rows: int | None = self.state.micro_batch_size or config.per_device_train_batch_size or 16
+        tokens = min(config.max_tokens_per_micro_batch or _ANY, budget.tokens or _ANY)
+        if budget.by_memory and budget.tokens is None:
+            tokens = max(budget.least, self.model.token_budget)
+        elif budget.by_memory:
+            rows = None
+        return Schedule(
+            num_epochs=config.epochs,
+            num_mini_batches=config.mini_batches,
+            micro_batch_size=rows,
+            max_tokens=tokens if tokens < _ANY else None,
+            budget=budget,
+            # dropout masks are the update's alone
+            max_mismatch=None if config.lora_dropout else MISMATCH_MAX_FACTOR * mismatch_bound(self.model, config),
+        )
+
+    def _check_moved(self, before: dict[str, list[int]], measured: dict[str, float]) -> None:
+        """A role's first update with a gradient and a learning rate must have changed some tensor."""
+        for role, tensors in before.items():
+            if self.optimizer.learning_rates[role] == 0 or measured.get(f"grad_norm/{role}", 0.0) == 0.0:
+                continue
+            if [fingerprint(w) for w in self.optimizer.weights(role)] == tensors:
+                raise EngineError(
+                    f"{role}: its gradient was not zero, yet the first update changed none of its tensors"
+                )
+            self._unmoved.remove(role)
+
+
+def _require_memory(model: HydraModel, longest: int) -> None:
+    """Raise ConfigError where no update of the `longest` prompt and answer, in tokens, fits into a GPU."""
+    memory, backbone = read_memory(model.device), model.role_backbone("actor")
+    a_token = len(backbone.blocks) * backbone.hidden_size * backbone.dtype.itemsize  # every block keeps its input
+    if memory is not None and longest * a_token > memory.free:
+        raise ConfigError(
+            f"max_completion_length: expected prompt and answer of at most {memory.free // a_token} tokens, for whose "
+            f"update {memory.free / 1e9:.2f} GB of free memory could do, got up to {longest}"
+        )
+
+
+def make_algorithm(config: TrainConfig) -> Algorithm:
+    """Make the algorithm of a run with its options."""
+    kind, most = find_algorithm(config.algorithm), config.max_completion_length
+    return kind(config, temperature=config.temperature, max_completion_length=most)
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
 
 REWARD_SECONDS = 1800.0  # seconds after which a call of a reward function is given up
 
@@ -108,18 +325,14 @@ class RlTrainer(Run[TrainerState]):
             exact = not config.vllm_servers and exactness.by_default(resolve_device(config.device).type)
         begin_kernels(resume, exact=exact)
         check_sources(config)
-        self.tokenizer = load_tokenizer(config.model_name_or_path)
-        if config.whole_reward_model is not None:
-            vocabulary = read_vocabulary(config.model_name_or_path)
-            require_same_tokens(self.tokenizer, config.whole_reward_model, vocabulary)
+        self.tokenizer = load_own_tokenizer(config)
         scoring = (config.reward_funcs, config.reward_weights, *config.unfinished)
         self.scorer = AnswerScorer(*scoring, timeout=REWARD_SECONDS)
         self.reports = {}
         self.train_set = self._read_prompts("dataset_name", config.dataset_name)
         if config.eval_share is not None:
-            rows, seed = self.train_set.rows, config.seed
-            split = split_by_group(rows, share=config.eval_share, seed=seed, argument="eval_dataset_name")
-            self.eval_set, self.train_set = _part(self.train_set, split.held_out), _part(self.train_set, split.train)
+            parts = split_by_group(self.train_set.rows, share=config.eval_share, seed=config.seed)
+            self.train_set, self.eval_set = (_part(self.train_set, part) for part in parts)
         self.total_steps = config.count_steps(len(self.train_set.rows))
         if config.dry_run:
             rows, ids = self.train_set.rows, self.train_set.ids
@@ -142,18 +355,9 @@ class RlTrainer(Run[TrainerState]):
     def _read_prompts(self, argument: str, path: str) -> PromptSet:
         config = self.config
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
-        prompts = tokenize_prompts(
-            load_rows(path, tally, config, kinds=("prompt_only",)),
-            self.tokenizer,
-            tally,
-            context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
-            max_completion_length=config.max_completion_length,
-            max_prompt_length=config.max_prompt_length,
-            truncation=config.truncation,
-            vocabulary=read_vocabulary(config.model_name_or_path),
-        )
+        rows = load_rows(path, tally, config, kinds=("prompt_only",))
         self.reports[argument] = tally
-        return prompts
+        return tokenize_own_prompts(config, rows, self.tokenizer, tally)
 
     def _longest(self) -> int:
         """Most tokens that stay together in a micro-batch: of an answer, or of several to a prompt."""
@@ -262,7 +466,7 @@ class RlTrainer(Run[TrainerState]):
                 clock.lap("gather_base")
             with world.together("drawing answers"):
                 share, drawn = self.source.draw(state.step, version, clock.lap)
-            rollout = gather_rollout(world, share)
+            rollout = share if world.size == 1 else gather_rollout(world, share)
             experience = self._scoring.experience(share, own, config, version, (rollout, prompts))
         clock.lap("score")
         with self.kernels.used():

@@ -27,17 +27,17 @@ from torch import nn
 from rlhf_engine.config.run import TrainingOptions
 from rlhf_engine.config.supervised import SupervisedOptions
 from rlhf_engine.data import Tally, batch_indices, side_by_side
-from rlhf_engine.devices import ALONE, World, fingerprint_of_all
+from rlhf_engine.devices import ALONE, World, fingerprint_of_all, peak_memory_bytes
 from rlhf_engine.errors import NonFiniteError, RunStopped
 from rlhf_engine.generators.work import Snapshot
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.build import shard_base
-from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor, require_warm_up
+from rlhf_engine.hydra.optimizer import RoleOptimizer, lr_factor
 from rlhf_engine.io import writing
 from rlhf_engine.runs.checkpoint import Counters, load_checkpoint, read_counters, save_checkpoint, saved_on_error
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE, RECORD_FILE, clear_later_steps, locked
-from rlhf_engine.runs.metrics import MetricsWriter, Trackers, peak_memory_bytes, run_record, write_json_atomic
+from rlhf_engine.runs.metrics import MetricsWriter, Trackers, run_record, write_json_atomic
 from rlhf_engine.runs.page import LivePage
 from rlhf_engine.runs.progress import TrainingProgress
 from rlhf_engine.training.data_parallel import (
@@ -78,7 +78,7 @@ class Policy(Generic[State]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             record = json.loads((checkpoint.parent / RECORD_FILE).read_text(encoding="utf-8"))
             runs = (record["config"], record["total_steps"]), (vars(self.config), total_steps)
-            before, now = (o["learning_rate"] * _factor(state.step, o, total) for o, total in runs)
+            before, now = (o["learning_rate"] * lr_factor(state.step, o, total) for o, total in runs)
             if self.world.is_main and abs(now - before) > 1e-9 * before:
                 old, new = (f"{o['lr_scheduler_type']} over {total} steps" for o, total in runs)
                 warnings.warn(
@@ -92,7 +92,7 @@ class Policy(Generic[State]):
 
     def schedule_rates(self, total_steps: int) -> float:
         """Set the learning rates of the next step by its place in the schedule; their common factor, in [0, 1]."""
-        factor = _factor(self.state.step, vars(self.config), total_steps)
+        factor = lr_factor(self.state.step, vars(self.config), total_steps)
         self.optimizer.set_lr_factor(factor)
         return factor
 
@@ -123,12 +123,6 @@ class Policy(Generic[State]):
         keep = self.config.save_total_limit
         state = self.state if state is None else state
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
-
-
-def _factor(step: int, options: Mapping[str, Any], total_steps: int) -> float:
-    """`lr_factor` by a run's options."""
-    kind, warmup_steps = options["lr_scheduler_type"], options["warmup_steps"]
-    return lr_factor(step, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
 
 
 OnStep = Callable[[int, dict[str, Any]], None]  # called with the number of steps done and the step's metrics
@@ -493,7 +487,7 @@ class SupervisedRun(Run[State]):
         config = self.config
         epochs = math.ceil(config.num_train_epochs * len(self.rows) / self.rows_per_step)
         total = config.max_steps if config.max_steps is not None else max(1, epochs)
-        require_warm_up(config.warmup_steps, total)
+        config.check_warm_up(total)
         return total
 
     def step(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_engine.config.run import adapter_dtype
 from rlhf_engine.data import Row, RowError, Tally, Tokenized, UnpairedPreference, require_room, tokenize_rows
-from rlhf_engine.data.tokenizer import load_tokenizer, read_eos_token_ids
+from rlhf_engine.data.tokenize import load_tokenizer, read_eos_token_ids
 from rlhf_engine.data.types import shown
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.errors import ConfigError

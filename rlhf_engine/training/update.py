@@ -284,9 +284,6 @@ class _Minibatch:
                 measured.add(Measured(sums={"loss": loss.detach()}))
                 (times * loss).backward()
                 results.extend(outs)
-        for role in self.algorithm.discarded_roles:
-            for p in self.model.trainable_parameters(role).values():
-                p.grad = None
         measured.add(self.algorithm.measure(micro, results))
         return measured
 
@@ -327,6 +324,5 @@ def divide(
 
 def unit_lengths(model: HydraModel, batch: PackedBatch, units: Sequence[Sequence[int]]) -> list[int]:
     """Count the tokens of each unit, those of a prompt once where the model shares it in its present mode."""
-    shares = model.shares(batch)
-    copies = [(len(unit) - 1) * batch.prompt_lens[unit[0]] if shares else 0 for unit in units]
-    return [sum(batch.lengths[i] for i in unit) - more for unit, more in zip(units, copies, strict=True)]
+    lengths, shares = batch.lengths, model.shares(batch)
+    return [sum(lengths[i] for i in unit) - shares * (len(unit) - 1) * batch.prompt_lens[unit[0]] for unit in units]

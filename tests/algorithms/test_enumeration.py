@@ -7,9 +7,9 @@ import torch
 from rlhf_kernels.ppo_loss import ppo_loss
 
 from rlhf_engine.algorithms import grpo, reinforce, remax, rloo
-from rlhf_engine.algorithms.policy_gradient import k3, policy_gradient_loss
+from rlhf_engine.algorithms.policy_gradient import policy_gradient_loss
 from rlhf_engine.algorithms.ppo import token_kl
-from rlhf_engine.algorithms.sequences import spread
+from rlhf_engine.algorithms.sequences import k3, spread
 from tests.algorithms.tabular import TabularModel
 
 BETA = 0.3

@@ -86,8 +86,8 @@ def experience(model, batch) -> TokenValues:
     )  # fmt: skip
 
 
-def ppo(*, train_actor: bool = True, **changes) -> Ppo:
-    return Ppo(AlgorithmOptions(**{"vf_coef": 0.5, "entropy_coef": 0.01, **changes}), train_actor=train_actor)
+def ppo(**changes) -> Ppo:
+    return Ppo(AlgorithmOptions(**{"vf_coef": 0.5, "entropy_coef": 0.01, **changes}))
 
 
 def schedule(**changes) -> Schedule:

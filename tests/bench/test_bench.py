@@ -364,7 +364,7 @@ def test_wrong_requests_are_refused_in_one_line(tmp_path, capsys):
         (["gae", "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["gae", "--device", "cuda:77"], r"device: expected one that is present \(cpu.*, got 'cuda:77'"),
         (["gae", "--rounds", "4"], "rounds: expected .* >= 5, got 4"),
-        (["gae", "--quick", "--full"], "full: expected it unset with quick"),
+        (["gae", "--quick", "--full"], "mode: given twice, as 'quick' and as 'full'"),
         (["gae", "--out", f"{tmp_path}/file/below"], "expected paths that can be written"),
         (["gae", "--quik"], "unknown option --quik; did you mean --quick"),
     ):
@@ -418,7 +418,7 @@ def test_the_pages_quote_the_tables_of_benchmarks(tmp_path: Path, monkeypatch: p
 def test_every_script_starts(tmp_path: Path) -> None:
     """Each imports what it needs, under the names that these have today, and describes itself."""
     bench = Path(__file__).parents[2] / "bench"
-    scripts = [path for folder in ("gpu", "studies", "tables") for path in (bench / folder).glob("*.py")]
+    scripts = [path for folder in ("", "gpu", "studies", "tables") for path in (bench / folder).glob("*.py")]
     assert len(scripts) > 25
     code = """
 import contextlib, io, os, runpy, sys

@@ -20,7 +20,7 @@ from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.sample import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_engine.hydra import kv_cache
+from rlhf_engine.hydra import attention
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.long  # of comparisons, not of what users run
@@ -115,14 +115,14 @@ def test_flex_attention_computes_decode_attention(name: str) -> None:
 
 
 def test_a_paged_case_has_the_cache_of_a_rollout() -> None:
-    assert decode_attention.PAGE == kv_cache.BLOCK
+    assert decode_attention.PAGE == attention.BLOCK
     inputs = cpu_case("decode_attention", "paged").make(CPU)
     n, pages = inputs["block_table"].shape
     blocks, block, n_heads, size = inputs["k_cache"].shape
-    assert (pages, block, blocks) == (2, kv_cache.BLOCK, n * pages)
+    assert (pages, block, blocks) == (2, attention.BLOCK, n * pages)
     assert sorted(inputs["block_table"].flatten().tolist()) == list(range(blocks))
     assert inputs["block_table"].flatten().tolist() != list(range(blocks))
-    cache = kv_cache.KVCache(blocks=blocks)
+    cache = attention.KVCache(blocks=blocks)
     token = torch.zeros(1, n_heads, size)
     cache.allocate(0, token, token)
     assert cache.read(0)[0].stride() == inputs["k_cache"].stride()

@@ -74,19 +74,19 @@ def test_the_command(capsys, tmp_path, monkeypatch):
 
 
 def test_a_model_is_for_rollouts():
-    with pytest.raises(ConfigError, match="model: expected it unset without the op rollout"):
-        BenchConfig(op="gae", model="somewhere")
+    with pytest.raises(ConfigError, match="model_name_or_path: expected it unset without the op rollout"):
+        BenchConfig(op="gae", model_name_or_path="somewhere")
 
 
 def test_a_folder_that_is_no_model_and_one_with_code(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"^model: expected a model folder or owner/name of the Hub, got 'nowhere'"):
-        run_bench(BenchConfig(op="rollout", model="nowhere", device="cpu"))
+    with pytest.raises(ConfigError, match=r"^model_name_or_path: expected a model folder .*, got 'nowhere'"):
+        run_bench(BenchConfig(op="rollout", model_name_or_path="nowhere", device="cpu"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": names}))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ConfigError, match=r"^model: expected an architecture of transformers"):
-        run_bench(BenchConfig(op="rollout", model=str(tmp_path), device="cpu"))
+    with pytest.raises(ConfigError, match=r"^model_name_or_path: expected an architecture of transformers"):
+        run_bench(BenchConfig(op="rollout", model_name_or_path=str(tmp_path), device="cpu"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -94,4 +94,4 @@ def test_a_folder_that_is_no_model_and_one_with_code(tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
 def test_records_that_cannot_be_written():
     with pytest.raises(ConfigError, match=r"json, out: expected paths that can be written, got .*No space left"):
-        run_bench(BenchConfig(op="gae", quick=True, case="forward/64x512", json="/dev/full", device="cpu"))
+        run_bench(BenchConfig(op="gae", mode="quick", case="forward/64x512", json="/dev/full", device="cpu"))

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.data.tokenizer import encode_prompt, eos_token_ids, load_tokenizer
+from rlhf_engine.data.tokenize import encode_prompt, eos_token_ids, load_tokenizer
 from rlhf_engine.hydra import OFF, HydraModel, RoleSpec
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.hydra.test_build import classifier_on

@@ -18,7 +18,7 @@ from peft import PeftModel
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, load_pretrained, peft_io, save_pretrained
-from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.gate import head_logits
 from rlhf_engine.hydra.reward_model import require_reward_head
 from rlhf_engine.io import MANIFEST_FILE
 from rlhf_engine.tools import card

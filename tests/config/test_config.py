@@ -43,13 +43,12 @@ reward_funcs reward_weights missing_eos_penalty beta kl_target kl_estimator gamm
 cliprange delta cliprange_value vf_coef entropy_coef generation_batch_size
 num_mini_batches num_ppo_epochs per_device_train_batch_size max_steps num_train_epochs learning_rate
 critic_learning_rate lr_scheduler_type warmup_steps weight_decay adam_epsilon optim max_grad_norm
-critic_warmup_steps gradient_checkpointing kernels rollout_mismatch_bound max_tokens_per_micro_batch
+gradient_checkpointing kernels rollout_mismatch_bound max_tokens_per_micro_batch
 kv_cache_memory exact decode_step save_steps save_total_limit eval_steps seed resume_from_checkpoint
-device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness async_policy ray_generators
-off_policy_correction off_policy_clip_max shard_base
+device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness off_policy_correction shard_base
 """
 REWARD = """
-mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column per_device_eval_batch_size
+mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column
 eval_steps metric_for_best_model save_steps save_total_limit resume_from_checkpoint export max_length
 learning_rate num_train_epochs max_steps per_device_train_batch_size max_bad_rows truncation system_prompt
 chat_template_kwargs gradient_accumulation_steps lora_r lora_alpha push_to_hub
@@ -62,6 +61,15 @@ def test_flag_names() -> None:
     """A promise to users: a renamed or lost option must be a decision, not an accident."""
     assert set(parse().to_dict()) == {*REQUIRED, *TRAIN.split()}
     assert set(parse_config(RewardConfig, [*ARGV, "--lora"]).to_dict()) == {*REQUIRED, *REWARD.split()}
+
+
+def test_async_has_the_policy_and_the_number_of_generators():
+    modes = {"ray=4,newest": ("ray", "newest", 4), "ray": ("ray", "fixed", 1)}
+    for text, expected in {**modes, "overlap,in_flight": ("overlap", "in_flight", 1)}.items():
+        found = parse("--async", text)
+        assert (found.async_kind, found.async_policy, found.ray_generators) == expected
+    truncated = parse("--async", "replay", "--off_policy_correction", "sequence_truncate=1.5")
+    assert (truncated.correction, truncated.off_policy_clip_max) == ("sequence_truncate", 1.5)
 
 
 def test_names_that_no_file_could_have(tmp_path: Path) -> None:
@@ -249,16 +257,17 @@ def test_errors_name_the_option() -> None:
             r"reward_model_path: expected it unset without 'reward_model'",
         ),
         (["--generation_batch_size", "63"], r"expected a multiple of num_mini_batches \(4\), got 63"),
-        (["--warmup_steps", "101"], r"warmup_steps: expected at most max_steps \(100\), got 101"),
-        (["--critic_warmup_steps", "100"], r"critic_warmup_steps: expected less than max_steps"),
+        (["--warmup_steps", "101"], r"warmup_steps: expected at most the run's 100 steps, got 101"),
         (["--report_to", "mlflow"], r"report_to: expected names among tensorboard, trackio, wandb, got \['mlflow'\]"),
         (["--kl_target", "5", "--beta", "0"], r"beta: expected more than 0 with kl_target, .* got 0"),
         (["--kl_target", "5", "--algorithm", "online_dpo"], r"kl_target: expected it unset for online_dpo"),
+        (["--max_bad_rows", "1.5"], r"max_bad_rows: expected a share below 1 or a whole number of rows, got 1.5"),
         (["--eval_steps", "5"], r"eval_steps: expected 0, or an eval_dataset_name, got 5"),
         (["--eval_dataset_name", "1.5"], r"eval_dataset_name: expected a source or a share between 0 and 1, got '1.5'"),
         (["--algorithm", "cispo", "--cliprange", "7", "0.3"], r"cliprange: expected one number for cispo, .*got \[7.0"),
         (["--no_whiten_advantages"], r"unknown option --no_whiten_advantages; scale_rewards none"),
         (["--out", "x"], r"unknown option --out$|--out; did you mean"),
+        (["--critic_warmup_steps", "3"], r"unknown option --critic_warmup_steps; actor and critic learn from the"),
         (["--overwrite_output_dir"], r"unknown option --overwrite_output_dir; resume_from_checkpoint"),
         (["--seed", str(2**70)], r"^seed: expected an integer .*4294967295, got 1180591620717411303424"),
         (["--lora_r", "99999999"], r"^lora_r: expected an integer .*16384, got 99999999"),

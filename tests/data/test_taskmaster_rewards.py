@@ -82,9 +82,9 @@ def test_rows_of_another_kind_are_bad(tmp_path):
         (published(context='[{"role": "user", "text": 1}]'), "a string as text of a turn, got 1"),
         (published(generation='{"role": "user", "text": "x"}'), "a turn of the agent in column 'generation'"),
         (published(generation='{"role": "agent", "text": "\\ud800"}'), "Unicode text in column 'text'"),
-        (published(reward=float("nan")), "1 or 0 in column 'reward', got nan"),
-        (published(reward=0.5), "1 or 0 in column 'reward', got 0.5"),
-        (published(reward="1"), "1 or 0 in column 'reward', got '1'"),
+        (published(reward=float("nan")), "true, false, 1 or 0 in column 'reward', got nan"),
+        (published(reward=0.5), "true, false, 1 or 0 in column 'reward', got 0.5"),
+        (published(reward="1"), "true, false, 1 or 0 in column 'reward', got '1'"),
     ):
         path = write_lines(tmp_path / "a.jsonl", row, published(), published())
         with pytest.raises(ConfigError, match=message):
@@ -120,10 +120,10 @@ def test_the_published_files_are_read_whole(real):
 def test_no_published_dialogue_is_on_both_sides(real):
     """Each row's id is its own, although most rows hold the turns of another row."""
     rows, _ = real
-    split = split_by_group(rows, share=0.1, seed=0)
-    assert len(split.train) + len(split.held_out) == 3667
-    assert 0.05 < len(split.held_out) / 3667 < 0.2  # a coin for each of 271 dialogues of 1 to 55 rows
-    learned = {row.prompt + row.completion for row in split.train}
+    train, held_out = split_by_group(rows, share=0.1, seed=0)
+    assert len(train) + len(held_out) == 3667
+    assert 0.05 < len(held_out) / 3667 < 0.2  # a coin for each of 271 dialogues of 1 to 55 rows
+    learned = {row.prompt + row.completion for row in train}
 
     def beginnings(row):
         lines = row.prompt.removesuffix("\nagent:").split("\n")
@@ -131,9 +131,9 @@ def test_no_published_dialogue_is_on_both_sides(real):
 
     judged = {row.prompt + row.completion for row in rows}
     assert sum(bool(beginnings(row) & judged) for row in rows) > 2900
-    assert not any(beginnings(row) & learned for row in split.held_out)
-    answered = {row.prompt + row.completion for row in split.held_out}
-    assert not any(beginnings(row) & answered for row in split.train)
+    assert not any(beginnings(row) & learned for row in held_out)
+    answered = {row.prompt + row.completion for row in held_out}
+    assert not any(beginnings(row) & answered for row in train)
 
 
 def test_a_dialogue_of_one_turn_begins_with_its_answer(tmp_path):

@@ -9,8 +9,14 @@ from transformers import GenerationConfig, LlamaConfig
 
 from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.data import PromptOnly, RowError, Tally, tokenize_row, tokenize_rows
-from rlhf_engine.data.tokenize import fit_to_length
-from rlhf_engine.data.tokenizer import encode, encode_prompt, end_answer, load_tokenizer, read_eos_token_ids
+from rlhf_engine.data.tokenize import (
+    encode,
+    encode_prompt,
+    end_answer,
+    fit_to_length,
+    load_tokenizer,
+    read_eos_token_ids,
+)
 from rlhf_engine.data.types import parse_row
 from rlhf_engine.errors import ConfigError
 from tests.data.texts import CHATML, FAMILIES, chat_tokenizer, family, said

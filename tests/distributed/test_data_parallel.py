@@ -47,7 +47,7 @@ TIES = "return [float(len(row) > 4) for row in completion_ids]"
 BLOCKS = {"async_mode": "blocks", "max_staleness": 1}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"num_ppo_epochs": 2, "missing_eos_penalty": 1.0},
-    "ppo-shared-slot": {"method": "j_hydra_ppo", "critic_warmup_steps": 1, "lora_dropout": 0.2, "kl_estimator": "k3"},
+    "ppo-shared-slot": {"method": "j_hydra_ppo", "lora_dropout": 0.2, "kl_estimator": "k3"},
     "ppo-few": {"generation_batch_size": 2},  # a minibatch is one answer: one rank has none
     "ppo-patchy": {"reward_funcs": ["patchy", "reward_model"]},
     "ppo-four-backbones": {"method": "lora_ppo", "num_mini_batches": 1, "kl_estimator": "exact"},
@@ -477,7 +477,7 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
         trainer.model.zero_grad(set_to_none=True)
         return {}
 
-    with mock.patch("rlhf_engine.training.rl_policy.update", learn):
+    with mock.patch("rlhf_engine.training.rl.update", learn):
         trainer.step()
     alone, planned = groups
     terms = 2 if algorithm == "ppo" else 1

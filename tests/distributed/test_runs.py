@@ -41,7 +41,7 @@ from tests.training.test_rl import without_timings
 
 LORA = {"mode": "lora", "lora_dropout": 0.2}
 FULL = {"mode": "full", "learning_rate": 1e-3}
-HELD_OUT = {"eval_dataset_name": 0.4, "eval_steps": 2, "per_device_eval_batch_size": 3}
+HELD_OUT = {"eval_dataset_name": 0.4, "eval_steps": 2}
 RL = {"method": "full_ppo", "learning_rate": 1e-3, "critic_init": "reward", "generation_batch_size": 12}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-lora": ("sft", {**LORA, "gradient_accumulation_steps": 2}),
@@ -58,8 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rl-full-uneven": (
         "rl",
         {
-            **RL, "per_device_train_batch_size": 1, "generation_batch_size": 10, "critic_warmup_steps": 1,
-            "gradient_checkpointing": True,
+            **RL, "per_device_train_batch_size": 1, "generation_batch_size": 10, "gradient_checkpointing": True,
         },
     ),
 }  # fmt: skip
@@ -82,7 +81,7 @@ def options(folder: Path, name: str, case: str, model: Path, **changes: Any) -> 
         return kind, train_config(model, folder / name / "run", **given).to_dict()
     if kind == "sft":
         return kind, sft_config(model, folder / name / "run", **given).to_dict()
-    rows = toy_pairs(20) if given.pop("rows", None) == "pairs" else None
+    rows = toy_pairs(48) if given.pop("rows", None) == "pairs" else None
     return kind, reward_config(model, folder / name / "run", rows, **given).to_dict()
 
 

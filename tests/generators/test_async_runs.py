@@ -50,7 +50,6 @@ CASES = {
     "ppo": {"lora_dropout": 0.2},
     "ppo_decoupled": {"off_policy_correction": "decoupled", "gradient_checkpointing": True},
     "two_behind": {"max_staleness": 2, "off_policy_correction": "token_truncate"},
-    "critic_warmup": {"critic_warmup_steps": 2},
     "j_hydra": {"method": "j_hydra_ppo"},
     "remax": {"algorithm": "remax", "generation_batch_size": 8},
     "rloo": {"algorithm": "rloo"},
@@ -74,8 +73,7 @@ def test_beside_or_one_after_the_other_the_floats_are_the_same(model, tmp_path, 
     assert same(trained(beside), trained(replay))
     assert without_timings(rows) == without_timings(again)
     most = options.get("max_staleness", 1)
-    moved = options.get("critic_warmup_steps", 0)  # while only the critic learns, no policy is older
-    assert ages(rows) == [min(max(0, step - moved), most) for step in range(5)]
+    assert ages(rows) == [min(step, most) for step in range(5)]
     of_async = ("max_staleness", "off_policy_correction")
     alone, _ = steps_of(model, tmp_path / "alone", **{k: v for k, v in options.items() if k not in of_async})
     assert not same(trained(beside), trained(alone))  # or being behind would have changed nothing
@@ -181,9 +179,10 @@ def test_copies_of_the_policy_are_not_saved(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "policy", ["in_flight", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("fixed", "newest"))]
+    "mode",
+    ["overlap,in_flight", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("overlap", "overlap,newest"))],
 )
-def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, policy):
+def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkeypatch, mode):
     """Copying is slow, in both directions; with every token the slot's bytes are those of the version it notes."""
     clone, take, step = torch.Tensor.clone, versions.take, RolloutEngine.step
     known: dict[int, str] = {}
@@ -213,9 +212,7 @@ def test_every_token_is_of_a_whole_policy_and_says_which(model, tmp_path, monkey
 
     monkeypatch.setattr("rlhf_engine.generators.sources.take", slow_take)
     monkeypatch.setattr(RolloutEngine, "step", watched)
-    _, rows = steps_of(
-        model, tmp_path / policy, async_mode="overlap", async_policy=policy, max_staleness=2, max_steps=6
-    )
+    _, rows = steps_of(model, tmp_path / mode, async_mode=mode, max_staleness=2, max_steps=6)
     assert not wrong
     assert len(set(seen)) >= 3
     assert max(ages(rows)) <= 2
@@ -246,9 +243,7 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
     monkeypatch.setattr(Worker, "__call__", noted_begin)
     monkeypatch.setattr(RolloutEngine, "step", held)
     found = []
-    trainer = RlTrainer(
-        train_config(model, tmp_path / "run", async_mode="overlap", async_policy="in_flight", max_steps=steps)
-    )
+    trainer = RlTrainer(train_config(model, tmp_path / "run", async_mode="overlap,in_flight", max_steps=steps))
     draw, learned = trainer.source.draw, trainer.source.learned
 
     def noted(step, version, lap):
@@ -350,10 +345,9 @@ def test_requests_that_contradict_themselves(model, tmp_path):
     for options, message in (
         ({"async_mode": "overlap", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'overlap'"),
         ({"max_staleness": 3}, "max_staleness: expected it unset without async"),
-        ({"async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
-        ({"async_mode": "replay", "async_policy": "newest"}, "async_policy: expected it unset without async overlap"),
-        ({"async_mode": "overlap", "ray_generators": 2}, "ray_generators: expected it unset without async ray, got 2"),
-        ({"async_mode": "ray", "async_policy": "in_flight"}, "async_policy: expected 'fixed' or 'newest' with async"),
+        ({"async_mode": "replay,newest"}, "async_mode: expected off, blocks, .* got 'replay,newest'"),
+        ({"async_mode": "overlap=2"}, "async_mode: expected .* ray=GENERATORS, .* got 'overlap=2'"),
+        ({"async_mode": "ray,in_flight"}, "async_mode: expected .* overlap with ,in_flight, got 'ray,in_flight'"),
         ({"async_mode": "ray", "max_staleness": 0}, "max_staleness: expected at least 1 with async 'ray'"),
         ({"off_policy_correction": "none"}, "off_policy_correction: expected it unset where every step"),
         ({"async_mode": "overlap", "method": "full_ppo"}, "got method 'full_ppo'"),
@@ -366,8 +360,8 @@ def test_requests_that_contradict_themselves(model, tmp_path):
             "expected one of behaviour, sequence_truncate, none for proximal rloo",
         ),
         (
-            {"async_mode": "overlap", "off_policy_clip_max": 3.0},
-            "off_policy_clip_max: expected it unset without off_policy_correction",
+            {"async_mode": "overlap", "off_policy_correction": "behaviour=3"},
+            "off_policy_correction: expected no number but of token_truncate, .* got 'behaviour=3'",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -375,8 +369,8 @@ def test_requests_that_contradict_themselves(model, tmp_path):
 
 
 def test_bytes_of_a_publication(model, tmp_path):
-    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3, critic_warmup_steps=1)
+    trainer, rows = steps_of(model, tmp_path / "run", async_mode="overlap", max_steps=3)
     slot = sum(p.numel() * p.element_size() for p in trainer.model.backbone().slot("actor").parameters())
-    assert [row["async/published_bytes"] for row in rows] == [0, slot, slot]  # while only the critic learns, none
+    assert [row["async/published_bytes"] for row in rows] == [slot] * 3
     _, rows = steps_of(model, tmp_path / "replay", async_mode="replay", max_steps=1)
     assert "async/published_bytes" not in rows[0]

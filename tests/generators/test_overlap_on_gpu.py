@@ -25,6 +25,6 @@ def test_beside_or_one_after_the_other(tmp_path, step, dtype):
 def test_answers_go_on_with_newer_policies_while_graphs_replay(tmp_path):
     model = write_model(tmp_path / "model")
     options = {"max_steps": 8, "device": "cuda", "decode_step": "graph", "max_staleness": 2}
-    _, rows = steps_of(model, tmp_path / "run", async_mode="overlap", async_policy="in_flight", **options)
+    _, rows = steps_of(model, tmp_path / "run", async_mode="overlap,in_flight", **options)
     assert max(ages(rows)) <= 2
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -51,7 +51,7 @@ class Run:
 
     def __call__(self, on_step=lambda run: None) -> Run:
         with contextlib.ExitStack() as stack:
-            if self.config.async_mode == "ray":
+            if self.config.async_kind == "ray":
                 start = stack.enter_context(generators_on_ray(self.config))
                 self.trainer = RlTrainer(self.config, connect=lambda *given: self._note(start(*given)))
             else:
@@ -108,7 +108,7 @@ def require_same_answers(run: Run, replay: Run) -> None:
 )
 def test_other_processes_draw_what_this_one_draws(ray, model, tmp_path, generators, steps):
     threads = torch.get_num_threads()
-    options = {"async_mode": "ray", "ray_generators": generators, "max_steps": steps}
+    options = {"async_mode": f"ray={generators}", "max_steps": steps}
     run = Run(model, tmp_path / "ray", **options)(when_all_are_up)
     replay = Run(model, tmp_path / "replay", async_mode="replay", max_steps=steps)()
     require_same_answers(run, replay)
@@ -126,17 +126,15 @@ def test_other_processes_draw_what_this_one_draws(ray, model, tmp_path, generato
     "options",
     [
         {"algorithm": "remax", "max_staleness": 2},
-        {"algorithm": "rloo", "ray_generators": 3},
+        {"algorithm": "rloo", "async_mode": "ray=3"},
         {"method": "dynamic_lora_ppo"},
         {"method": "lora_ppo", "kl_estimator": "exact"},
     ],
     ids=["remax", "rloo", "dynamic_lora", "exact_kl"],
 )
 def test_other_algorithms_and_methods(ray, model, tmp_path, options):
-    of_ray = {"ray_generators": 2, **{k: v for k, v in options.items() if k.startswith("ray")}}
-    options = {k: v for k, v in options.items() if not k.startswith("ray")}
-    run = Run(model, tmp_path / "ray", async_mode="ray", **of_ray, **options)(when_all_are_up)
-    replay = Run(model, tmp_path / "replay", async_mode="replay", **options)()
+    run = Run(model, tmp_path / "ray", **{"async_mode": "ray=2", **options})(when_all_are_up)
+    replay = Run(model, tmp_path / "replay", **{**options, "async_mode": "replay"})()
     require_same_answers(run, replay)
 
 
@@ -158,7 +156,7 @@ def test_one_that_is_killed_or_falls_silent_while_it_draws_is_replaced(ray, mode
     """It is stopped first, so that the signal comes while it has work."""
     for place in () if killed else ("sources", "ray"):
         monkeypatch.setattr(f"rlhf_engine.generators.{place}.SILENCE", 2.0)
-    run = Run(model, tmp_path / "ray", async_mode="ray", ray_generators=2, max_steps=8)
+    run = Run(model, tmp_path / "ray", async_mode="ray=2", max_steps=8)
 
     def on_step(run: Run) -> None:
         if run.trainer.state.step == 2:
@@ -212,8 +210,8 @@ def test_what_a_generator_raises_ends_the_run(ray, model, tmp_path, monkeypatch)
 
 
 def test_more_generators_than_there_is_room_for(ray, model, tmp_path):
-    config = train_config(model, tmp_path / "run", async_mode="ray", ray_generators=4)
-    message = r"ray_generators: expected at most 3, .* where Ray has 3 CPUs .*; got 4"
+    config = train_config(model, tmp_path / "run", async_mode="ray=4")
+    message = r"async: expected ray with at most 3, .* where Ray has 3 CPUs .*; got 4"
     with pytest.raises(ConfigError, match=message), generators_on_ray(config):
         pass
 

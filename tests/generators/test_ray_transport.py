@@ -409,17 +409,17 @@ def test_room(config):
     two = {"CPU": 8.0, "GPU": 2.0}
     for options, device, nodes, room in (
         ({}, "cpu", [{"CPU": 8.0}], Room(4, 0.0, 4)),
-        ({"ray_generators": 3}, "cpu", [{"CPU": 4.0}], Room(1, 0.0, 1)),
+        ({"async_mode": "ray=3"}, "cpu", [{"CPU": 4.0}], Room(1, 0.0, 1)),
         ({}, "cpu", [{"CPU": 2.0}] * 4, Room(2, 0.0, 2)),
-        ({"ray_generators": 2}, "cuda", [two], Room(1, 1.0, None)),
-        ({"ray_generators": 4}, "cuda", [two], Room(1, 0.5, None)),
+        ({"async_mode": "ray=2"}, "cuda", [two], Room(1, 1.0, None)),
+        ({"async_mode": "ray=4"}, "cuda", [two], Room(1, 0.5, None)),
     ):
         assert room_for(replace(config, **options), torch.device(device), nodes) == room
-    no_gpu = r"ray_generators: expected at most 2, of 1 CPUs and 0 GPUs each, where Ray has 2 CPUs and 0 GPUs"
+    no_gpu = r"async: expected ray with at most 2, of 1 CPUs and 0 GPUs each, where Ray has 2 CPUs and 0 GPUs"
     for options, device, nodes, message in (
-        ({"ray_generators": 3}, "cpu", [{"CPU": 2.0}, {}], f"{no_gpu}; got 3"),
-        ({}, "cuda", [{"CPU": 8.0}], "expected at most 0, .* 8 CPUs and 0 GPUs; got 1"),
-        ({"ray_generators": 5}, "cuda", [{"CPU": 4.0, "GPU": 2.0}], "expected at most 4"),
+        ({"async_mode": "ray=3"}, "cpu", [{"CPU": 2.0}, {}], f"{no_gpu}; got 3"),
+        ({}, "cuda", [{"CPU": 8.0}], "expected ray with at most 0, .* 8 CPUs and 0 GPUs; got 1"),
+        ({"async_mode": "ray=5"}, "cuda", [{"CPU": 4.0, "GPU": 2.0}], "expected ray with at most 4"),
     ):
         with pytest.raises(ConfigError, match=message):
             room_for(replace(config, **options), torch.device(device), nodes)

@@ -9,7 +9,7 @@ from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.generators import work
 from rlhf_engine.generators.work import Snapshot, VersionStore, digest, put, take
 from rlhf_engine.hydra import PackedBatch, Scores, SlotConfig
-from rlhf_engine.hydra.adapters import AdapterSlot, LoraPair
+from rlhf_engine.hydra.gate import AdapterSlot, LoraPair
 from rlhf_engine.hydra.supports import Supports, pack_bits
 from rlhf_engine.rollout import PromptBatch, Rollout, RolloutStats
 

@@ -33,9 +33,9 @@ from rlhf_engine.hydra import (
     peft_io,
     save_pretrained,
 )
-from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.backbone import give_positions
-from rlhf_engine.hydra.gated_linear import GatedHead
+from rlhf_engine.hydra.gate import head_logits
+from rlhf_engine.hydra.modules import GatedHead
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from tests.conftest import VOCAB, random_batch, randomise
@@ -501,7 +501,7 @@ def test_of_a_conditional_generation_class_the_text_is_served(tmp_path, monkeypa
         model = HydraModel.from_pretrained(source, roles=ACTOR, slots={"actor": SlotConfig(r=4)}).eval()
         torch.testing.assert_close(logits(model, batch, None), expected, rtol=0, atol=1e-5)
         randomise(model, "actor")
-        paths = model.backbone().slot("actor").paths
+        paths = model.backbone().slot("actor").by_path
         prefix = "" if isinstance(source, str) else "language_model."
         assert {path.split("layers.")[0] for path in paths} == {f"{prefix}model."}
         assert len(paths) == 2 * (4 + 3)  # attention, and an MLP or a shared expert; the router has none

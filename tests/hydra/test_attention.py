@@ -17,9 +17,8 @@ from transformers import (
 )
 
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles
-from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.attention import ATTENTION_NAME, packed_attention, plan_packed
-from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter
+from rlhf_engine.hydra.gate import BackboneCall, SlotTable, enter, head_logits
 from tests.conftest import VOCAB, build, random_batch, tiny_llama
 
 LENGTHS = ((3, 6), (4, 4), (1, 7), (6, 14), (5, 15), (1, 1), (2, 30))  # buckets of 9, 20, 2 and 32 rows, two padded

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.hydra import (
     HydraModel,
     LogprobPair,

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from rlhf_engine.devices import stand_in
 from rlhf_engine.hydra import attention, varlen
-from rlhf_engine.hydra import fuse_llama_ops as swaps
+from rlhf_engine.hydra import modules as swaps
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.fuse_llama_ops import fuse_llama_ops
+from rlhf_engine.hydra.modules import fuse_llama_ops
 from tests.hydra.architectures import plain_model
 
 # two layers: two norms each and one at the end, Qwen3 norms queries and keys as well; an MLP and an attention a layer,
@@ -175,9 +175,7 @@ def counted(function):
 def test_a_decorated_attention_is_exchanged_beneath_its_decorators(decorator, fused, monkeypatch):
     """Nothing else of the model is, so that the bits stay: turned heads have those of Llama's."""
     calls = []
-    monkeypatch.setattr(
-        "rlhf_engine.hydra.fuse_llama_ops.rotary", lambda *a, **k: calls.append(1) or block.rotary(*a, **k)
-    )
+    monkeypatch.setattr("rlhf_engine.hydra.modules.rotary", lambda *a, **k: calls.append(1) or block.rotary(*a, **k))
     model, tokens = plain_model("llama"), torch.arange(3, 15)[None]
     before = model(tokens).logits
     attention = model.model.layers[0].self_attn
@@ -284,7 +282,7 @@ def test_copies_and_pickles_of_a_fused_model():
 def test_where_the_kernels_do_not_run(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "rlhf_engine.hydra.fuse_llama_ops.rms_norm", lambda *a, **k: calls.append(1) or block.rms_norm(*a, **k)
+        "rlhf_engine.hydra.modules.rms_norm", lambda *a, **k: calls.append(1) or block.rms_norm(*a, **k)
     )
     model = plain_model("llama")
     fuse_llama_ops(model)

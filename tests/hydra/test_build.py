@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.data.tokenizer import require_same_tokens
+from rlhf_engine.data.tokenize import require_same_tokens
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, hydra_roles, load_pretrained, save_pretrained
 from rlhf_engine.hydra.build import build_policy_model, check_sources

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, load_pretrained, save_pretrained
-from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.gate import head_logits
 from tests.conftest import random_batch, randomise
 from tests.hydra.architectures import plain_model
 

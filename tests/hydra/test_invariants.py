@@ -21,10 +21,9 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PolicyLoss, SlotConfig, ValueLoss, Values, hydra_roles
-from rlhf_engine.hydra.adapters import head_logits
 from rlhf_engine.hydra.attention import plan_packed
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra.gate import SlotTable, head_logits
 from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.hydra.persist import save_pretrained
 from tests.conftest import build, random_batch, randomise, tiny_llama

@@ -8,7 +8,7 @@ from rlhf_kernels.runtime import registry
 from transformers import AutoModelForCausalLM
 
 from rlhf_engine.hydra import METHODS, HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig
-from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.gate import head_logits
 from rlhf_engine.hydra.probe import base_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer

@@ -27,24 +27,24 @@ def group_norm(group, tensors) -> float:
 
 def test_lr_factor_shapes():
     def factors(**options):
-        return [lr_factor(s, **{"kind": "constant", "warmup_steps": 0, "total_steps": 8, **options}) for s in range(9)]
+        return [lr_factor(s, {"lr_scheduler_type": "constant", "warmup_steps": 0, **options}, 8) for s in range(9)]
 
     assert factors() == [1.0] * 9
     assert factors(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0] + [1.0] * 5
-    cosine = factors(kind="cosine")
+    cosine = factors(lr_scheduler_type="cosine")
     assert cosine[0] == 1.0
     assert cosine[4] == pytest.approx(0.5)
     assert cosine[8] == pytest.approx(0.0, abs=1e-15)
     assert cosine == sorted(cosine, reverse=True)
     assert min(cosine[:8]) > 0  # no step of the run is wasted on a rate of 0
-    assert factors(kind="linear") == [1 - i / 8 for i in range(9)]
-    assert factors(kind="linear", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    both = factors(kind="cosine", warmup_steps=4)
+    assert factors(lr_scheduler_type="linear") == [1 - i / 8 for i in range(9)]
+    assert factors(lr_scheduler_type="linear", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    both = factors(lr_scheduler_type="cosine", warmup_steps=4)
     assert both[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert both[6] == pytest.approx(0.5)
-    assert lr_factor(3, kind="cosine", warmup_steps=3, total_steps=3) == 1.0
+    assert lr_factor(3, {"lr_scheduler_type": "cosine", "warmup_steps": 3}, 3) == 1.0
     with pytest.raises(ValueError, match="lr_scheduler_type: expected 'constant', 'linear' or 'cosine', got 'step'"):
-        factors(kind="step")
+        factors(lr_scheduler_type="step")
 
 
 def test_a_shared_parameter_has_one_owner():

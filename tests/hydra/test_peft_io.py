@@ -29,7 +29,7 @@ from rlhf_engine.hydra import (
     peft_io,
     save_pretrained,
 )
-from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.gate import head_logits
 from rlhf_engine.hydra.persist import require_savable
 from rlhf_engine.tools.export import find_source, merged_model
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama

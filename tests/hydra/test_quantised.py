@@ -14,7 +14,7 @@ from rlhf_engine.hydra import (
     load_pretrained,
     save_pretrained,
 )
-from rlhf_engine.hydra.adapters import head_logits
+from rlhf_engine.hydra.gate import head_logits
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer

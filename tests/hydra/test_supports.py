@@ -19,9 +19,8 @@ from rlhf_engine.hydra import (
     SlotConfig,
 )
 from rlhf_engine.hydra import hydra_roles as roles
-from rlhf_engine.hydra.adapters import LmHead
-from rlhf_engine.hydra.supports import Supports, pack_bits
-from rlhf_engine.hydra.truncation import logprobs, pair
+from rlhf_engine.hydra.gate import LmHead
+from rlhf_engine.hydra.supports import Supports, logprobs, pack_bits, pair
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama
 
 

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from trl import TrlParser
 
 import rlhf_engine.integrations.trl as ours
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.rollout import generate
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, trained, words
 from tests.training.test_data import PROMPTS

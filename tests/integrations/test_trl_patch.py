@@ -14,7 +14,7 @@ from rlhf_kernels.runtime.testing import assert_ok, tier1
 from transformers import AutoModelForCausalLM
 from trl.trainer import utils
 
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardTrainer, patch
 from tests.training.test_data import PROMPTS, write_model

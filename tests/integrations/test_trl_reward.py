@@ -12,7 +12,7 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback
 from trl import RewardConfig, RewardTrainer
 
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.integrations.trl import HydraPPOTrainer, PerlRewardConfig, PerlRewardTrainer

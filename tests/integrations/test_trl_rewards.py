@@ -13,7 +13,7 @@ from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import HydraGRPOConfig, HydraGRPOTrainer
 from rlhf_engine.runs.metrics import read_metrics

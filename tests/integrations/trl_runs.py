@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_engine.algorithms.base import Experience
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from tests.training.test_data import PROMPTS
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rlhf_kernels.vocab.logits import OUTPUTS, HeadLora
+from rlhf_kernels.vocab.runs import HeadLoras
 from torch import Tensor
 
 DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "is_top1")
@@ -17,12 +18,22 @@ def heated(z: Tensor, temperature: Any) -> Tensor:
     return z / (temperature[..., None].to(z.dtype) if isinstance(temperature, Tensor) else temperature)
 
 
+def runs_of(lora: HeadLoras) -> list[tuple[int, int, int]]:
+    """(start, end, slot) of the runs that have a LoRA."""
+    runs = zip(lora.segments.starts, lora.segments.ends, lora.segments.slots, strict=True)
+    return [run for run in runs if run[2] >= 0]
+
+
 def logits(
     hidden: Tensor, weight: Tensor, *, bias: Any = None, softcap: Any = None, logit_scale: Any = None, lora: Any = None
 ) -> Tensor:
     """Logits [N, V] before the temperature."""
     z = hidden @ weight.T
-    if lora is not None:
+    if isinstance(lora, HeadLoras):
+        for start, end, slot in runs_of(lora):
+            among = torch.zeros(len(z), 1, dtype=z.dtype).index_fill_(0, torch.arange(start, end), 1.0)
+            z = z + among * logits(hidden, torch.zeros_like(weight), lora=lora.loras[slot])
+    elif lora is not None:
         z = z + lora.scale * (hidden @ lora.A.to(z.dtype).T) @ lora.B.to(z.dtype).T
     if bias is not None:
         z = z + bias.to(z.dtype)

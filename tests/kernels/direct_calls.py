@@ -59,10 +59,13 @@ _MADE: dict[str, Callable[[], Any]] = {
     "forbidden": lambda: torch.arange(3),
     "A": lambda: [_x(R, K), _x(R + 1, K)],
     "B": lambda: [_x(M, R), _x(M, R + 1)],
+    "run_A": lambda: [_x(R + 1, H), _x(1, H)],
+    "run_B": lambda: [_x(V, R + 1), _x(V, 1)],
 }
 _NO_TENSORS = {
     **{"lengths": [4, 2], "need_A": [True, True], "need_B": [True, True], "seed": 1},
     **{"parents": [-1, 0], "scales": [1.0, 2.0], "starts": [0, 3], "ends": [2, 6], "slots": [0, 1], "p": [0.1, 0.0]},
+    **{"run_scales": [1.0, 2.0], "run_starts": [1, 3], "run_ends": [2, 6], "run_slots": [0, 1]},
     **{"scale": 1.0, "window": 3, "lora_scale": 0.5, "temperature": 1.0, "logit_scale": 1.0, "eps": 1e-8},
     **{"gamma": 0.9, "lam": 0.9, "clip_low": 0.2, "clip_high": 0.2, "clip": 0.2, "kl_coef": 0.1, "entropy_coef": 0.1},
     **{"kl": "k3", "dual_clip": None, "ignore_index": -100, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stream": 0},
@@ -86,7 +89,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("gae", "gae_backward", "masked_moments"), _WHOLE),
     **dict.fromkeys(("linear", "linear_backward"), _LINEAR),
-    "linear_logprob_backward": {"needs": "hidden,weight,bias,lora_A,lora_B"},
+    "linear_logprob_backward": {"needs": "hidden,weight,bias,lora_A,lora_B,run_A0,run_B0,run_B1"},
     "linear_logprob_pair": {"ahead": "logprob,kl"},
     "linear_ppo_loss": {"needs": "hidden,weight"},
     **dict.fromkeys(("lora_delta", "lora_delta_backward"), _LANES | {"x": (N, K)}),

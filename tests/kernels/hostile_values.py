@@ -135,7 +135,7 @@ _MATRIX = "(a s k)"
 _SLOT = f"({_MATRIX} {_MATRIX} n f f a a)"
 _RUNS = "[(r r n n)]"
 _LANES = f"n n [{_SLOT}] {_RUNS} (i a i) t"
-_HEAD = "(a s k a s k a n n n f f a) (a s k a s k a n a a)"
+_HEAD = "(a s k a n n f f a) (a s k a n a a) [(n n a s k n a s k a a a)]"
 _ROTARY = "a s s s a a s n n n n t a"
 _CACHES = "[(a s s s)]"
 _PACKED = "c (n n n n n) (a s s) (a s s) (a s s)"
@@ -154,7 +154,7 @@ EXTENSION = {
     "gae_forward": "a s a s a s a n n f f t a a",
     "gather_logprob_backward": "a a s s a a f i n n t a a a a a a a a a a s s",
     "gather_logprob_forward": "a a s s a a f i n n t a a a a a a",
-    "head_backward": f"{_HEAD} (a a a a a a a a a a a a s) a a n c a t",
+    "head_backward": f"{_HEAD} (a a a a a a a a a a a a s) a a c a t",
     "head_forward": f"{_HEAD} (a a a a a a) (a s k a a a) a a t",
     "head_sample": f"{_HEAD} a a a a n a i a a a t",
     "linear_forward": "k a s a s a a s n n n t",

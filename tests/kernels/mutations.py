@@ -139,7 +139,7 @@ MUTATIONS = read("""
 +const float by = head.scale / sum;
 @ cpu kernels/rlhf_kernels/vocab/native.py
 # temperature of other rows | test_linear_ppo_loss.py::test_tier1 test_linear_ppo_loss.py::test_ragged_sizes
--self.temperature = o.row_temperature[rows].float()
+-self.temperature = o.row_temperature[self.rows].float()
 +self.temperature = o.row_temperature[: rows.shape[0]].float()
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
 # dW of the last piece of the depth alone | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
@@ -147,8 +147,8 @@ MUTATIONS = read("""
 +sums + k * 4 * kTileFloats, false);
 @ cpu kernels/rlhf_kernels/vocab/native.py
 # dW of a frozen head | test_linear_logprob.py::test_frozen_weight_has_no_dw_and_logits_never_exist
--weight = torch.empty(n_vocab, width, dtype=weight_dtype) if "weight" in needs or need_lora_B else None
-+weight = torch.empty(n_vocab, width, dtype=weight_dtype)
+-weight = torch.empty(n_vocab, H, dtype=weight_dtype) if "weight" in needs else None
++weight = torch.empty(n_vocab, H, dtype=weight_dtype)
 @ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
 # target counted twice in the gradient ahead
 | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
@@ -156,7 +156,7 @@ MUTATIONS = read("""
 +static_cast<void>(any_target);
 # stale sums ahead after a new maximum
 | test_linear_logprob.py::test_half_precision_is_tier3_and_its_logprob_is_not_rounded
--if (ahead && v0 > 0) rescale(sums, sizes.padded_K, half, factor);
+-if (ahead && v0 > 0) rescale(sums, sum_tiles, half, factor);
 # stale sum after a new maximum | test_linear_logprob.py::test_tier1_of_every_output_input_and_option
 -            s.sum[half] *= factor;
 -
@@ -261,10 +261,10 @@ MUTATIONS = read("""
 +s.pair_reference[half].meet(pair_top);
 # KL not subtracted in the gradient ahead
 | test_linear_logprob_pair.py::test_tier1_with_every_option
--by * sum_at(sums_kl, n % kPanel, k) - gap * e;
-+by * sum_at(sums_kl, n % kPanel, k);
+-other ? x - less * other[k] : x;
++other ? x - 0.0f * less : x;
 # stale sums ahead of the KL after a new maximum | test_linear_logprob_pair.py::test_hostile_rows
--if (ahead_kl && v0 > 0) rescale(sums_kl, sizes.padded_K, half, factor);
+-if (ahead_kl && v0 > 0) rescale(sums_kl, sum_tiles, half, factor);
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # KL sign | triton/test_linear_logprob_pair.py::test_ragged_sizes
 -kl = tl.sum(a2 * x2, 0) / s - (lse - lse_r)
@@ -730,6 +730,36 @@ MUTATIONS = read("""
 +    return chosen
 +
 
+== head runs
+@ reference kernels/rlhf_kernels/vocab/runs.py
+# rows of no run have the last slot's LoRA | test_head_runs.py::test_draws_are_the_definitions
+-if slot != OFF:
++if self.run_A:
+@ cpu kernels/rlhf_kernels/vocab/native.py
+# rows of a slot in several runs put back as they come | test_head_runs.py::test_draws_are_the_definitions
+-return _put(self.rows, values, n) if self.moved else scatter(self.rows, values, n)
++return scatter(self.rows, values, n)
+@ cpu csrc/cpu/head_sample.inc.h cpu/variants/portable.cpp
+# a NaN of one run's LoRA in all of sixteen rows | test_head_runs.py::test_a_run_has_the_bits_that_it_has_alone
+-store16(logits + v, select(mine, load16(own + v), load16(logits + v)));
++store16(logits + v, load16(own + v));
+# a run among sixteen rows without what W alone has made | test_head_runs.py::test_draws_are_the_definitions
+-if (!alone) std::memcpy(own, logits, sizeof own);
++if (!alone) std::memset(own, 0, sizeof own);
+# the strip of another run stays | test_head_runs.py::test_draws_are_the_definitions
+-if (i != there && sizes.tail(run) > 0) {
++if (there < 0 && sizes.tail(run) > 0) {
+@ cpu csrc/cpu/head_body.inc.h cpu/variants/portable.cpp
+# dB from the first rows | test_head_runs.py::test_tier1_of_every_output_and_gradient
+-hidden.first[i] * (kPanel / KT)
++0 * (kPanel / KT)
+# what is left of a rounded B dropped | test_head_runs.py::test_a_bf16_head_does_not_round_its_loras
+-put_rounded(x - high, count, out + 2 * r);
++put_rounded(high - high, count, out + 2 * r);
+# a run's columns overlap the rest of W | test_head_runs.py::test_tier1_of_every_output_and_gradient
+-if (run.extra > 0) fetch_own(run, v, out + rest);
++if (run.extra > 0) fetch_own(run, v, out);
+
 == attention
 @ reference kernels/rlhf_kernels/attention/reference.py
 # window one too long | test_attention.py::test_tier1
@@ -917,8 +947,11 @@ MUTATIONS = read("""
 -turn_head(call, half, k, weights.k_norm,
 +turn_head(call, half, k, nullptr,
 # first sixteen rows' h for all | test_decode_step.py::test_tiers
--const float* h = call.h + ((half + side) * call.ranks + part.h) * 16;
+-const float* h = call.h + (i * call.ranks + part.h) * 16;
 +const float* h = call.h + part.h * 16;
+# first slot of every sixteen rows alone | test_decode_step.py::test_rows_of_many_slots_have_the_bits_of_each_slot_alone
+-i < call.firsts[half + side + 1]; ++i)
++i < call.firsts[half + side + 1] && i < call.firsts[half + side] + 1; ++i)
 @ cpu csrc/cpu/lane_rows.inc.h cpu/variants/portable.cpp
 # another slot's infinity | test_decode_step.py::test_other_rows_adapters_never_leak
 -select(carries != 0.0f, sum + deltas[i], sum)

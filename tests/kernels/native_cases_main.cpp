@@ -36,10 +36,13 @@ Matrix head_matrix(Case& c, const std::string& name) {
 
 void head(Case& c) {
     const int64_t H = c.size("hidden", 1), extra = c.size("extra_hidden", 1), V = c.size("weight", 0);
-    const Head head{head_matrix(c, "weight"), head_matrix(c, "extra_weight"), c.data<float>("bias"), H, extra, V,
-                    float(c.number("softcap")), float(c.number("scale"))};
-    const Batch batch{head_matrix(c, "hidden"), head_matrix(c, "extra_hidden"), c.data<int64_t>("rows"),
-                      c.size("rows", 0), c.data<float>("temperature"), c.data<int64_t>("target")};
+    const Head head{head_matrix(c, "weight"), c.data<float>("bias"), H, V, float(c.number("softcap")),
+                    float(c.number("scale"))};
+    const auto own = [&](const char* name) { return extra > 0 ? c.floats(name) : nullptr; };
+    HeadRun run{c.size("rows", 0), extra, head_matrix(c, "extra_weight"), extra, head_matrix(c, "extra_hidden"),
+                own("expected_own"), own("expected_kl_own"), nullptr};
+    const Batch batch{head_matrix(c, "hidden"), c.data<int64_t>("rows"), run.end, c.data<float>("temperature"),
+                      c.data<int64_t>("target"), &run, 1};
     const Matrix other = head_matrix(c, "other");
     float *lse = c.floats("lse"), *entropy = c.floats("entropy"), *square = c.floats("log_sum_sq_prob");
     float *pair_lse = c.floats("pair_lse"), *kl = c.floats("kl");
@@ -52,18 +55,20 @@ void head(Case& c) {
         entropy, c.data<float>("g_mean_logit"),      c.data<float>("g_log_sum_sq_prob"),
         square, c.data<float>("g_kl"),              kl,                     pair_lse,
         other.data, other.stride};
+    run.sums = own("d_hidden_own");
+    run.d_weight = own("d_weight_own");
     head_backward(head, batch, gradients,
-                  {c.floats("d_hidden"), c.floats("d_weight"), 0, Type::float32, c.floats("d_bias")}, kThreads);
+                  {c.floats("d_hidden"), c.floats("d_weight"), Type::float32, c.floats("d_bias")}, kThreads);
 }
 
 void sample(Case& c) {
     const int64_t n = c.size("hidden", 0);
     std::vector<int64_t> rows(n);
     for (int64_t i = 0; i < n; ++i) rows[i] = i;
-    const Head head{head_matrix(c, "weight"), {nullptr, 0, Type::float32}, c.data<float>("bias"), c.size("hidden", 1), 0,
-                    c.size("weight", 0), float(c.number("softcap")), float(c.number("scale"))};
-    const Batch batch{head_matrix(c, "hidden"), {nullptr, 0, Type::float32}, rows.data(), n,
-                      c.data<float>("temperature"), nullptr};
+    const Head head{head_matrix(c, "weight"), c.data<float>("bias"), c.size("hidden", 1), c.size("weight", 0),
+                    float(c.number("softcap")), float(c.number("scale"))};
+    const HeadRun run{n, 0, {}, 0, {}, nullptr, nullptr, nullptr};
+    const Batch batch{head_matrix(c, "hidden"), rows.data(), n, c.data<float>("temperature"), nullptr, &run, 1};
     head_sample(head, batch,
                 {c.data<int64_t>("seed"), c.data<int64_t>("position"), c.data<uint8_t>("greedy"),
                  c.data<int64_t>("forbidden"), c.size("forbidden", 0), c.data<uint8_t>("forbids"),

@@ -62,7 +62,9 @@ def _head_answers(t: dict[str, Tensor], n: dict[str, float], dtype: torch.dtype)
     others = (p * u).scatter(1, target, 0.0)
     out["expected"] = others @ w
     out["expected_kl"] = (others * (log_p - log_r - out["kl"][:, None])) @ w
-    return {name: x.detach() for name, x in out.items()}
+    for name in ("expected", "expected_kl", "d_hidden", "d_weight"):  # the columns that widen come apart
+        out[name], out[f"{name}_own"] = out[name].split([t["hidden"].shape[1], t["extra_hidden"].shape[1]], 1)
+    return {name: x.detach().contiguous() for name, x in out.items() if x.numel()}
 
 
 def head_case(g: torch.Generator, dtype: torch.dtype, label: str, shape: tuple[int, ...], options: bool) -> Case:

@@ -72,12 +72,49 @@ struct RandomMatrix {
     }
 };
 
+// Three runs of n rows: with `extra` columns of their own, without any, and with two more; and what is made for these.
+struct RandomRuns {
+    struct Run {
+        int64_t first;
+        RandomMatrix hidden, weight;
+        std::unique_ptr<float[]> sums, sums_kl, d_hidden, d_weight;
+    };
+    std::vector<Run> all;
+    std::vector<HeadRun> runs;
+
+    RandomRuns(int64_t n, int64_t extra, int64_t V, Type type) {
+        const int64_t ends[] = {n / 3, n / 2, n}, extras[] = {extra, 0, extra ? extra + 2 : 0};
+        for (int64_t i = 0, first = 0; i < 3; first = ends[i++]) {
+            const int64_t k = extras[i], rows = ends[i] - first;
+            all.push_back({first, RandomMatrix(rows, k, k, type, 1.0f), RandomMatrix(V, k, k, type, 1.0f),
+                           heap<float>(rows * k), heap<float>(rows * k), heap<float>(rows * k), heap<float>(V * k)});
+            const Run& run = all.back();
+            runs.push_back({ends[i], k, run.weight.matrix, k, run.hidden.matrix, run.sums.get(), run.sums_kl.get(), nullptr});
+        }
+    }
+    // The same runs, with what the backward makes.
+    std::vector<HeadRun> backward(bool hidden) const {
+        std::vector<HeadRun> out = runs;
+        for (size_t i = 0; i < out.size(); ++i) {
+            out[i].sums = hidden ? all[i].d_hidden.get() : nullptr;
+            out[i].d_weight = all[i].d_weight.get();
+        }
+        return out;
+    }
+    size_t of(int64_t row) const { return row < runs[0].end ? 0 : row < runs[1].end ? 1 : 2; }
+    // Of a row: column k of its own in `weight` at v, in hidden, and where it stands in what was made.
+    int64_t extra(int64_t row) const { return runs[of(row)].extra; }
+    double weight(int64_t row, int64_t v, int64_t k) const { return all[of(row)].weight.values[v * extra(row) + k]; }
+    int64_t place(int64_t row, int64_t k) const { return (row - all[of(row)].first) * extra(row) + k; }
+    double hidden(int64_t row, int64_t k) const { return all[of(row)].hidden.values[place(row, k)]; }
+};
+
 void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool options, int threads) {
-    const int64_t K = H + extra, N = n + 3;  // three rows that do not count
+    const int64_t N = n + 3;  // three rows that do not count
     const std::string name = std::string(rlhf::cpu::name(current_isa())) + " n=" + std::to_string(n) + " H=" +
                              std::to_string(H) + "+" + std::to_string(extra) + " V=" + std::to_string(V);
     RandomMatrix hidden(N, H, H + 5, type, 1.5f), other(N, H, H + 1, type, 1.5f), weight(V, H, H + 3, type, 0.7f);
-    RandomMatrix extra_hidden(n, extra, extra, type, 1.0f), extra_weight(V, extra, extra, type, 1.0f);
+    const RandomRuns own(n, extra, V, type);
     auto bias = random_floats(V), temperature = random_floats(n);
     auto rows = heap<int64_t>(n), target = heap<int64_t>(n);
     for (int64_t i = 0; i < n; ++i) {
@@ -85,14 +122,13 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
         target[i] = i == 0 ? V - 1 : int64_t((float(random_number()) + 1) / 2 * float(V)) % V;
         temperature[i] = options ? 1.0f + 0.5f * temperature[i] : 1.0f;
     }
-    const Head head{weight.matrix, extra_weight.matrix, options ? bias.get() : nullptr, H, extra, V,
-                    options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
-    const Batch batch{hidden.matrix, extra_hidden.matrix, rows.get(), n, temperature.get(), target.get()};
+    const Head head{weight.matrix, options ? bias.get() : nullptr, H, V, options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
+    const Batch batch{hidden.matrix, rows.get(), n, temperature.get(), target.get(), own.runs.data(), 3};
 
     std::unique_ptr<float[]> out[6], pair_out[3];
     for (auto& x : out) x = heap<float>(n);
     for (auto& x : pair_out) x = heap<float>(n);
-    auto expected = heap<float>(n * K), expected_kl = heap<float>(n * K);
+    auto expected = heap<float>(n * H), expected_kl = heap<float>(n * H);
     const Pair pair{other.matrix, pair_out[0].get(), pair_out[1].get(), pair_out[2].get()};
     head_forward(head, batch, {out[0].get(), out[1].get(), out[2].get(), out[3].get(), out[4].get(), out[5].get()},
                  &pair, {expected.get(), expected_kl.get()}, threads);
@@ -102,17 +138,28 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
 
     std::unique_ptr<float[]> g[6];  // of logprob, lse, entropy, mean_logit, log_sum_sq_prob, kl
     for (auto& x : g) x = random_floats(n);
-    auto d_hidden = heap<float>(n * K), d_weight = heap<float>(V * K), d_bias = heap<float>(V);
+    auto d_hidden = heap<float>(n * H), d_weight = heap<float>(V * H), d_bias = heap<float>(V);
     const LogitGradients gradients{out[1].get(), g[0].get(),  g[1].get(),      g[2].get(),      out[2].get(),
                                  g[3].get(),   g[4].get(),  out[5].get(),    g[5].get(),      pair_out[2].get(),
                                  pair_out[1].get(), other.matrix.data, other.matrix.stride};
-    head_backward(head, batch, gradients, {d_hidden.get(), d_weight.get(), 0, Type::float32, d_bias.get()}, threads);
-    auto part = heap<float>(V * K);  // the last columns alone, nothing else asked for
-    if (extra > 0) head_backward(head, batch, gradients, {nullptr, part.get(), H, Type::float32, nullptr}, threads);
-    auto rounded = heap<uint16_t>(V * K);
-    head_backward(head, batch, gradients, {nullptr, rounded.get(), 0, Type::bfloat16, nullptr}, threads);
+    Batch back = batch;
+    auto of_backward = own.backward(true);
+    back.runs = of_backward.data();
+    head_backward(head, back, gradients, {d_hidden.get(), d_weight.get(), Type::float32, d_bias.get()}, threads);
+    std::vector<std::vector<float>> d_own;
+    for (size_t r = 0; r < 3; ++r) {
+        const float* made = own.all[r].d_weight.get();
+        d_own.emplace_back(made, made + V * own.runs[r].extra);
+    }
+    of_backward = own.backward(false);  // the runs' columns alone, nothing else asked for
+    back.runs = of_backward.data();
+    head_backward(head, back, gradients, {nullptr, nullptr, Type::float32, nullptr}, threads);
+    auto rounded = heap<uint16_t>(V * H);
+    head_backward(head, batch, gradients, {nullptr, rounded.get(), Type::bfloat16, nullptr}, threads);
 
-    std::vector<double> want_d_weight(V * K, 0.0), want_d_bias(V, 0.0);
+    std::vector<double> want_d_weight(V * H, 0.0), want_d_bias(V, 0.0);
+    std::vector<std::vector<double>> want_d_own;
+    for (const HeadRun& run : own.runs) want_d_own.emplace_back(V * run.extra, 0.0);
     const double tolerance = type == Type::bfloat16 ? 2e-2 : 2e-4;
     const auto near = [&](double got, double want, double scale, double tol, const char* what) {
         require(std::abs(got - want) <= tol * (scale + std::abs(want)), name + ": " + what + " " +
@@ -128,9 +175,7 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
                 for (int64_t k = 0; k < H; ++k) {
                     y += weight.values[v * H + k] * (side ? other : hidden).values[rows[i] * H + k];
                 }
-                for (int64_t k = 0; k < extra && side == 0; ++k) {
-                    y += extra_weight.values[v * extra + k] * extra_hidden.values[i * extra + k];
-                }
+                for (int64_t k = 0; k < own.extra(i) && side == 0; ++k) y += own.weight(i, v, k) * own.hidden(i, k);
                 double c = head.scale * y, slope = head.scale;
                 if (options) {
                     c = head.softcap * std::tanh(c / head.softcap);
@@ -163,6 +208,7 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
         near(pair_out[2][i], kl, 1, 1e-4, "kl");
         require(out[3][i] == (best == target[i] ? 1.0f : 0.0f) || V > 1, name + ": is_top1");
         require(alone[i] == out[0][i], name + ": the log-prob alone has the same bits");
+        const int64_t K = H + own.extra(i);
         std::vector<double> e(K, 0.0), e_kl(K, 0.0), d(K, 0.0);
         for (int64_t v = 0; v < V; ++v) {
             const double log_p = z[0][v] - lse[0], p = std::exp(log_p), gap = log_p - (z[1][v] - lse[1]) - kl;
@@ -171,29 +217,36 @@ void head_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool o
             dz *= u[v];
             want_d_bias[v] += dz;
             for (int64_t k = 0; k < K; ++k) {
-                const double w = k < H ? weight.values[v * H + k] : extra_weight.values[v * extra + k - H];
-                const double h = k < H ? hidden.values[rows[i] * H + k] : extra_hidden.values[i * extra + k - H];
+                const double w = k < H ? weight.values[v * H + k] : own.weight(i, v, k - H);
+                const double h = k < H ? hidden.values[rows[i] * H + k] : own.hidden(i, k - H);
                 if (v != target[i]) {
                     e[k] += p * u[v] * w;
                     e_kl[k] += p * u[v] * gap * w;
                 }
                 d[k] += dz * w;
-                want_d_weight[v * K + k] += dz * h;
+                (k < H ? want_d_weight[v * H + k] : want_d_own[own.of(i)][v * own.extra(i) + k - H]) += dz * h;
             }
         }
         for (int64_t k = 0; k < K; ++k) {
-            near(expected[i * K + k], e[k], 1, tolerance, "expected");
-            near(expected_kl[i * K + k], e_kl[k], 1, tolerance, "expected_kl");
-            near(d_hidden[i * K + k], d[k], 1, tolerance, "d_hidden");
+            const auto& its = own.all[own.of(i)];
+            const auto at = [&](const std::unique_ptr<float[]>& shared, const std::unique_ptr<float[]>& mine) {
+                return k < H ? shared[i * H + k] : mine[own.place(i, k - H)];
+            };
+            near(at(expected, its.sums), e[k], 1, tolerance, "expected");
+            near(at(expected_kl, its.sums_kl), e_kl[k], 1, tolerance, "expected_kl");
+            near(at(d_hidden, its.d_hidden), d[k], 1, tolerance, "d_hidden");
         }
     }
-    for (int64_t i = 0; i < V * K; ++i) near(d_weight[i], want_d_weight[i], 1, tolerance, "d_weight");
-    for (int64_t i = 0; i < V * K; ++i) {
+    for (int64_t i = 0; i < V * H; ++i) near(d_weight[i], want_d_weight[i], 1, tolerance, "d_weight");
+    for (int64_t i = 0; i < V * H; ++i) {
         require(rounded[i] == nearest_bf16(d_weight[i]), name + ": d_weight in bf16 is the fp32 sum rounded once");
     }
     for (int64_t v = 0; v < V; ++v) near(d_bias[v], want_d_bias[v], 1, tolerance, "d_bias");
-    for (int64_t v = 0; v < V && extra > 0; ++v) {
-        for (int64_t k = H; k < K; ++k) require(part[v * K + k] == d_weight[v * K + k], name + ": some columns alone");
+    for (size_t r = 0; r < 3; ++r) {
+        for (int64_t i = 0; i < V * own.runs[r].extra; ++i) {
+            near(d_own[r][i], want_d_own[r][i], 1, tolerance, "d_weight of a run's own columns");
+            require(own.all[r].d_weight[i] == d_own[r][i], name + ": some columns alone");
+        }
     }
 }
 
@@ -216,7 +269,7 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
     const std::string name = std::string(rlhf::cpu::name(current_isa())) + " sample n=" + std::to_string(n) +
                              " H=" + std::to_string(H) + "+" + std::to_string(extra) + " V=" + std::to_string(V);
     RandomMatrix hidden(n, H, H + 5, type, 1.5f), weight(V, H, H % 32 ? H + 3 : H, type, 0.7f);
-    RandomMatrix extra_hidden(n, extra, extra, type, 1.0f), extra_weight(V, extra, extra, type, 1.0f);
+    const RandomRuns own(n, extra, V, type);
     auto bias = random_floats(V), temperature = random_floats(n), logprob = heap<float>(n), entropy = heap<float>(n);
     auto rows = heap<int64_t>(n), seed = heap<int64_t>(n), position = heap<int64_t>(n), token = heap<int64_t>(n);
     auto greedy = heap<uint8_t>(n), forbids = heap<uint8_t>(n);
@@ -232,9 +285,8 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
         position[i] = (i << 33) + 7;
         greedy[i] = i % 3 == 2;
     }
-    const Head head{weight.matrix, extra_weight.matrix, options ? bias.get() : nullptr, H, extra, V,
-                    options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
-    const Batch batch{hidden.matrix, extra_hidden.matrix, rows.get(), n, temperature.get(), nullptr};
+    const Head head{weight.matrix, options ? bias.get() : nullptr, H, V, options ? 2.0f : 0.0f, options ? 1.2f : 1.0f};
+    const Batch batch{hidden.matrix, rows.get(), n, temperature.get(), nullptr, own.runs.data(), 3};
     head_sample(head, batch, {seed.get(), position.get(), options ? greedy.get() : nullptr,
                               bans ? forbidden.get() : nullptr, bans ? 2 : 0, bans ? forbids.get() : nullptr, 9,
                               token.get(), logprob.get(), entropy.get()}, threads);
@@ -244,7 +296,7 @@ void sample_case(int64_t n, int64_t H, int64_t extra, int64_t V, Type type, bool
         for (int64_t v = 0; v < V; ++v) {
             double y = options ? bias[v] : 0.0;
             for (int64_t k = 0; k < H; ++k) y += weight.values[v * H + k] * hidden.values[i * H + k];
-            for (int64_t k = 0; k < extra; ++k) y += extra_weight.values[v * extra + k] * extra_hidden.values[i * extra + k];
+            for (int64_t k = 0; k < own.extra(i); ++k) y += own.weight(i, v, k) * own.hidden(i, k);
             double c = options ? head.softcap * std::tanh(head.scale * y / head.softcap) : y;
             if (bans && forbids[i] && (v == forbidden[0] || v == forbidden[1])) c = -HUGE_VAL;
             z[v] = c / temperature[i];

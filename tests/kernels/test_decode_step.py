@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from rlhf_kernels.attention import attention
-from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
+from rlhf_kernels.decode_step import LINEARS, Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter
 from rlhf_kernels.linear import linear
 from rlhf_kernels.llama_ops import rms_norm, rotary, swiglu
 from rlhf_kernels.lora import Segments, lora_linear
@@ -17,7 +17,7 @@ from rlhf_kernels.runtime import native, registry, testing
 from torch import Tensor
 
 from .checks import ISAS, each, in_any_company, needs_native, same_bits, threads_change_no_bit
-from .decode_step_cases import SIZES, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
+from .decode_step_cases import SIZES, Call, Sizes, make_adapter, make_adapters, make_call, make_decoder, mapped
 from .dense import surrounded
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -176,6 +176,25 @@ def test_a_row_s_bits_do_not_depend_on_its_company(dtype, sizes):
         return some.take(decoder, adapters)
 
     in_any_company(run, [call.tokens, call.positions, call.slots, call.table], companies)
+
+
+@needs_native
+def test_rows_of_many_slots_have_the_bits_of_each_slot_alone(dtype):
+    """32 slots of several ranks, types and targets, in the order that the engine keeps and in none."""
+    s, n, targets = SIZES[0], 150, (LINEARS, ("q", "v"), ("k", "o", "gate"), ("up", "down"), ("down",))
+    adapters = [
+        make_adapter(s, (FP32, BF16)[i % 2], (4, 5, 8, 16, 32)[i % 5], targets[i // 5 % 5], seed=i) for i in range(32)
+    ]
+    decoder, call = make_decoder(s, dtype), make_call(s, n, dtype, 32)
+    for some in (call._replace(slots=call.slots.sort().values), call):
+        together = some.take(decoder, adapters)
+        for slot in range(-1, 32):
+            own = (some.slots == slot).nonzero()[:, 0]
+            for rows in (own, own[-1:]):
+                assert len(rows)
+                alone = Call(*(x[rows] if isinstance(x, Tensor) and len(x) == n else x for x in some))
+                alone = alone._replace(slots=torch.full_like(rows, min(slot, 0)))
+                same_bits(alone.take(decoder, adapters[max(slot, 0) : slot + 1]), [x[rows] for x in together])
 
 
 @needs_native

@@ -259,6 +259,26 @@ def test_a_row_s_bits_do_not_depend_on_its_company_or_on_threads(isa, dtype, n_r
 
 
 @torch.no_grad()
+@each("dtype", [FP32, BF16])
+def test_rows_of_many_slots_decode_as_each_slot_alone(isa, dtype):
+    """One to four rows of each of 24 slots, some rows off in between."""
+    (x, weight, bias, *_), g = few_rows(64, 96, 70, dtype), torch.Generator().manual_seed(1)
+    ranks = [(4, 5, 8, 16, 32)[i % 5] for i in range(24)]
+    A, B = [torch.randn(r, 96, generator=g) for r in ranks], [torch.randn(70, r, generator=g).to(dtype) for r in ranks]
+    ends = list(itertools.accumulate(1 + i % 4 for i in range(24)))
+    starts = [0, *(end + int(i % 6 == 0) for i, end in enumerate(ends[:-1]))]
+    runs = [(a, b, i) for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < b]
+    columns = [tuple(column) for column in zip(*runs, strict=True)]
+    with registry.use_op_backend("linear", "cpu"):
+        y = decoded(x, weight, bias, A, B, [0.5] * 24, Segments(starts=columns[0], ends=columns[1], slots=columns[2]))
+        for start, end, slot in runs:
+            one = Segments(starts=(start,), ends=(end,), slots=(0,))
+            assert torch.equal(
+                decoded(x, weight, bias, A[slot:][:1], B[slot:][:1], [0.5], one)[start:end], y[start:end]
+            )
+
+
+@torch.no_grad()
 def test_decoding_rounds_where_training_does(isa):
     """bf16: the product, then the sum. Sums of another order flip a rounding here and there, no more."""
     arguments = few_rows(40, 96, 300, BF16)

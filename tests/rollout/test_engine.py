@@ -19,22 +19,21 @@ from rlhf_kernels.runtime import kernel_table, native, registry
 from rlhf_engine import devices
 from rlhf_engine.errors import MemoryLimitError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles
-from rlhf_engine.hydra.kv_cache import BLOCK, KVCache
+from rlhf_engine.hydra.attention import BLOCK, KVCache
 from rlhf_engine.rollout import (
     AnswerRow,
     EngineOptions,
     Request,
     RolloutEngine,
     SamplingConfig,
+    decoding,
     generate,
     generate_requests,
 )
 from rlhf_engine.rollout import engine as engine_module
-from rlhf_engine.rollout.steps import graph as graph_step
-from rlhf_engine.rollout.steps import native as native_step
-from rlhf_engine.rollout.steps.graph import WARM_UP, CaptureError, CudaCapture, GraphStep
-from rlhf_engine.rollout.steps.native import NativeStep
-from rlhf_engine.rollout.steps.transformers import TransformersStep
+from rlhf_engine.rollout import rows as rows_module
+from rlhf_engine.rollout.decoding import WARM_UP, CaptureError, CudaCapture, GraphStep, NativeStep, TransformersStep
+from rlhf_engine.rollout.rows import LiveRows
 from tests.conftest import VOCAB, build, randomise, tiny_llama
 from tests.hydra.architectures import plain_model
 
@@ -133,7 +132,7 @@ def test_equal_prompts_go_through_the_model_once(step, prompt, max_rows, monkeyp
 
 def test_shared_blocks_are_held_once():
     model = build()
-    model.backbone().model.config.max_position_embeddings = 4096
+    model.backbone().context_length = 4096
     prompt = [3 + i % 50 for i in range(8 * BLOCK)]
     k = 6
     together = generate(model, [prompt] * k, sampling(eos_token_ids=()))
@@ -186,6 +185,47 @@ def test_roles_with_lora_on_their_heads_share_a_batch():
     torch.testing.assert_close(mixed.logprobs_M, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", [{}, {"top_k": 4}], ids=["all words", "some words"])
+def test_slots_with_lora_on_their_heads_are_drawn_in_one_call_with_the_bits_of_each_alone(step, how, monkeypatch):
+    ranks = {f"p{i}": r for i, r in enumerate((4, 5, 8, 16, 32, 1, 8, 4))}
+    slots = {name: SlotConfig(r=r, alpha=8.0, target_modules=("q_proj", "lm_head")) for name, r in ranks.items()}
+    roles = {**hydra_roles(), "reward": RoleSpec(), **{name: RoleSpec(slot=name, trainable=True) for name in slots}}
+    model = HydraModel.from_pretrained(tiny_llama(), roles=roles, slots=slots).eval()
+    for name in slots:
+        randomise(model, name, scale=0.5)
+    groups, draws = Counter(), rows_module.Sampler.__call__
+
+    def counted(sampler, hidden, state, drawn):
+        groups[len(drawn)] += 1
+        return draws(sampler, hidden, state, drawn)
+
+    monkeypatch.setattr(rows_module.Sampler, "__call__", counted)
+    asked, of = prompts(22), [*slots, "reference"] * 3
+    with registry.use_exact():
+        mixed = generate(model, asked, sampling(**how), role=of[:22], options=EngineOptions(decode_step=step))
+        assert set(groups) == {1}
+        ends = mixed.batch.completion_cu
+        for name in (*slots, "reference"):
+            places = [i for i in range(22) if of[i] == name]
+            given = {"role": name, "sample_ids": places, "options": EngineOptions(decode_step=step)}
+            alone = generate(model, [asked[i] for i in places], sampling(**how), **given)
+            assert tokens(alone) == [tokens(mixed)[i] for i in places]
+            logprobs = torch.cat([mixed.logprobs_M[ends[i] : ends[i + 1]] for i in places])
+            assert not (alone.logprobs_M != logprobs).any()
+
+
+def test_heads_share_a_call_on_a_cpu_alone():
+    common = {"prompt": (1,), "sampling": sampling(), "greedy": False, "fixed": False, "seed": 0, "keep": False}
+    rows = [AnswerRow(slot=slot, index=i, **common) for i, slot in enumerate(("b", None, "a", "b", "c"))]
+    for device, expected in (("cpu", [(None, "a", "b")]), ("meta", [(None,), ("a",), ("b",)])):
+        live = LiveRows(torch.device(device))
+        live.head_slots = {"a", "b"}
+        groups = live.draw_groups(rows)
+        assert [group.heads.slots for group in groups] == expected
+        assert [group.heads.ends[-1] for group in groups] == [len(group.rows_N) for group in groups]
+    assert live.draw_groups(rows[1:2])[0].rows_N is None
+
+
 def test_options_of_a_request_are_its_own():
     model, asked = build(), prompts(6)
     own = [
@@ -232,7 +272,7 @@ def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step
 def test_a_turn_costs_its_own_tokens(step):
     """A prompt that extends a kept answer begins behind its whole blocks, until weights or the room are gone."""
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=30)
-    model.backbone().model.config.max_position_embeddings = 512
+    model.backbone().context_length = 512
 
     def drawn(engine, tokens, keep=True):
         engine.submit([Request(prompt=tuple(tokens), sample_id=7, keep=keep)], how)
@@ -260,7 +300,7 @@ def test_a_turn_costs_its_own_tokens(step):
 def test_turns_that_are_known_beforehand_follow_each_other(step):
     """Each is answered as a request of its own would be, and only its own tokens go through the model."""
     model, how = build(), sampling(max_completion_length=7, seed=5)
-    model.backbone().model.config.max_position_embeddings = 128
+    model.backbone().context_length = 128
     turns = ((8, 9, 10), (11,), (12, 13))
     with registry.use_exact():
         engine = begun(model, how, [Request(prompt=tuple(LONG), sample_id=3, then=turns)], decode_step=step)
@@ -284,7 +324,7 @@ class Policies:
     def __init__(self) -> None:
         self.model = build()
         self.model.add_roles({"other": RoleSpec(slot="other")}, slots={"other": SlotConfig(r=4, alpha=8.0)})
-        self.model.backbone().model.config.max_position_embeddings = 256
+        self.model.backbone().context_length = 256
         generator = torch.Generator().manual_seed(0)
         self.slots = {name: list(self.model.backbone().slot(name).parameters()) for name in ("actor", "other")}
         self._values = {
@@ -496,7 +536,7 @@ def test_a_minimum_counts_what_a_burst_ahead_has_drawn():
 
 def test_a_shared_prompt_meets_a_cache_that_grows():
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=4)
-    model.backbone().model.config.max_position_embeddings = 256
+    model.backbone().context_length = 256
     short = [Request(prompt=tuple(LONG), sample_id=i) for i in range(5)]
     engine = begun(model, how, short, max_rows=4, decode_step="transformers")
     assert [len(engine.step()) for _ in range(3)] == [0, 0, 4]  # one waits
@@ -654,7 +694,7 @@ def test_long_prompts_go_through_the_model_and_short_ones_through_the_kernel(dty
         pytest.skip(str(reason))
     model = HydraModel.from_pretrained(tiny_llama(positions=512, dtype=dtype, width=4), roles=hydra_roles()).eval()
     randomise(model, "actor")
-    assert native_step.unsupported(model.backbone()) is None  # its trial goes through both
+    assert decoding.native_unsupported(model.backbone()) is None  # its trial goes through both
     lengths = [330, 7, 321, 320, 33, 300, 400, 150]
     asked = [[3 + (7 * i + j) % 50 for j in range(n)] for i, n in enumerate(lengths)]
     calls = []
@@ -781,7 +821,7 @@ def test_graphs_draw_the_same_answers(max_rows, monkeypatch):
     """Idle places of a graph, several tokens between two looks, and rows that end in between change nothing."""
     model, asked = build(), prompts(9)
     how = sampling(eos_token_ids=(2, 5, 9), stop=("zz",))
-    monkeypatch.setattr(graph_step, "WORTH", 3)
+    monkeypatch.setattr(decoding, "WORTH", 3)
     plain = generate(model, asked, how, options=EngineOptions(decode_step="transformers"), decode=spell)
     found, reasons, sizes = run_graphs(model, asked, how, max_rows=max_rows)
     assert found == tokens(plain)
@@ -926,7 +966,7 @@ def test_memory_is_given_back_when_a_capture_has_ended(monkeypatch):
 
 def test_rows_that_one_graph_does_not_serve_go_through_the_forward(monkeypatch):
     model, asked = build(), prompts(5)
-    monkeypatch.setattr(graph_step, "WORTH", 3)
+    monkeypatch.setattr(decoding, "WORTH", 3)
     for how, captured in ((sampling(top_k=3), False), (sampling(min_completion_length=4), True)):
         found, _, sizes = run_graphs(model, asked, how)
         assert bool(sizes) == captured  # once they may end
@@ -944,7 +984,7 @@ def test_graphs_outlive_a_rollout_until_something_that_they_read_moves(monkeypat
     monkeypatch.setattr(engine_module, "CudaCapture", capture)
     monkeypatch.setattr(engine_module, "is_gpu", lambda device: True)
     model, asked, how = build(), prompts(5), sampling(max_completion_length=40, eos_token_ids=())
-    model.backbone().model.config.max_position_embeddings = 128
+    model.backbone().context_length = 128
     expected = [tokens(generate(model, asked[:n], how)) for n in (5, 2)]
     assert len(captured) == 2  # 8 rows, and 2
     cache = RolloutEngine.of(model).cache.keys[0]

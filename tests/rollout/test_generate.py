@@ -9,7 +9,7 @@ from rlhf_kernels.lora import native as lora_cpu
 from rlhf_kernels.runtime import native
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
-from rlhf_engine.hydra.kv_cache import BlockPool, KVCache, NewTokens
+from rlhf_engine.hydra.attention import BlockPool, KVCache, NewTokens
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
 from rlhf_engine.rollout.request import StopTexts
 from rlhf_engine.scoring.experience import MISMATCH_BOUND, MISMATCH_MAX_FACTOR

@@ -7,8 +7,7 @@ from rlhf_kernels.runtime import native
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_engine.hydra import HydraModel, hydra_roles
-from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
-from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout import EngineOptions, SamplingConfig, decoding, generate
 from tests.conftest import VOCAB
 from tests.hydra.architectures import CONFIGS, plain_model
 
@@ -99,7 +98,7 @@ needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(nativ
 @needs_native
 def test_other_architectures_are_known_by_their_parts():
     for name in sorted(set(CONFIGS) - NATIVE):
-        reason = native_step.unsupported(hydra(plain_model(name)).backbone())
+        reason = decoding.native_unsupported(hydra(plain_model(name)).backbone())
         assert reason is not None
         assert any(text in reason for text in ("is made of", "lacks", "its embedding is a", "its steps differ by"))
 
@@ -134,14 +133,14 @@ def test_what_computes_something_else_is_not_served():
         config = CONFIGS["llama"].__class__(**{**CONFIGS["llama"].to_dict(), **change})
         torch.manual_seed(0)
         backbone = hydra(AutoModelForCausalLM.from_config(config)).backbone()
-        assert message in (native_step.unsupported(backbone) or "")
+        assert message in (decoding.native_unsupported(backbone) or "")
     plain = plain_model("llama")  # parts that are a Llama's, and a sink per head beside them
     plain.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     said = "layer 1 has parameters beside its linears and norms: ['sinks']"
-    assert native_step.unsupported(hydra(plain).backbone()) == said
+    assert decoding.native_unsupported(hydra(plain).backbone()) == said
     plain = plain_model("llama")  # names and kinds of modules are a Llama's, the embedding is scaled all the same
     plain.model.embed_tokens.register_forward_hook(lambda module, args, out: 1.5 * out)
-    assert "its steps differ by" in (native_step.unsupported(hydra(plain).backbone()) or "")
+    assert "its steps differ by" in (decoding.native_unsupported(hydra(plain).backbone()) or "")
 
 
 @needs_native
@@ -168,7 +167,7 @@ def test_models_that_look_alike_are_served_right_or_not_at_all(name, dtype):
     allowed, gap = ((r.logprobs_M - model.score(r.batch, ("actor",)).logprobs_M).abs().mean() for r in (plain, found))
     assert gap <= 3 * allowed + 1e-6, found.stats.step
     served = name == "GraniteConfig"  # in both dtypes, on every instruction set
-    assert (found.stats.step == "native") == served, native_step.unsupported(model.backbone())
+    assert (found.stats.step == "native") == served, decoding.native_unsupported(model.backbone())
 
 
 @needs_native
@@ -178,7 +177,7 @@ def test_what_is_served_is_served_at_small_weights_too():
         config = type(CONFIGS[name])(**SMALL)
         torch.manual_seed(0)
         plain = AutoModelForCausalLM.from_config(config, dtype=(torch.float32, torch.bfloat16)[i % 2])
-        assert native_step.unsupported(hydra(plain).backbone()) is None, name
+        assert decoding.native_unsupported(hydra(plain).backbone()) is None, name
 
 
 SMALL = {

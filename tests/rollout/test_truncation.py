@@ -49,7 +49,7 @@ def needs(step: str) -> None:
 
 def logits_of(model: HydraModel, rollout) -> torch.Tensor:
     """[M, V] of the actor before each completion token."""
-    from rlhf_engine.hydra.adapters import head_logits
+    from rlhf_engine.hydra.gate import head_logits
 
     class Logits:
         roles = ("actor",)

@@ -14,7 +14,7 @@ from rlhf_engine.config import TrainConfig
 from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, hydra_roles, peft_io
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, generate
-from rlhf_engine.rollout.backend import find_server, make_rollouts
+from rlhf_engine.rollout.generate import find_server, make_rollouts
 from rlhf_engine.rollout.request import row_seed
 from rlhf_engine.rollout.vllm import backend as vllm
 from rlhf_engine.rollout.vllm.backend import Canary, VllmRollouts, find_base, require_servable

@@ -13,14 +13,8 @@ import torch
 from rlhf_kernels.runtime import registry
 
 from rlhf_engine.config import DemoConfig
-from rlhf_engine.runs.metrics import (
-    MetricsWriter,
-    git_commit,
-    peak_memory_bytes,
-    read_metrics,
-    run_record,
-    write_json_atomic,
-)
+from rlhf_engine.devices import peak_memory_bytes
+from rlhf_engine.runs.metrics import MetricsWriter, git_commit, read_metrics, run_record, write_json_atomic
 
 
 @pytest.fixture

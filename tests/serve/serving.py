@@ -15,7 +15,7 @@ from rlhf_kernels.runtime.registry import Settings
 
 pytest.importorskip("starlette", reason="the server needs starlette and uvicorn")
 
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread

@@ -314,7 +314,7 @@ def test_health_models_metrics_status_and_the_page(folder, tmp_path):
         assert (facts["model"], facts["exact"], facts["live"], facts["owed_tokens"]) == ("tiny", True, 0, 0)
         assert facts["tokens"] == len(answer["choices"][0]["token_ids"])
         assert {p["name"]: p["state"] for p in facts["policies"]} == {
-            "tiny": "drawn from", "one": "trained", "three": "paused", "two": "on disk",
+            "tiny": "frozen", "one": "trained", "three": "paused", "two": "on disk",
         }  # fmt: skip
         assert [COMPLETIONS, 200, 1] in facts["requests"]
         assert [COMPLETIONS, 400, 1] in facts["requests"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config import EvaluateConfig
-from rlhf_engine.data.tokenizer import encode_prompt, load_tokenizer
+from rlhf_engine.data.tokenize import encode_prompt, load_tokenizer
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
 from rlhf_engine.hydra.peft_io import save_slot

@@ -88,20 +88,23 @@ def test_sizes():
         assert parse_size("gpu", text) == size
     for text in ("80", "GB", "-1GB", "80 bananas", "80GBs", "", "1e3GB"):
         with pytest.raises(ConfigError, match=r"gpu: expected (a size such as 80GB or|something that)"):
-            PlanConfig(model="llama-7b", gpu=text)
+            PlanConfig(model_name_or_path="llama-7b", gpu=text)
 
 
 def test_requests_that_cannot_be_served(capsys):
     for argv, message in [
         (
             ["--model", "lama-7b"],
-            "model: expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
+            "expected a preset, a folder with config.json or owner/name of the Hub, got 'lama-7b'; did you",
         ),
-        (["--model", "llama-7b", "--batch", "0"], "batch: expected an integer >= 1, got 0"),
-        (["--model", "llama-7b", "--num_generations", "5"], "batch: expected a multiple of num_generations (5)"),
+        (["--model", "llama-7b", "--batch", "0"], "generation_batch_size: expected an integer >= 1, got 0"),
+        (
+            ["--model", "llama-7b", "--num_generations", "5"],
+            "size: expected a multiple of num_generations (5)",
+        ),
         (
             ["--model", "llama-7b", "--processes", "8", "--batch", "14", "--num_generations", "2"],
-            "batch: expected at least 16 with 8 processes, a prompt of 2 answers for each, got 14",
+            "generation_batch_size: expected at least 16 with 8 processes, a prompt of 2 answers for each, got 14",
         ),
         (["--model", "llama-7b", "--load_in_4bit"], "unknown option --load_in_4bit; quantization 4bit"),
         (["--model", "llama-7b", "--method", "dpo"], "method: expected one of 'all', 'full_ppo'"),
@@ -120,7 +123,7 @@ def test_folders_that_are_no_decoder(capsys, tmp_path):
     for place, message in ((tmp_path / "t5", "a decoder-only model"), (tmp_path, "a folder with config.json")):
         code, _, err = run(capsys, "--model", str(place))
         assert code == 2
-        assert f"model: expected {message}" in err
+        assert f"model_name_or_path: expected {message}" in err
 
 
 def test_a_step_is_measured_and_nothing_is_written(tmp_path, capsys):
@@ -139,7 +142,7 @@ def test_a_step_is_measured_and_nothing_is_written(tmp_path, capsys):
 
 def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     model = write_model(tmp_path / "model")
-    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=2, critic_warmup_steps=1))
+    trainer = RlTrainer(train_config(model, tmp_path / "out", dry_run=True, max_steps=2))
     assert [row.prompt for row in trainer.train_set.rows] == trainer.train_set.prompts
     every = RlTrainer(train_config(model, tmp_path / "out", max_steps=1))
     n = trainer.config.prompts_per_step
@@ -148,7 +151,7 @@ def test_the_longest_prompts_are_answered_at_full_length(tmp_path):
     with trainer.resources(), trainer.steps():
         trainer.step()
         metrics = trainer.step()
-    assert all(map(trainer.optimizer.has_stepped, ("actor", "critic")))  # as in every step after the warm-up
+    assert all(map(trainer.optimizer.has_stepped, ("actor", "critic")))
     assert metrics["completions/mean_length"] == trainer.config.max_completion_length
     assert {"peak_memory_bytes/generate", "peak_memory_bytes/score", "peak_memory_bytes/update"} <= set(metrics)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import torch
 from rlhf_engine.algorithms.base import Algorithm, Experience, MicroBatch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PolicyLoss
-from rlhf_engine.training.rl_policy import make_algorithm
+from rlhf_engine.training.rl import make_algorithm
 from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
 
@@ -163,9 +163,9 @@ def config(algorithm: str, **changes) -> TrainConfig:
     return TrainConfig(**required, **beta, algorithm=algorithm, **changes)
 
 
-def learned(options, experience, *, train_actor=True) -> tuple[Algorithm, MicroBatch]:
+def learned(options, experience) -> tuple[Algorithm, MicroBatch]:
     """The algorithm of the options, and all that it learns from an experience as one micro-batch."""
-    algorithm = make_algorithm(options, train_actor=train_actor)
+    algorithm = make_algorithm(options)
     answers, _ = algorithm.learn_from(experience)
     n = answers.batch.n_completion_tokens
     micro = MicroBatch(
@@ -216,15 +216,6 @@ def test_values_are_taught_the_returns_of_each_algorithm():
     torch.testing.assert_close(value.output.return_M, to_go)
     torch.testing.assert_close(policy.output.advantage_M, SCORED.weights_M * (to_go - SCORED.values_M))
     assert torch.equal(policy.output.old_logprob_M, SCORED.old_logprobs_M)
-
-
-def test_a_warm_up_teaches_the_values_alone():
-    for name in ["ppo", "reinforce"]:
-        made = config(name, max_steps=2, critic_warmup_steps=1)
-        algorithm, micro = learned(made, SCORED, train_actor=False)
-        assert algorithm.discarded_roles == ("actor",)
-        (term,) = algorithm.terms(micro)
-        assert term.output.roles == ("critic",)
 
 
 def test_without_weights_every_answer_counts_as_drawn():

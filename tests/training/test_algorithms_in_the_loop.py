@@ -11,8 +11,7 @@ import torch
 from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.scoring.experience import Scoring
-from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.rl_policy import make_algorithm
+from rlhf_engine.training.rl import RlTrainer, make_algorithm
 from rlhf_engine.training.update import Schedule, update
 from tests.training.test_data import train_config, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
@@ -206,11 +205,9 @@ def test_a_run_does_not_go_on_as_another_algorithm(model, reward, tmp_path):
 
 
 def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path, monkeypatch):
-    """The actor is not trained in the first step, and its update does nothing in the second."""
-    made = config(model, tmp_path / "run", reward, algorithm="reinforce", critic_warmup_steps=1, max_steps=3)
+    """The critic has a rate of 0 and is never seen to move; the actor's first update does nothing."""
+    made = config(model, tmp_path / "run", reward, algorithm="reinforce", critic_learning_rate=0.0, max_steps=3)
     trainer = RlTrainer(made)
-    trainer.step()
-    assert trainer.policy._unmoved == {"actor"}
     step = trainer.optimizer.step
 
     def leaves_the_actor():
@@ -224,6 +221,9 @@ def test_a_role_is_watched_until_an_update_has_moved_it(model, reward, tmp_path,
     monkeypatch.setattr(trainer.optimizer, "step", leaves_the_actor)
     with pytest.raises(EngineError, match="actor: its gradient was not zero, yet the first update changed none of its"):
         trainer.step()
+    moving = RlTrainer(dataclasses.replace(made, output_dir=str(tmp_path / "moving")))
+    moving.step()
+    assert moving.policy._unmoved == {"critic"}
 
 
 def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model, reward, tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_first_forward_that_differs_from_the_scoring_pass_stops_the_run(model,
 
     monkeypatch.setattr(trainer.model, "score", off)
     monkeypatch.setattr("rlhf_engine.scoring.experience._check_agreement", lambda *_: None)  # which comes before
-    monkeypatch.setattr("rlhf_engine.training.rl_policy.MISMATCH_MAX_FACTOR", 40)
+    monkeypatch.setattr("rlhf_engine.training.rl.MISMATCH_MAX_FACTOR", 40)
     with pytest.raises(MismatchError, match=r"update's first forward differ by up to 0.005.*expected at most 0.004"):
         trainer.step()
     assert same(trained(trainer), before)
@@ -309,7 +309,7 @@ CONTRADICTIONS = [
     ("grpo", {"loss_type": "ipo"}, "loss_type: expected one of grpo, dapo, dr_grpo for grpo, got 'ipo'"),
     ("ppo", {"loss_type": "grpo"}, "loss_type: expected it unset for ppo, which does not read it"),
     ("remax", {"lam": 0.9}, r"lam: expected it unset for remax, .*\(ppo; a file may .* theirs\), got 0.9"),
-    ("rloo", {"critic_warmup_steps": 1}, "critic_warmup_steps: expected it unset for rloo"),
+    ("rloo", {"critic_learning_rate": 1.0}, "critic_learning_rate: expected it unset for rloo"),
     ("online_dpo", {"beta": 0.0}, "beta: expected more than 0 for online_dpo"),
     ("remax", {"kl_in": "loss", "kl_estimator": "k3"}, "kl_estimator: expected it unset for remax"),
     ("rloo", {"loss_type": "vanilla", "cliprange": 0.1}, "cliprange: expected it unset for rloo"),

@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_the_same_floats(trainers, tmp_path):
 RESUMED = {
     "full_ppo": {"method": "full_ppo", "critic_init": "reward", "dtype": "bfloat16", "optim": "adamw_stochastic"},
     "full_ppo-float32": {"method": "full_ppo", "kl_estimator": "exact"},
-    "j_hydra": {"method": "j_hydra_ppo", **COSINE, "critic_warmup_steps": 1, "num_ppo_epochs": 2},
+    "j_hydra": {"method": "j_hydra_ppo", **COSINE, "num_ppo_epochs": 2},
     "dynamic_lora": {"method": "dynamic_lora_ppo", "critic_init": "reward"},
     "lora": {"method": "lora_ppo", "critic_init": "actor", "lora_dropout": 0.2, "kl_estimator": "exact"},
     "adapters": {"learning_rate": 1e-4, "optim": "adamw_stochastic"},

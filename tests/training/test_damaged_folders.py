@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.data.tokenizer import load_tokenizer, require_same_tokens
+from rlhf_engine.data.tokenize import load_tokenizer, require_same_tokens
 from rlhf_engine.errors import ConfigError, CorruptCheckpointError
 from rlhf_engine.hydra import HydraModel, RoleSpec, load_pretrained, peft_io, reward_model
 from rlhf_engine.hydra.loading import load_model

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.config import EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig, TrainConfig
-from rlhf_engine.data.tokenizer import load_tokenizer
+from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.rollout.answer import AnswerSession
 from rlhf_engine.tools.evaluate import Evaluation

@@ -16,8 +16,8 @@ from rlhf_engine.devices import Budget, is_out_of_memory
 from rlhf_engine.errors import ConfigError, MemoryLimitError
 from rlhf_engine.hydra import HydraModel, SlotConfig, hydra_roles
 from rlhf_engine.hydra.backbone import Backbone
-from rlhf_engine.scoring.score import score
-from rlhf_engine.training import rl_policy
+from rlhf_engine.scoring.experience import score
+from rlhf_engine.training import rl
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Schedule
 from rlhf_engine.training.update import update as learn
@@ -219,7 +219,7 @@ def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path,
 
     def give(free: int) -> None:
         memory = devices.Memory(used=0, peak=10**6, free=free)  # whatever runs takes a million bytes
-        for module in (devices, rl_policy):
+        for module in (devices, rl):
             monkeypatch.setattr(module, "read_memory", lambda *_, **options: memory)
 
     give(1000)
@@ -229,10 +229,6 @@ def test_free_memory_that_is_too_small_for_the_longest_answers_is_told(tmp_path,
     trainer = RlTrainer(config)
     with pytest.warns(UserWarning, match=r"max_completion_length: expected prompts and answers of at most \d tokens"):
         trainer.step()
-    warms_up = RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / "warm-up"), critic_warmup_steps=1))
-    assert "micro_batch_tokens" not in warms_up.step()  # without the policy's loss, which takes more
-    with pytest.warns(UserWarning, match="max_completion_length"):
-        assert "micro_batch_tokens" in warms_up.step()
     named = [
         RlTrainer(dataclasses.replace(config, output_dir=str(tmp_path / name), **{name: 30})).step()
         for name in ("per_device_train_batch_size", "max_tokens_per_micro_batch")

@@ -21,7 +21,7 @@ from rlhf_bench.case import Baseline, Case, NotHereError, Tensors, require
 from rlhf_bench.floor import copy_floors
 
 PAGE = 32
-"""Positions per block of a paged case: `rlhf_engine.hydra.kv_cache.BLOCK`."""
+"""Positions per block of a paged case: `rlhf_engine.hydra.attention.BLOCK`."""
 
 
 class CacheSize(NamedTuple):

@@ -21,8 +21,7 @@ from rlhf_bench.case import Floors, Run, Subject
 from rlhf_bench.floor import gemm_floors, together
 from rlhf_bench.rollout import OP
 from rlhf_bench.rollout.models import Models, make_models
-from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, generate_requests
-from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout import EngineOptions, Request, Rollout, SamplingConfig, decoding, generate_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +216,7 @@ StepName = Literal["native", "transformers"]
 
 
 def _reasons(models: Models) -> dict[StepName, str | None]:
-    return {"native": native_step.unsupported(models.ours.backbone()), "transformers": None}
+    return {"native": decoding.native_unsupported(models.ours.backbone()), "transformers": None}
 
 
 def _served(models: Models) -> list[StepName]:

@@ -64,7 +64,7 @@ def make_models(name: str, dtype: torch.dtype, device: torch.device) -> Models:
             model_folder(name)
             plain = load_model(name, dtype=dtype, device=device)
         except ValueError as error:
-            raise ConfigError(str(error).replace("model_name_or_path: ", "model: ")) from error
+            raise ConfigError(str(error)) from error
     plain = plain.to(device).eval()
     plain.generation_config.eos_token_id = None
     theirs = copy.deepcopy(plain)

@@ -11,7 +11,7 @@ from rlhf_bench import timing
 from rlhf_bench.accuracy import Accuracy
 from rlhf_bench.rollout.cases import RolloutCase
 from rlhf_bench.runner import CaseResult, Measured, fastest_floor, timed_floors
-from rlhf_engine.hydra.kv_cache import BLOCK
+from rlhf_engine.hydra.attention import BLOCK
 from rlhf_engine.rollout import Rollout
 from rlhf_engine.scoring.experience import MISMATCH_BOUND
 

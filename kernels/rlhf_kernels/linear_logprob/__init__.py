@@ -22,6 +22,8 @@ Source    the transform's order is that of transformers' heads (bias, logit scal
 Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.vocab.logits`.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from rlhf_kernels.linear_logprob import native, reference
@@ -39,14 +41,16 @@ from rlhf_kernels.vocab.logits import (
     accumulation_dtype,
     check_detach,
     check_head,
+    check_matrices,
     check_outputs,
     check_saved,
     check_tensor,
     grads_needed,
     widest,
 )
+from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, joined, slot_names
 
-__all__ = ["HeadLora", "LogprobOutputs", "linear_logprob"]
+__all__ = ["HeadLora", "HeadLoras", "LogprobOutputs", "linear_logprob"]
 
 registry.register("linear_logprob", "reference", reference)
 registry.register("linear_logprob", "cpu", native)
@@ -65,14 +69,14 @@ def linear_logprob(
     softcap: float | None = None,
     logit_scale: float | None = None,
     ignore_index: int = -100,
-    lora: HeadLora | None = None,
+    lora: HeadLora | HeadLoras | None = None,
     outputs: tuple[str, ...] = ("logprob",),
     detach: tuple[str, ...] = (),
     backend: str = "auto",
 ) -> LogprobOutputs:
     """Log-probabilities of target tokens under a head, without [N, V] logits; equations: the module's docstring.
 
-    Differentiable in hidden, weight, bias, lora.A and lora.B.
+    Differentiable in hidden, weight, bias, and A and B of every LoRA; one without rows has no gradient.
 
     Args:
         hidden: [N, H], floating; last hidden states.
@@ -83,7 +87,7 @@ def linear_logprob(
         softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
         logit_scale: number > 0, factor of the logits before the softcap. None: 1.
         ignore_index: target of rows that do not count. They give 0 in every output and no gradient, whatever they hold.
-        lora: rank-r addition to the head. None: no addition.
+        lora: rank-r addition to the head, or additions by runs of rows. None: no addition.
         outputs: names of the fields of `LogprobOutputs` that are computed; all except `is_top1` are differentiable.
         detach: names among `outputs` that carry no gradient; see Cost in the module's docstring for what that saves.
         backend: `auto` or the name of a backend, see `rlhf_kernels.runtime.registry`.
@@ -99,15 +103,18 @@ def linear_logprob(
         ValueError: a name in outputs or detach, or backend, is unknown.
         BackendUnavailableError: the named backend cannot serve the call.
     """
-    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    check_matrices(hidden, weight)
+    one, runs = check_runs(lora, hidden, weight)
+    options = check_head(hidden, weight, bias, one, temperature, softcap, logit_scale)
     check_tensor("target", target, (hidden.shape[0],), hidden, "int64")
     wanted = check_outputs(outputs)
     constant = check_detach(detach, outputs)
     differentiable = {*wanted.split(","), "logprob"} - constant - {"is_top1"}
     inputs = (hidden, weight, bias, options.lora_A, options.lora_B)
     ahead = grads_needed(*inputs) == "hidden" and differentiable <= {"logprob", "lse"}
+    ahead = ahead and not any(x.requires_grad for x in (*runs.run_A, *runs.run_B))
     chosen = registry.resolve("linear_logprob", backend, widest(hidden, weight), weight.shape)
-    results = _linear_logprob(hidden, weight, target, options, ignore_index, wanted, ahead, chosen)
+    results = _linear_logprob(hidden, weight, target, options, runs, ignore_index, wanted, ahead, chosen)
     made = dict(zip(OUTPUTS, results[:-1], strict=True))
     for name in constant:
         made[name] = made[name].detach()
@@ -115,57 +122,128 @@ def linear_logprob(
     return LogprobOutputs(**{name: made[name] if name in asked else None for name in OUTPUTS})
 
 
-@eager.custom_op("rlhf_kernels::linear_logprob", f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}")
+@eager.custom_op(
+    "rlhf_kernels::linear_logprob",
+    f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}, {RUNS}",
+    also=lambda given: given.runs.check(given.hidden.shape[0]),
+)
 def _linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     head: HeadOptions,
+    runs: HeadRuns,
     ignore_index: int,
     outputs: str,
     ahead: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = registry.implementation("linear_logprob", backend).forward
+    rest = (ignore_index, outputs, ahead)
     with autocast.off(hidden):
-        return run(hidden, weight, target, head, ignore_index, outputs, ahead)
+        if not runs.run_A:
+            return run(hidden, weight, target, head, *rest)
+        if backend == "cpu":  # which knows runs
+            return run(hidden, weight, target, head, *rest, runs)
+        heads = runs.heads(head, len(hidden), hidden.device)
+        parts = [run(hidden[one.rows], weight, target[one.rows], one.head, *rest) for one in heads]
+        made = [joined(heads, column, len(hidden)) for column in zip(*parts, strict=True)]
+        return tuple(made)  # type: ignore[return-value]
 
 
 @_linear_logprob.register_fake
-def _(hidden, weight, target, head, ignore_index, outputs, ahead, backend):
+def _(hidden, weight, target, head, runs, ignore_index, outputs, ahead, backend):
     made = {"logprob", "lse", *outputs.split(",")}
     dtype = accumulation_dtype(hidden, weight)
     rows = tuple(hidden.new_empty(hidden.shape[0] if name in made else 0, dtype=dtype) for name in OUTPUTS)
     return (*rows, hidden.new_empty(hidden.shape if ahead else 0, dtype=dtype))
 
 
+def _check_backward(given: Any) -> None:
+    given.runs.check(given.hidden.shape[0])
+    check_saved(given.grads, given.saved)
+
+
 @eager.custom_op(
     "rlhf_kernels::linear_logprob_backward",
-    f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}, logprob: float[N], lse: float[N], "
-    f"entropy: float[N]?, log_sum_sq_prob: float[N]?, expected: float[N, H]?, {LOGPROB_GRADS.replace('%s', 'N')}",
-    also=lambda given: check_saved(given.grads, given.saved),
+    f"hidden: float[N, H], weight: float[V, H], target: int64[N], {HEAD}, {RUNS}, logprob: float[N], "
+    "lse: float[N], entropy: float[N]?, log_sum_sq_prob: float[N]?, expected: float[N, H]?, "
+    f"{LOGPROB_GRADS.replace('%s', 'N')}",
+    also=_check_backward,
 )
 def _linear_logprob_backward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     head: HeadOptions,
+    runs: HeadRuns,
     ignore_index: int,
     saved: LogprobSaved,
     grads: LogprobGrads,
     needs: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    """Gradients of hidden, weight, bias, lora_A, lora_B, then of every slot's A and B; empty where not needed."""
     run = registry.implementation("linear_logprob", backend).backward
+    rest = (head, ignore_index, saved, grads, needs)
     with autocast.off(hidden):
-        return run(hidden, weight, target, head, ignore_index, saved, grads, needs)
+        if not runs.run_A:
+            return list(run(hidden, weight, target, *rest))
+        if backend == "cpu":
+            return list(run(hidden, weight, target, *rest, runs))
+        return _backward_by_slot(run, hidden, weight, target, runs, *rest)
+
+
+def _backward_by_slot(
+    run: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    runs: HeadRuns,
+    head: HeadOptions,
+    ignore_index: int,
+    saved: LogprobSaved,
+    grads: LogprobGrads,
+    needs: str,
+) -> list[Tensor]:
+    """The same by calls of one LoRA each; the head's own gradients are their sums, in the dtype of the head."""
+    names, heads = needs.split(","), runs.heads(head, len(hidden), hidden.device)
+    made: dict[str, Tensor] = {}
+    rows_of_hidden: list[Tensor] = []
+    for one in heads:
+        own_saved = LogprobSaved(*(x[one.rows] if x.shape[0] else x for x in saved))
+        own_grads = LogprobGrads(*(None if g is None else g[one.rows] for g in grads))
+        own, own_needs = (hidden[one.rows], weight, target[one.rows], one.head), one.needs({*names})
+        parts = run(*own, ignore_index, own_saved, own_grads, own_needs) if own_needs else ()
+        for name, part in zip((*HeadGrads.names[:3], *slot_names(one.slot)), parts, strict=False):
+            if name == "hidden":
+                rows_of_hidden.append(part)
+            elif name in names:
+                made[name] = made[name] + part if name in made else part
+    if "hidden" in names:
+        made["hidden"] = joined(heads, rows_of_hidden, len(hidden))
+    inputs = zip(_names(len(runs.run_A)), _inputs(hidden, weight, head, runs), strict=True)
+    empty = {name: weight.new_zeros(x.shape if x is not None and name in names else 0) for name, x in inputs}
+    return list((empty | made).values())
+
+
+def _names(n_slots: int) -> list[str]:
+    """Names of all gradients in the order of `_linear_logprob_backward`."""
+    return [*HeadGrads.names, *(name for slot in range(n_slots) for name in slot_names(slot))]
+
+
+def _inputs(hidden: Tensor, weight: Tensor, head: HeadOptions, runs: HeadRuns) -> list[Tensor | None]:
+    """Tensors with a gradient, in the order of `_names`."""
+    slots = [x for pair in zip(runs.run_A, runs.run_B, strict=True) for x in pair]
+    return [hidden, weight, head.bias, head.lora_A, head.lora_B, *slots]
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, head, ignore_index, saved, grads, needs, backend):
-    inputs = zip(HeadGrads.names, (hidden, weight, head.bias, head.lora_A, head.lora_B), strict=True)
-    made, empty, dtype = needs.split(","), hidden.new_empty, accumulation_dtype(hidden, weight)
-    return tuple(empty(x.shape, dtype=x.dtype) if name in made else empty(0, dtype=dtype) for name, x in inputs)
+def _(hidden, weight, target, head, runs, ignore_index, saved, grads, needs, backend):
+    inputs = zip(_names(len(runs.run_A)), _inputs(hidden, weight, head, runs), strict=True)
+    needed, dtype = needs.split(","), accumulation_dtype(hidden, weight)
+    made = [(x.shape, x.dtype) if x is not None and name in needed else (0, dtype) for name, x in inputs]
+    return [hidden.new_empty(shape, dtype=kind) for shape, kind in made]
 
 
 def _setup_context(ctx, inputs, output):
@@ -178,18 +256,27 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(*constant, expected)
     tensors, ctx.numbers = inputs.head[:4], inputs.head[4:]
     saved = LogprobSaved(logprob, lse, entropy, log_sum_sq_prob, expected)
-    ctx.save_for_backward(inputs.hidden, inputs.weight, inputs.target, *tensors, *saved)
+    runs = inputs.runs
+    ctx.runs, ctx.n_slots = runs._replace(run_A=[], run_B=[]), len(runs.run_A)
+    ctx.save_for_backward(inputs.hidden, inputs.weight, inputs.target, *tensors, *saved, *runs.run_A, *runs.run_B)
     ctx.ignore_index, ctx.backend = inputs.ignore_index, inputs.backend
 
 
 def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_prob, *unused):
     hidden, weight, target, *rest = ctx.saved_tensors
-    head, saved = HeadOptions(*rest[:4], *ctx.numbers), LogprobSaved(*rest[4:])
+    n = ctx.n_slots
+    head, saved = HeadOptions(*rest[:4], *ctx.numbers), LogprobSaved(*rest[4:9])
+    runs = ctx.runs._replace(run_A=rest[9 : 9 + n], run_B=rest[9 + n :])
     grads = LogprobGrads(d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob)
     wanted = _linear_logprob.needed(ctx, *HeadGrads.names)
-    needs = ",".join(name for name, need in zip(HeadGrads.names, wanted, strict=True) if need)
-    made = _linear_logprob_backward(hidden, weight, target, head, ctx.ignore_index, saved, grads, needs, ctx.backend)
-    return _linear_logprob.gradients(**{n: g for n, g, need in zip(HeadGrads.names, made, wanted, strict=True) if need})
+    if n:
+        wanted += [need for pair in zip(*_linear_logprob.needed(ctx, "run_A", "run_B"), strict=True) for need in pair]
+    needs = ",".join(name for name, need in zip(_names(n), wanted, strict=True) if need)
+    rest = (head, runs, ctx.ignore_index, saved, grads, needs, ctx.backend)
+    made = _linear_logprob_backward(hidden, weight, target, *rest)
+    given = [g if need else None for g, need in zip(made, wanted, strict=True)]
+    named = dict(zip(HeadGrads.names, given, strict=False))
+    return _linear_logprob.gradients(**named, run_A=given[5::2], run_B=given[6::2])
 
 
 _linear_logprob.register_autograd(_backward, setup_context=_setup_context)

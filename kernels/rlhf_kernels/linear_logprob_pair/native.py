@@ -71,5 +71,4 @@ def backward(
         given |= {"kl": d_kl, "kl_value": saved.kl, "pair_lse": saved.lse_r}
     compact = {name: x[rows].float().contiguous() for name, x in given.items() if x is not None}
     gradients = call.backward(compact, {"hidden"}, pair_hidden=None if d_kl is None else hidden_r)
-    assert gradients.hidden is not None
-    return scatter(rows, gradients.hidden.to(hidden_a.dtype), hidden_a.shape[0])
+    return scatter(rows, gradients["hidden"].to(hidden_a.dtype), hidden_a.shape[0])

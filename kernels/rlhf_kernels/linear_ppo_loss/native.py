@@ -69,8 +69,7 @@ def forward(
             given |= {"entropy": on_entropy, "entropy_value": made["entropy"]}
         named = {name: x[rows].contiguous() for name, x in given.items()}
         second = HeadCall(hidden, weight, index, head, rows)
-        sums = second.backward(named, set(needs.split(",")))
-        gradients = {name: x for name, x in zip(HeadGrads.names, sums, strict=True) if x is not None}
+        gradients = second.backward(named, set(needs.split(",")))
         if "hidden" in gradients:
             gradients["hidden"] = scatter(rows, gradients["hidden"], n_rows)
     # a head LoRA leaves columns of its own between the rows of these gradients

@@ -29,10 +29,12 @@ from rlhf_kernels.vocab.logits import (
     HeadOptions,
     accumulation_dtype,
     check_head,
+    check_matrices,
     check_outputs,
     check_tensor,
     widest,
 )
+from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, joined
 
 __all__ = ["SampleOutputs", "sample"]
 
@@ -76,7 +78,7 @@ def sample(
     softcap: float | None = None,
     logit_scale: float | None = None,
     bias: Tensor | None = None,
-    lora: HeadLora | None = None,
+    lora: HeadLora | HeadLoras | None = None,
     outputs: tuple[str, ...] = ("token", "logprob"),
     top_k: int | None = None,
     top_p: float | None = None,
@@ -100,7 +102,7 @@ def sample(
         softcap: number > 0, the bound of |logits| before the temperature. None: no bound.
         logit_scale: number > 0, factor of the logits before the softcap. None: 1.
         bias: [V], floating, of the head. None: no bias.
-        lora: rank-r addition to the head. None: no addition.
+        lora: rank-r addition to the head, or additions by runs of rows. None: no addition.
         outputs: names of the fields of `SampleOutputs` that are returned.
         top_k: integer ≥ 1; only the k most probable tokens are kept. None or ≥ V: all. Below V it needs the `reference`
             backend, which `auto` then takes.
@@ -123,7 +125,9 @@ def sample(
         ValueError: a tensor requires grad while gradients are enabled.
         BackendUnavailableError: the named backend cannot serve the call, or cannot filter by top_k, top_p and min_p.
     """
-    options = check_head(hidden, weight, bias, lora, temperature, softcap, logit_scale)
+    check_matrices(hidden, weight)
+    one, runs = check_runs(lora, hidden, weight)
+    options = check_head(hidden, weight, bias, one, temperature, softcap, logit_scale)
     n_rows = hidden.shape[0]
     check_tensor("seed", seed, (n_rows,), hidden, "int64")
     check_tensor("position", position, (n_rows,), hidden, "int64")
@@ -145,6 +149,8 @@ def sample(
     if torch.is_grad_enabled():
         inputs = {"hidden": hidden, "weight": weight, "bias": bias}
         inputs |= {"lora.A": options.lora_A, "lora.B": options.lora_B}
+        inputs |= {f"A of lora.loras, slot {i} of those with rows": x for i, x in enumerate(runs.run_A)}
+        inputs |= {f"B of lora.loras, slot {i} of those with rows": x for i, x in enumerate(runs.run_B)}
         for name, x in inputs.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
@@ -163,6 +169,7 @@ def sample(
         forbidden,
         forbids,
         options,
+        runs,
         Filters(top_k or 0, float(top_p or 1.0), float(min_p or 0.0)),
         "entropy" in wanted,
         chosen,
@@ -207,6 +214,7 @@ def _check_filters(given: Any) -> None:
     """
     forbidden, forbids, n_vocab = given.forbidden, given.forbids, given.weight.shape[0]
     _check_bans(forbidden, forbids)
+    given.runs.check(given.hidden.shape[0])
     if forbidden is not None:
         _check_words(forbidden, n_vocab)
         if forbidden.is_cpu and eager.eager(forbidden):
@@ -223,7 +231,7 @@ def _check_bans(forbidden: Tensor | None, forbids: Tensor | None) -> None:
 @eager.custom_op(
     "rlhf_kernels::sample",
     "hidden: float[N, H], weight: float[V, H], seed: int64[N], position: int64[N], greedy: bool[N], "
-    f"forbidden: int64[F], forbids: bool[N], {HEAD}",
+    f"forbidden: int64[F], forbids: bool[N], {HEAD}, {RUNS}",
     also=_check_filters,
 )
 def _sample(
@@ -235,14 +243,26 @@ def _sample(
     forbidden: Tensor | None,
     forbids: Tensor | None,
     head: HeadOptions,
+    runs: HeadRuns,
     filters: Filters,
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = registry.implementation("sample", backend).forward
     bans = None if forbidden is None or forbids is None else (forbidden, forbids)
+    rest = (*filters, with_entropy)
     with autocast.off(hidden):
-        return run(hidden, weight, seed, position, greedy, bans, head, *filters, with_entropy)
+        if not runs.run_A:
+            return run(hidden, weight, seed, position, greedy, bans, head, *rest)
+        if backend == "cpu":  # which knows runs
+            return run(hidden, weight, seed, position, greedy, bans, head, *rest, runs)
+        heads, parts = runs.heads(head, len(hidden), hidden.device), []
+        for one in heads:
+            own = [None if x is None else x[one.rows] for x in (hidden, seed, position, greedy, forbids)]
+            own_bans = None if forbidden is None else (forbidden, own[4])
+            parts.append(run(own[0], weight, *own[1:4], own_bans, one.head, *rest))
+        made = [joined(heads, column, len(hidden)) for column in zip(*parts, strict=True)]
+        return tuple(made)  # type: ignore[return-value]
 
 
 @_sample.register_fake

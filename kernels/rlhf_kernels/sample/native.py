@@ -16,6 +16,7 @@ from rlhf_kernels.runtime import native
 from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab.logits import HeadOptions, temperature_column
 from rlhf_kernels.vocab.native import HeadCall, floats, unsupported
+from rlhf_kernels.vocab.runs import HeadRuns
 
 __all__ = ["forward", "unsupported"]
 
@@ -32,6 +33,7 @@ def forward(
     top_p: float,
     min_p: float,
     with_entropy: bool,
+    runs: HeadRuns | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token, logprob, entropy), each [N]; entropy [0] unless wanted. No filter: top_k = 0, top_p = 1, min_p = 0."""
     assert (top_k, top_p, min_p) == (0, 1.0, 0.0)
@@ -39,15 +41,16 @@ def forward(
     if options.row_temperature is not None:
         temperature_column(options.row_temperature, torch.ones(n, dtype=torch.bool), torch.float32)  # its check
     rows = torch.arange(n)
-    call = HeadCall(hidden, weight, rows, options, rows)
-    seed, position = seed.contiguous(), position.contiguous()
-    greedy = None if greedy is None else greedy.contiguous()
-    forbidden, forbids = (None, None) if bans is None else (x.contiguous() for x in bans)
+    call = HeadCall(hidden, weight, rows, options, rows, runs)
+    forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1])
+    seed, position = call.gather(seed), call.gather(position)
+    greedy, forbids = (None if x is None else call.gather(x) for x in (greedy, forbids))
     token, logprob = torch.empty(n, dtype=torch.int64), floats(n)
     entropy = floats(n if with_entropy else 0)
     native.extension().head_sample(
         (*call.head_args, 0),
         call.batch_args,
+        call.runs(),
         native.dense("seed", seed, torch.int64, (n,)),
         native.dense("position", position, torch.int64, (n,)),
         0 if greedy is None else native.dense("greedy", greedy, torch.bool, (n,)),
@@ -60,4 +63,4 @@ def forward(
         entropy.data_ptr() if with_entropy else 0,
         native.threads(),
     )
-    return token, logprob, entropy
+    return call.scatter(token), call.scatter(logprob), call.scatter(entropy) if with_entropy else entropy

@@ -153,6 +153,14 @@ def check_temperature(temperature: float | Tensor, shape: tuple[int, ...], like:
     return float(temperature), None
 
 
+def check_matrices(hidden: Tensor, weight: Tensor) -> None:
+    """Raise unless these are hidden [N, H] and weight [V, H] of a head."""
+    check_tensor("hidden", hidden, (None, None), hidden)
+    check_tensor("weight", weight, (None, hidden.shape[1]), hidden)
+    if weight.shape[0] == 0:
+        raise ValueError("weight: expected at least one row (V ≥ 1), got V = 0")
+
+
 def check_head(
     hidden: Tensor,
     weight: Tensor,
@@ -163,14 +171,13 @@ def check_head(
     logit_scale: float | None,
 ) -> HeadOptions:
     """Validate everything that defines the logits and flatten it for an op's schema."""
-    check_tensor("hidden", hidden, (None, None), hidden)
-    check_tensor("weight", weight, (None, hidden.shape[1]), hidden)
+    check_matrices(hidden, weight)
     n_vocab = weight.shape[0]
-    if n_vocab == 0:
-        raise ValueError("weight: expected at least one row (V ≥ 1), got V = 0")
     if bias is not None:
         check_tensor("bias", bias, (n_vocab,), hidden)
     if lora is not None:
+        if not isinstance(lora, HeadLora):
+            raise TypeError(f"lora: expected one HeadLora for all rows, or None, got {type(lora).__name__}")
         check_tensor("lora.A", lora.A, (None, hidden.shape[1]), hidden)
         check_tensor("lora.B", lora.B, (n_vocab, lora.A.shape[0]), hidden)
     for name, value in (("softcap", softcap), ("logit_scale", logit_scale)):

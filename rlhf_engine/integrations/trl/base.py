@@ -50,7 +50,7 @@ from torch.utils.data import Sampler
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, find_algorithm
 from rlhf_engine.algorithms.ppo import token_kl
 from rlhf_engine.algorithms.sequences import group_sums, sequence_sums
-from rlhf_engine.data.tokenizer import warn_of_unknown
+from rlhf_engine.data.tokenize import warn_of_unknown
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
 from rlhf_engine.hydra.model import Scores
@@ -302,7 +302,6 @@ class HydraTrainer(GRPOTrainer):
             save_file(tensors, folder / f"rollout_{rank}.safetensors")
 
     def _sizes(self) -> dict[str, int]:
-        """Return the numbers that a rollout is cut up by."""
         names = ("per_device_train_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
         sizes = {name: int(getattr(self.args, name)) for name in names}
         return {**sizes, "num_processes": self.accelerator.num_processes}

@@ -99,7 +99,6 @@ Checks = dict[str, tuple[bool, str]]  # option → (whether it can be served, wh
 
 
 def _option(default: Any, text: str) -> Any:
-    """An option with its help."""
     return field(default=default, metadata={"help": text})
 
 
@@ -175,7 +174,6 @@ class HydraConfig(GRPOConfig):
         return single, "an algorithm that learns from single answers; online_dpo has a config of its own"
 
     def _fill_in(self) -> None:
-        """Set what depends on the algorithm."""
         facts = self.facts
         if self.loss_type is None:
             self.loss_type = (*facts.loss_types, self.algorithm)[0]
@@ -234,7 +232,6 @@ class HydraConfig(GRPOConfig):
         }
 
     def _checks(self) -> Checks:
-        """Checks of the options that depend on each other."""
         own = "the HydraModel recomputes activations in its own way"
         return {
             "torch_compile": (

@@ -23,7 +23,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, as_request_errors
 from rlhf_engine.hydra import HydraModel, SlotConfig, peft_io
 from rlhf_engine.hydra.loading import keep_differentiable
 from rlhf_engine.hydra.roles import RoleSpec
@@ -98,10 +98,8 @@ def _plain_copy(model: PeftModel) -> Any:
 def _slot_config(model: PeftModel, name: str) -> SlotConfig:
     config = model.peft_config[name].to_dict()
     where = f"the adapter {name!r}"
-    try:
+    with as_request_errors():
         peft_io.require_plain_lora(config, where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     layers = dict(model.get_base_model().named_modules())
     paths = [path for path, layer in layers.items() if isinstance(layer, LoraLayer) and name in layer.r]
     others = [path for path in paths if not isinstance(layers[path].get_base_layer(), nn.Linear)]
@@ -113,11 +111,9 @@ def _slot_config(model: PeftModel, name: str) -> SlotConfig:
 def require_alone(model: PeftModel, name: str) -> None:
     """Raise ConfigError unless the function of a PeftModel is its plain base and the named adapter."""
     where = f"model: the adapter {name!r}"
-    try:
+    with as_request_errors():
         peft_io.require_plain_lora(model.peft_config[name].to_dict(), where)
         peft_io.require_plainly_on(model, name, where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def has_learned(model: PeftModel, name: str) -> bool:

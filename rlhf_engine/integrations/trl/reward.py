@@ -22,7 +22,7 @@ from datasets import Dataset
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_engine.data.tokenizer import encode_prompt, end_answer, read_eos_token_ids
+from rlhf_engine.data.tokenize import encode_prompt, end_answer, read_eos_token_ids
 from rlhf_engine.data.types import template_arguments
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra.optimizer import warn_without_masters

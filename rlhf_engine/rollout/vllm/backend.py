@@ -40,8 +40,8 @@ from rlhf_engine.errors import ConfigError, MismatchError, RolloutServerError
 from rlhf_engine.hub import plain_name
 from rlhf_engine.hydra import SlotConfig, peft_io
 from rlhf_engine.hydra.batch import PackedBatch
-from rlhf_engine.hydra.gated_linear import GatedHead
 from rlhf_engine.hydra.model import HydraModel
+from rlhf_engine.hydra.modules import GatedHead
 from rlhf_engine.hydra.peft_io import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
 from rlhf_engine.io import put_in_place

@@ -4,8 +4,7 @@ import torch
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 
-from rlhf_engine.rollout import EngineOptions, Request, SamplingConfig, generate_requests
-from rlhf_engine.rollout.steps import native as native_step
+from rlhf_engine.rollout import EngineOptions, Request, SamplingConfig, decoding, generate_requests
 from tests.conftest import build
 
 
@@ -20,7 +19,7 @@ def test_a_model_s_rows_go_through_it_when_it_is_named(on_triton, device):
     how = SamplingConfig(max_completion_length=3 if INTERPRETED else 40, eos_token_ids=(), seed=3)
     with registry.use_backend("auto"):
         plain = generate_requests(model, requests, how, options=EngineOptions(decode_step="transformers"))
-    assert native_step.unsupported(model.backbone()) is None
+    assert decoding.native_unsupported(model.backbone()) is None
     own = model.backbone().base_model.layers[0].self_attn
     assert own.q_proj.weight.untyped_storage().data_ptr() == own.v_proj.weight.untyped_storage().data_ptr()
     found = generate_requests(model, requests, how, options=EngineOptions(decode_step="native"))

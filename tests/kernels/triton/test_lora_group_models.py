@@ -10,7 +10,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.hydra import HydraModel, Logprobs, SlotConfig, gate, hydra_roles
 from rlhf_engine.hydra.attention import plan_packed
-from rlhf_engine.hydra.gated_linear import GatedLinear
+from rlhf_engine.hydra.modules import GatedLinear
 from tests.conftest import random_batch, randomise, tiny_llama
 from tests.devices.runs import on_stand_in
 from tests.devices.stand_in import DEVICE
