@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 CALL = '{"name":"add","arguments":{"a":2,"b":3}}'
 SCRIPT = ["two plus three is 5 <eos>", "reply calling <tool_call> " + CALL + " </tool_call> <eos>", "result 5 <eos>"]
@@ -66,4 +65,4 @@ def serving() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]))
+    write_model(sys.argv[1])

@@ -1,6 +1,5 @@
 """Answers of a real server: whole and streamed alike, log-probs of the model, tool calls, and clients that leave."""
 
-import json
 import math
 import runpy
 from collections import defaultdict
@@ -45,7 +44,7 @@ def each(request: pytest.FixtureRequest) -> tuple[Place, str, Any]:
     return request.getfixturevalue("stories"), "pirate", "Once upon a time, there"
 
 
-def joined(chunks: list[dict[str, Any]], chat: bool = False) -> list[dict[str, Any]]:
+def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choices of a stream as those of a whole answer."""
     choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "token_ids": [], "logprobs": None})
     for chunk in chunks:
@@ -65,13 +64,9 @@ def joined(chunks: list[dict[str, Any]], chat: bool = False) -> list[dict[str, A
 
 
 def whole(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "text": choice["message"]["content"] if "message" in choice else choice.get("text", ""),
-            **{name: choice[name] for name in ("token_ids", "logprobs", "finish_reason", "stop_reason")},
-        }
-        for choice in answer["choices"]
-    ]
+    names = ("token_ids", "logprobs", "finish_reason", "stop_reason")
+    texts = [c["message"]["content"] if "message" in c else c.get("text", "") for c in answer["choices"]]
+    return [{"text": t, **{x: c[x] for x in names}} for t, c in zip(texts, answer["choices"], strict=True)]
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
@@ -226,11 +221,7 @@ def test_tools_reach_the_template_and_calls_come_back(scripted):
         message = choice["message"]
         assert (choice["finish_reason"], message["content"]) == ("tool_calls", "calling")
         (call,) = message["tool_calls"]
-        assert call == {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'},
-        }
+        assert (call["type"], call["function"]) == ("function", {"name": "add", "arguments": '{"a": 2, "b": 3}'})
         assert (streamed["finish_reason"], streamed["text"]) == ("tool_calls", "calling")
         assert streamed["calls"] == [{"index": 0, **call, "id": streamed["calls"][0]["id"]}]
     for options in ({"tools": None}, {"tool_choice": "none"}):
@@ -239,11 +230,8 @@ def test_tools_reach_the_template_and_calls_come_back(scripted):
     said = [*SUM, answer["choices"][0]["message"], {"role": "tool", "tool_call_id": "x", "content": "5"}]
     last = scripted.good(CHAT, **{**body, "messages": said})
     assert decode(last["prompt_token_ids"]) == "two plus three <eos> calling <eos> 5 <eos> result"
-    for text in (
-        "<tool_call> {broken} </tool_call>",
-        "<tool_call> [1] </tool_call>",
-        '<tool_call> {"a": 1} </tool_call>',
-    ):
+    for inner in ("{broken}", "[1]", '{"a": 1}', '{"name": 1}'):
+        text = f"<tool_call> {inner} </tool_call>"
         assert tool_calls(text) == (text, []), "what is no call is text"
 
 
@@ -326,8 +314,7 @@ def test_health_models_metrics_status_and_the_page(folder, tmp_path):
         assert all(math.isfinite(float(value)) for value in values.values())
         page = get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
-        for name in {*json.loads(get("/status").text)} - {"turns", "owed_tokens"}:
-            assert f"s.{name}" in page.text or name in ("history",), f"the page shows {name}"
+        assert [x for x in facts if f"s.{x}" not in page.text and x not in ("turns", "owed_tokens")] == []
         broken = place.thread.call(lambda: 1 // 0)  # whatever fails, an error object comes, and the server goes on
         with pytest.raises(ZeroDivisionError):
             broken.result(60)
