@@ -71,7 +71,7 @@ class Place:
 
 @contextlib.contextmanager
 def serving(folder: Path, *names: str, keys: Sequence[str] = (), **options: Any) -> Iterator[Place]:
-    """Serve the base of a folder as `tiny`, with policies of these names whose LoRA is not zero; options: of the pool."""
+    """Serve the base of a folder as `tiny`, with policies whose LoRA is not zero. options: of the pool."""
     with Settings(exact=True).used():
         host = HydraModel.from_pretrained(str(folder), roles={BASE: RoleSpec()})
     policies = Policies(host, **options)
