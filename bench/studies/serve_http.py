@@ -1,4 +1,4 @@
-"""The cost of HTTP: 16 clients of `rlhf-engine serve` against the same requests to the thread of the policies itself.
+"""Measure what HTTP costs: 16 clients of an endpoint against the same requests to the thread of the policies itself.
 
     python bench/studies/serve_http.py path/to/model --seconds 15 --rounds 2 --out serve_http.jsonl
 

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 CALL = '{"name":"add","arguments":{"a":2,"b":3}}'
-SCRIPT = ["two plus three is 5 <eos>", "reply <tool_call> " + CALL + " </tool_call> <eos>", "result 5 <eos>"]
+SCRIPT = ["two plus three is 5 <eos>", "reply calling <tool_call> " + CALL + " </tool_call> <eos>", "result 5 <eos>"]
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} <eos> {% endfor %}"
     "{% if messages[-1].role == 'tool' %}result{% elif tools %}reply{% else %}is{% endif %}"
@@ -66,4 +65,4 @@ def serving() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]))
+    write_model(sys.argv[1])

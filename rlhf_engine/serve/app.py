@@ -78,7 +78,7 @@ class Service:
             Route("/health", self.health),
             Route("/", self.page),
         ]
-        handlers: dict[Any, Any] = {404: self._no_such_place, 405: self._no_such_place}
+        handlers: dict[Any, Any] = dict.fromkeys((404, 405, 500), self._failed)
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._life)
 
     @contextlib.asynccontextmanager
@@ -220,9 +220,12 @@ class Service:
         text = resources.files("rlhf_engine.serve").joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 
-    async def _no_such_place(self, request: Request, error: Exception) -> Response:
-        status = getattr(error, "status_code", 404)
-        message = f"path: expected one of this server's with its method, got {request.method} {request.url.path[:99]!r}"
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """Answer with an error object at an unknown place, and after a fault of the server, which its log tells."""
+        status, place = getattr(error, "status_code", 500), f"{request.method} {request.url.path[:99]!r}"
+        message = f"path: expected one of this server's with its method, got {place}"
+        if status >= 500:
+            message = f"{place} failed by a fault of the server ({type(error).__name__})"
         return JSONResponse(BadRequestError(message, status=status).body(), status_code=status)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import httpx2
 import pytest
 import torch
 from rlhf_kernels.runtime.registry import Settings
-
-pytest.importorskip("starlette", reason="the server needs starlette and uvicorn")
 
 from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig
@@ -72,19 +70,16 @@ class Place:
 
 
 @contextlib.contextmanager
-def serving(
-    folder: Path, *names: str, exact: bool = True, state: Path | None = None, **options: Any
-) -> Iterator[Place]:
-    """Serve the base of a folder as `tiny`, with policies of these names whose LoRA is not zero."""
-    with Settings(exact=exact).used():
+def serving(folder: Path, *names: str, keys: Sequence[str] = (), **options: Any) -> Iterator[Place]:
+    """Serve the base of a folder as `tiny`, with policies whose LoRA is not zero. options: of the pool."""
+    with Settings(exact=True).used():
         host = HydraModel.from_pretrained(str(folder), roles={BASE: RoleSpec()})
-    policies = Policies(host, state=state, max_policies=options.pop("max_policies", None))
+    policies = Policies(host, **options)
     for i, name in enumerate(names):
         add(policies, name, i)
-    keys, most_body = options.pop("keys", ()), options.pop("most_body", BODY)
-    with PolicyThread(policies, max_rows=8, max_waiting_tokens=WAITING, **options) as thread:
+    with PolicyThread(policies, max_rows=8, max_waiting_tokens=WAITING) as thread:
         service = Service(thread, load_tokenizer(folder), name="tiny", keys=keys)
-        service.most_body = most_body
+        service.most_body = BODY
         with running(service) as url, httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
             yield Place(url=url, client=client, service=service, thread=thread, policies=policies)
 

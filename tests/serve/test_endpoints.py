@@ -1,28 +1,27 @@
 """Answers of a real server: whole and streamed alike, log-probs of the model, tool calls, and clients that leave."""
 
-import itertools
-import json
 import math
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 import torch
 from peft import PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from rlhf_engine.commands.demo_task import build_tokenizer
 from rlhf_engine.rollout.request import SamplingConfig
 from rlhf_engine.rollout.vllm.client import VllmClient, sampling_body
+from rlhf_engine.serve.protocol import tool_calls
 from tests.conftest import STORIES
 from tests.serve import serving
-from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, TEMPLATE, Place, add
+from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, Place, add
 from tests.serve.serving import serving as serve
 from tests.serve.test_protocol import LONG, TEXT, until
-from tests.training.test_data import WORDS
 
 folder, place = serving.folder, serving.place
 TALK = [{"role": "user", "content": "red cat"}]
@@ -45,7 +44,7 @@ def each(request: pytest.FixtureRequest) -> tuple[Place, str, Any]:
     return request.getfixturevalue("stories"), "pirate", "Once upon a time, there"
 
 
-def joined(chunks: list[dict[str, Any]], chat: bool = False) -> list[dict[str, Any]]:
+def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choices of a stream as those of a whole answer."""
     choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "token_ids": [], "logprobs": None})
     for chunk in chunks:
@@ -65,13 +64,9 @@ def joined(chunks: list[dict[str, Any]], chat: bool = False) -> list[dict[str, A
 
 
 def whole(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "text": choice["message"]["content"] if "message" in choice else choice.get("text", ""),
-            **{name: choice[name] for name in ("token_ids", "logprobs", "finish_reason", "stop_reason")},
-        }
-        for choice in answer["choices"]
-    ]
+    names = ("token_ids", "logprobs", "finish_reason", "stop_reason")
+    texts = [c["message"]["content"] if "message" in c else c.get("text", "") for c in answer["choices"]]
+    return [{"text": t, **{x: c[x] for x in names}} for t, c in zip(texts, answer["choices"], strict=True)]
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
@@ -201,63 +196,43 @@ def test_in_exact_mode_drawn_log_probs_are_those_of_scoring_to_the_bit(each):
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
-CALL = '{"name":"add","arguments":{"a":1}}'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+SUM = [{"role": "user", "content": "two plus three"}]
 
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A model that says after each word the next one of a script, for hidden states are the word itself."""
+    """The model of the examples, which says after each word the next one of a script."""
+    place = Path(__file__).resolve().parents[2] / "examples" / "serve" / "tiny_server.py"
     folder = tmp_path_factory.mktemp("scripted")
-    tokenizer = build_tokenizer([" ".join([*WORDS, "<tool_call>", CALL, "</tool_call>", "add", "{broken"])])
-    tokenizer.chat_template = TEMPLATE
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=len(tokenizer),
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    follows = (
-        ["and", "red", "<tool_call>", CALL, "</tool_call>", "<eos>"],
-        ["sea", "sun", "<tool_call>"],
-        ["star", "sea"],
-    )
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.fill_(1.0 if "norm" in name else 0.0)
-        model.model.embed_tokens.weight[:, : len(tokenizer)] = torch.eye(len(tokenizer))
-        for words in follows[:2]:
-            ids = tokenizer.convert_tokens_to_ids(words)
-            for a, b in itertools.pairwise(ids):
-                model.lm_head.weight[b, a] = 8.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    runpy.run_path(str(place))["write_model"](folder)
     with serve(folder) as served:
         yield served
 
 
 def test_tools_reach_the_template_and_calls_come_back(scripted):
-    body = {"messages": TALK, "tools": TOOLS, "n": 2, "return_token_ids": True}
-    answer = scripted.good(CHAT, **body)
-    tokenizer = scripted.service.reader.tokenizer
-    assert tokenizer.decode(answer["prompt_token_ids"]) == "add red cat <eos> and"
-    chunks = joined(scripted.stream(CHAT, **body))
-    for choice, streamed in zip(answer["choices"], chunks, strict=True):
-        message = choice["message"]
-        assert (choice["finish_reason"], message["content"]) == ("tool_calls", "red")
-        (call,) = message["tool_calls"]
-        assert call["type"] == "function"
-        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        assert (streamed["finish_reason"], streamed["text"]) == ("tool_calls", "red")
-        assert [{"index": 0, **call, "id": c["id"]} for c in streamed["calls"]] == streamed["calls"]
-    without = scripted.good(CHAT, messages=TALK)["choices"][0]
-    assert (without["finish_reason"], "tool_calls" in without["message"]) == ("stop", False)
-    assert CALL in without["message"]["content"]
-    none = scripted.good(CHAT, **{**body, "tool_choice": "none", "n": 1})
-    assert tokenizer.decode(none["prompt_token_ids"]) == "red cat <eos> and"
-    said = [*TALK, {**answer["choices"][0]["message"]}, {"role": "tool", "tool_call_id": "x", "content": "two"}]
-    assert tokenizer.decode(scripted.good(CHAT, **{**body, "messages": said})["prompt_token_ids"]) == (
-        "add red cat <eos> red <eos> two <eos> and"
+    body, decode = (
+        {"messages": SUM, "tools": TOOLS, "n": 2, "return_token_ids": True},
+        scripted.service.reader.tokenizer.decode,
     )
+    answer = scripted.good(CHAT, **body)
+    assert decode(answer["prompt_token_ids"]) == "two plus three <eos> reply"
+    for choice, streamed in zip(answer["choices"], joined(scripted.stream(CHAT, **body)), strict=True):
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", "calling")
+        (call,) = message["tool_calls"]
+        assert (call["type"], call["function"]) == ("function", {"name": "add", "arguments": '{"a": 2, "b": 3}'})
+        assert (streamed["finish_reason"], streamed["text"]) == ("tool_calls", "calling")
+        assert streamed["calls"] == [{"index": 0, **call, "id": streamed["calls"][0]["id"]}]
+    for options in ({"tools": None}, {"tool_choice": "none"}):
+        (choice,) = scripted.good(CHAT, **{**body, "n": 1, **options})["choices"]
+        assert (choice["finish_reason"], choice["message"]) == ("stop", {"role": "assistant", "content": "5"})
+    said = [*SUM, answer["choices"][0]["message"], {"role": "tool", "tool_call_id": "x", "content": "5"}]
+    last = scripted.good(CHAT, **{**body, "messages": said})
+    assert decode(last["prompt_token_ids"]) == "two plus three <eos> calling <eos> 5 <eos> result"
+    for inner in ("{broken}", "[1]", '{"a": 1}', '{"name": 1}'):
+        text = f"<tool_call> {inner} </tool_call>"
+        assert tool_calls(text) == (text, []), "what is no call is text"
 
 
 # ---- who asks, and who leaves ----------------------------------------------------------------------------------------
@@ -267,7 +242,7 @@ def test_tools_reach_the_template_and_calls_come_back(scripted):
 def test_a_client_that_leaves_takes_its_rows_along(place, stream):
     expected = place.good(COMPLETIONS, **TEXT)["choices"]
     turns = place.thread.turns
-    body = {**LONG, "model": "two", "stream": stream}
+    body = {**LONG, "model": "two", "stream": stream, "n": 60}  # 8 rows at once
     with httpx2.Client(base_url=place.url, trust_env=False) as client:
         for _ in range(5):
             if stream:
@@ -280,7 +255,7 @@ def test_a_client_that_leaves_takes_its_rows_along(place, stream):
             assert (place.thread.n_live, place.thread.n_waiting) == (0, 0)
             assert all(policy.holders == 0 for policy in place.policies)
     assert place.thread.is_alive
-    assert place.thread.turns - turns < 5 * 59 * 2, "or all would have been written to the end"
+    assert place.thread.turns - turns < 5 * 59 * 4, "or all would have been written to the end"
     assert place.good(COMPLETIONS, **TEXT)["choices"] == expected
 
 
@@ -342,8 +317,14 @@ def test_health_models_metrics_status_and_the_page(folder, tmp_path):
         assert all(math.isfinite(float(value)) for value in values.values())
         page = get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
-        for name in {*json.loads(get("/status").text)} - {"turns", "owed_tokens"}:
-            assert f"s.{name}" in page.text or name in ("history",), f"the page shows {name}"
+        assert [x for x in facts if f"s.{x}" not in page.text and x not in ("turns", "owed_tokens")] == []
+        broken = place.thread.call(lambda: 1 // 0)  # whatever fails, an error object comes, and the server goes on
+        with pytest.raises(ZeroDivisionError):
+            broken.result(60)
+        place.service.history = None
+        answer = httpx2.get(f"{place.url}/status", trust_env=False)
+        assert answer.json()["error"]["message"] == "GET '/status' failed by a fault of the server (TypeError)"
+        assert place.good(COMPLETIONS, **TEXT)
         place.thread.close()
         assert get("/health").status_code == 503
         status, answer = place.ask(COMPLETIONS, TEXT)
