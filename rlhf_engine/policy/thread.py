@@ -78,9 +78,10 @@ class PolicyThread:
         self._rows = self._max_rows = max_rows
         self._max_tokens, self._log = max_waiting_tokens, log
         self._waiting: dict[str, deque[tuple[Ticket, int]]] = {}  # key of the policy → requests, as they came
+        self._open = set[Ticket]()  # tickets that are not done
         self._live: dict[int, tuple[Ticket, int]] = {}  # the engine's number → request
         self._had: dict[str, int] = {}  # key → tokens that the policy has had, those of latecomers from the least on
-        self._calls = deque[Callable[[], None]]()
+        self._calls = deque[tuple[Future[Any], Callable[[], Any]]]()
         self._passes = deque[tuple[Pass, Future[tuple[Any, ...]]]]()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -170,6 +171,7 @@ class PolicyThread:
                 others = {t.policy.key for t, _ in self._live.values()} | self._waiting.keys()
                 least = min((self._had[key] for key in others), default=0)
                 self._had[policy.key] = max(self._had.get(policy.key, 0), least)
+            self._open.add(ticket)
             self._waiting.setdefault(policy.key, deque()).extend((ticket, i) for i in range(len(requests)))
             self._changed.notify()
         return ticket
@@ -183,7 +185,7 @@ class PolicyThread:
         done = promise()
         with self._changed:
             self._require_open()
-            self._calls.append(lambda: fill(done, work))
+            self._calls.append((done, work))
             self._changed.notify()
         return done
 
@@ -210,26 +212,34 @@ class PolicyThread:
     # ---- in the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed:
+        error = EngineError("the thread of the policies was closed")
+        try:
+            while not self._closed:
+                self._turn()
+        except BaseException as fault:  # nobody is to wait for ever
+            error = EngineError(f"the thread of the policies broke off: {fault!r}")
+            raise
+        finally:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or self._calls or self._passes or self._waiting or self._live
-                )
-                calls, self._calls = self._calls, deque()
-                passes, self._passes = self._passes, deque()
-            for call in calls:
-                self._note("call")
-                call()
-            self._compute(passes)
-            self._feed()
-            if self._live:
-                self._step()
-        tickets = [ticket for queue in self._waiting.values() for ticket, _ in queue]
-        for ticket in dict.fromkeys([*tickets, *(ticket for ticket, _ in self._live.values())]):
-            self._drop(ticket, EngineError("the thread of the policies was closed"))
-        for call in self._calls:
-            call()
-        self._compute(self._passes)
+                self._closed = True
+            for ticket in list(self._open):
+                self._drop(ticket, error)
+            left: list[Future[Any]] = [done for done, _ in self._calls] + [done for _, done in self._passes]
+            for done in left:
+                done.set_exception(error)
+
+    def _turn(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._calls or self._passes or self._waiting or self._live)
+            calls, self._calls = self._calls, deque()
+            passes, self._passes = self._passes, deque()
+        for done, work in calls:
+            self._note("call")
+            fill(done, work)
+        self._compute(passes)
+        self._feed()
+        if self._live:
+            self._step()
 
     def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
         with self.engine.between_steps():  # no policy comes or goes meanwhile
@@ -254,8 +264,9 @@ class PolicyThread:
             try:
                 requests = [ticket.requests[place] for place in places]
                 numbers = self.engine.submit(requests, ticket.sampling, decode=ticket.decode)
-            except ValueError as error:  # one row alone is larger than the cache
-                self._drop(ticket, error)
+            except ValueError as error:  # one row alone is larger than the cache, or the policy has left meanwhile
+                gone = all(policy is not ticket.policy for policy in self.policies)
+                self._drop(ticket, PolicyRemovedError(f"policy {ticket.policy.name!r} was removed") if gone else error)
                 continue
             if self._log is not None:
                 how = [{**vars(request), "role": ticket.policy.name} for request in requests]
@@ -278,14 +289,22 @@ class PolicyThread:
         self._rows = min(self._max_rows, self._rows + len(answers))  # so that something is done before rows fail again
         finished = {row.index for row in answers}
         for row in (*self.engine.writing(), *answers):
+            if row.index not in self._live:  # of a ticket that was dropped
+                continue
             ticket, place = self._live[row.index]
             if ticket.listen is not None:
-                ticket.listen(place, row, row.index in finished)
+                try:
+                    ticket.listen(place, row, row.index in finished)
+                except Exception as error:  # of the listener, whose answers nobody waits for; others go on
+                    self._drop(ticket, error)
         for row in answers:
+            if row.index not in self._live:
+                continue
             ticket, place = self._live.pop(row.index)
             ticket.rows[place] = row
             self.tokens += len(row.tokens)
-            self.owed -= ticket.cost(place)
+            with self._changed:
+                self.owed -= ticket.cost(place)
             self._had[ticket.policy.key] += len(row.prompt) + len(row.tokens) - ticket.cost(place)
             self._note("done", ticket=ticket.number, place=place, tokens=row.tokens)
             if len(ticket.rows) == len(ticket.requests):
@@ -312,7 +331,7 @@ class PolicyThread:
             self._had.pop(policy.key, None)
 
         with self._changed:
-            self._calls.append(drop)
+            self._calls.append((promise(), drop))
             self._changed.notify()
 
     def _drop(self, ticket: Ticket, error: BaseException) -> None:
@@ -327,12 +346,13 @@ class PolicyThread:
             queue = self._waiting.pop(ticket.policy.key, deque())
             if left := deque(entry for entry in queue if entry[0] is not ticket):
                 self._waiting[ticket.policy.key] = left
-        self.owed -= sum(ticket.cost(place) for place in range(len(ticket.requests)) if place not in ticket.rows)
+            self.owed -= sum(ticket.cost(place) for place in range(len(ticket.requests)) if place not in ticket.rows)
         self._note("drop", ticket=ticket.number)
         self._release(ticket)
         ticket.answers.set_exception(error)
 
     def _release(self, ticket: Ticket) -> None:
+        self._open.discard(ticket)
         self.policies.release(ticket.policy)
 
     def _note(self, event: str, **fields: Any) -> None:

@@ -424,3 +424,25 @@ def test_a_step_waits_for_answers_of_fixed_weights_and_nothing_is_added_to_its_g
     assert set(answer.versions) == {0}
     assert done.result(0).keys() == {"grad_norm/actor", "grad_clipped/actor"}
     assert pool.get("p0").state.step == 1
+
+
+def test_a_listener_that_raises_and_a_thread_that_breaks_off_leave_nobody_waiting(monkeypatch):
+    pool = make_pool()
+    add(pool, 0)
+    add(pool, 1)
+    thread = PolicyThread(pool, max_rows=4)
+    bad = thread.submit("p0", requests(0, 0), HOW, listen=lambda *_: 1 / 0)
+    good = thread.submit("p1", requests(1, 0), HOW)
+    with pytest.raises(ZeroDivisionError):
+        bad.answers.result(60)
+    assert len(good.answers.result(60)) == len(requests(1, 0))
+    assert thread.owed == 0
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    monkeypatch.setattr(pool.engine, "submit", lambda *_, **__: [].pop())
+    waiting = thread.submit("p1", requests(1, 0), HOW)
+    with pytest.raises(EngineError, match="the thread of the policies broke off: IndexError"):
+        waiting.answers.result(60)
+    with pytest.raises(EngineError, match="was closed"):
+        thread.call(lambda: None)
+    thread.close()
+    assert not thread.is_alive
