@@ -34,9 +34,9 @@ CEILINGS = {
     "docs: words of pages": 30870,
     "engine: arrows between rooms": 108,
     "engine: files": 141,
-    "engine: lines of code": 21658,
+    "engine: lines of code": 21677,
     "engine: lines of the core": 18540,
-    "engine: lines": 33665,
+    "engine: lines": 33659,
     "engine: longest file": 800,
     "engine: longest function": 82,
     "examples: lines": 765,
@@ -51,7 +51,7 @@ CEILINGS = {
     "step: types of records": 28,
     "tests: items in the interpreter": 342,
     "tests: items per push": 2636,
-    "tests: lines": 49582,
+    "tests: lines": 49604,
 }
 
 

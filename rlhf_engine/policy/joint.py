@@ -26,14 +26,10 @@ Loss = Callable[[tuple[Any, ...]], torch.Tensor]
 class Pass:
     """A policy, a batch, and what is computed from it."""
 
-    policy: LivePolicy
-    """A policy of the pool, or the base."""
-    batch: PackedBatch
-    """N sequences."""
-    outputs: tuple[Output, ...]
-    """Requests, of roles of the policy's model."""
-    loss: Loss | None = None
-    """Makes the loss that gradients are of; None: no gradients."""
+    policy: LivePolicy  # a policy of the pool, or the base
+    batch: PackedBatch  # n sequences
+    outputs: tuple[Output, ...]  # requests, of roles of the policy's model
+    loss: Loss | None = None  # makes the loss that gradients are of; None: no gradients
 
 
 def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:

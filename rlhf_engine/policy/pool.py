@@ -54,22 +54,14 @@ class PolicyState:
 class LivePolicy:
     """One policy: its model beside the base, its optimizer, and who uses it."""
 
-    name: str
-    """Name in the pool."""
-    key: str
-    """Prefix of its slots' names on the host, never given twice."""
-    model: HydraModel
-    """Its roles, slots and heads on the host's backbone."""
-    optimizer: RoleOptimizer | None
-    """None where nothing is trained."""
-    state: PolicyState = PolicyState()
-    """Counters."""
-    holders: int = 0
-    """Requests and owners of a snapshot that use it now."""
-    used: int = 0
-    """When it was used last, in uses of the pool."""
-    waiting: Future[dict[str, float]] | None = None
-    """An optimizer step that waits for answers of fixed weights."""
+    name: str  # name in the pool
+    key: str  # prefix of its slots' names on the host, never given twice
+    model: HydraModel  # its roles, slots and heads on the host's backbone
+    optimizer: RoleOptimizer | None  # none where nothing is trained
+    state: PolicyState = PolicyState()  # counters
+    holders: int = 0  # requests and owners of a snapshot that use it now
+    used: int = 0  # when it was used last, in uses of the pool
+    waiting: Future[dict[str, float]] | None = None  # an optimizer step that waits for answers of fixed weights
 
     @property
     def role(self) -> str:
@@ -132,13 +124,10 @@ class Policies:
         self.engine = RolloutEngine(host, options=options)
         self._held = {BASE: LivePolicy(name=BASE, key=BASE, model=host, optimizer=None)}
         self._holding = threading.Lock()
-        self.heard: Callable[[LivePolicy], None] = lambda policy: None
-        """Called with a policy that leaves the host."""
+        self.heard: Callable[[LivePolicy], None] = lambda policy: None  # called with a policy that leaves the host
         self._numbers, self._uses = itertools.count(1), itertools.count(1)
-        self.paused = set[str]()
-        """Names of policies whose new requests are refused."""
-        self.evicted: dict[str, Path] = {}
-        """Name → checkpoint of the policies that are on disk alone."""
+        self.paused = set[str]()  # names of policies whose new requests are refused
+        self.evicted: dict[str, Path] = {}  # name → checkpoint of the policies that are on disk alone
         for folder in sorted(state.iterdir()) if state is not None and state.is_dir() else ():
             if checkpoints := list_checkpoints(folder):
                 self.evicted[folder.name] = checkpoints[-1]

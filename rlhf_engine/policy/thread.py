@@ -32,22 +32,14 @@ MAX_ROWS, MAX_WAITING_TOKENS = 256, 1_000_000
 class Ticket:
     """Requests of one call, of one policy."""
 
-    number: int
-    """Counted over the life of the thread."""
-    policy: LivePolicy
-    """Who draws."""
-    requests: Sequence[Request]
-    """Requests, of the policy's role."""
-    sampling: SamplingConfig
-    """Options of requests that have none of their own."""
-    decode: Decode | None
-    """Token ids to text, for stop texts."""
-    listen: Listen | None
-    """Who hears of tokens; None: nobody."""
-    answers: Future[list[AnswerRow]] = field(default_factory=promise)
-    """Finished rows, in the order of the requests."""
-    rows: dict[int, AnswerRow] = field(default_factory=dict)
-    """Finished rows by place."""
+    number: int  # counted over the life of the thread
+    policy: LivePolicy  # who draws
+    requests: Sequence[Request]  # requests, of the policy's role
+    sampling: SamplingConfig  # options of requests that have none of their own
+    decode: Decode | None  # token ids to text, for stop texts
+    listen: Listen | None  # who hears of tokens; None: nobody
+    answers: Future[list[AnswerRow]] = field(default_factory=promise)  # finished rows, in the order of the requests
+    rows: dict[int, AnswerRow] = field(default_factory=dict)  # finished rows by place
 
     def cost(self, place: int) -> int:
         """Most tokens that a request may be."""
@@ -86,12 +78,9 @@ class PolicyThread:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
-        self.owed = 0
-        """Most tokens of requests that are not done."""
-        self.turns = 0
-        """Steps so far."""
-        self.tokens = 0
-        """Tokens of finished answers so far."""
+        self.owed = 0  # most tokens of requests that are not done
+        self.turns = 0  # steps so far
+        self.tokens = 0  # tokens of finished answers so far
         policies.heard = self._policy_leaves
         self._thread = threading.Thread(target=self._run, name="policies", daemon=True)
         self._thread.start()
