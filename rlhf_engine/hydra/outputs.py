@@ -11,7 +11,8 @@ Legend: T rows, N sequences, M completion tokens, P pairs, H hidden, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from rlhf_kernels.linear_logprob_pair import PairOutputs
 from rlhf_kernels.linear_ppo_loss import LinearPpoLossOutputs, linear_ppo_loss
 from rlhf_kernels.ppo_loss import ValueLossOutputs, ppo_loss, value_loss
 from rlhf_kernels.vocab.logits import row_chunks
+from rlhf_kernels.vocab.runs import HeadLoras
 from torch.nn import functional as F
 
 from rlhf_engine.hydra.batch import PackedBatch
@@ -218,19 +220,57 @@ class TargetLogprobs(_OfOneRole):
         Raises:
             ValueError: targets or weights of another shape, or a role without an LM head.
         """
+        return compute_targets([(self, states)])[0]
+
+    def rows(self, states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the rows that predict, one for each target.
+
+        Args:
+            states: hidden states of `role`.
+
+        Returns:
+            Hidden states [P · K, H] and int64 targets [P · K].
+
+        Raises:
+            ValueError: targets or weights of another shape.
+        """
         shape = self.targets.shape
         if self.rows_P.dim() != 1 or shape[:1] != self.rows_P.shape or len(shape) > 2:
             raise ValueError(f"targets: expected shape [P] or [P, K] for {len(self.rows_P)} rows, got {list(shape)}")
         if self.weights is not None and self.weights.shape != shape:
             raise ValueError(f"weights: expected the targets' shape {list(shape)}, got {list(self.weights.shape)}")
-        head, each = states.lm_head(self.role), shape[1] if len(shape) == 2 else 1
-        hidden = states.hidden_T[self.role].index_select(0, self.rows_P.repeat_interleave(each))
-        found = linear_logprob(
-            hidden, head.weight, self.targets.flatten(), temperature=self.temperature, **head_options(head)
-        ).logprob
-        assert found is not None
-        logprob = found.view(shape)
-        return TargetResults(logprob, None if self.weights is None else -(self.weights * logprob).sum())
+        each = shape[1] if len(shape) == 2 else 1
+        return states.hidden_T[self.role].index_select(0, self.rows_P.repeat_interleave(each)), self.targets.flatten()
+
+
+def compute_targets(asked: Sequence[tuple[TargetLogprobs, HiddenStates]]) -> list[TargetResults]:
+    """Compute several outputs of one temperature, whose heads differ in LoRA alone, in one sweep of the vocabulary.
+
+    Args:
+        asked: at least one output with the hidden states that it reads.
+
+    Returns:
+        The results, in their order.
+
+    Raises:
+        ValueError: as of `TargetLogprobs.compute`.
+    """
+    hidden, targets = zip(*(output.rows(states) for output, states in asked), strict=True)
+    heads, lengths = [states.lm_head(output.role) for output, states in asked], [len(x) for x in targets]
+    options, ends = head_options(heads[0]), tuple(itertools.accumulate(lengths))
+    if len(asked) > 1:
+        loras = [head.lora for head in heads]
+        options["lora"] = HeadLoras.of_runs((0, *ends)[:-1], ends, loras) if any(loras) else None
+    temperature = asked[0][0].temperature
+    found = linear_logprob(
+        torch.cat(hidden), heads[0].weight, torch.cat(targets), temperature=temperature, **options
+    ).logprob
+    assert found is not None
+    results = []
+    for (output, _), part in zip(asked, found.split(lengths), strict=True):
+        logprob, weights = part.view(output.targets.shape), output.weights
+        results.append(TargetResults(logprob, None if weights is None else -(weights * logprob).sum()))
+    return results
 
 
 class TopResults(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_engine.errors import BusyError, GradientsLostError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, PackedBatch
-from rlhf_engine.hydra.outputs import Output
+from rlhf_engine.hydra.outputs import HiddenStates, Output, TargetLogprobs, compute_targets
 from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.policy.pool import LivePolicy
 
@@ -110,17 +110,41 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
         with torch.set_grad_enabled(trains):
             for (i, _, roles, _), states in zip(own, backbone.run_lanes(rows), strict=True):
                 hidden[i] |= dict.fromkeys(roles, states)
-    results, losses = list[tuple[Any, ...]](), list[torch.Tensor]()
     with backbone.kernels.used():
-        for each, of_roles in zip(passes, hidden, strict=True):
-            with torch.set_grad_enabled(each.loss is not None):
-                read = each.policy.model.states(each.batch, of_roles)
-                results.append(tuple(output.compute(read) for output in each.outputs))
-                if each.loss is not None:
-                    losses.append(each.loss(results[-1]))
+        reads = [each.policy.model.states(each.batch, own) for each, own in zip(passes, hidden, strict=True)]
+        results = _compute(passes, reads)
+        with torch.enable_grad():
+            losses = [each.loss(own) for each, own in zip(passes, results, strict=True) if each.loss is not None]
         if losses:
             _backward(losses, passes)
     return results
+
+
+def _compute(passes: Sequence[Pass], reads: Sequence[HiddenStates]) -> list[tuple[Any, ...]]:
+    """The results of every pass; targets of one temperature, with gradients or without, in one sweep of the vocabulary.
+
+    No GPU has run a sweep for several LoRAs on the head: there each has its own.
+    """
+    found, together = dict[tuple[int, int], Any](), dict[Any, list[tuple[int, int]]]()
+    for i, each in enumerate(passes):
+        for k, output in enumerate(each.outputs):
+            kind: Any = i, k, "by itself"
+            if isinstance(output, TargetLogprobs):
+                adapts = (
+                    reads[i].lm_head(output.role).lora is not None
+                )  # gradients without it have other bits beside it
+                if not adapts or each.batch.tokens_T.is_cpu:
+                    kind = (each.loss is not None, output.temperature, adapts)
+            together.setdefault(kind, []).append((i, k))
+    for places in together.values():
+        (i, k), outputs = places[0], [passes[i].outputs[k] for i, k in places]
+        with torch.set_grad_enabled(passes[i].loss is not None):
+            if isinstance(outputs[0], TargetLogprobs):
+                asked: Any = zip(outputs, (reads[i] for i, _ in places), strict=True)
+                found |= dict(zip(places, compute_targets(list(asked)), strict=True))
+            else:
+                found[i, k] = outputs[0].compute(reads[i])
+    return [tuple(found[i, k] for k in range(len(each.outputs))) for i, each in enumerate(passes)]
 
 
 def _backward(losses: Sequence[torch.Tensor], passes: Sequence[Pass]) -> None:
