@@ -51,7 +51,7 @@ CEILINGS = {
     "step: types of records": 28,
     "tests: items in the interpreter": 342,
     "tests: items per push": 2636,
-    "tests: lines": 49604,
+    "tests: lines": 49609,
 }
 
 

@@ -164,8 +164,13 @@ MUTATIONS = read("""
 -s.sum_square[half] *= factor * factor;
 +s.sum_square[half] *= factor;
 # sums depend on the number of threads | test_linear_logprob.py::test_bits_of_a_row_depend_on_that_row_alone
--const bool direct = first || RLHF_TILE_BF16;
-+const bool direct = first || panels > 1;
+-            add_product_32(p + i * p_step, b, columns.stride, depth_v, v0 == 0,
+-                           sums + (panels[i].sums + k * 4) * kTileFloats);
++            const Element* own = p + i * p_step;
++            float* to = sums + (panels[i].sums + k * 4) * kTileFloats;
++            const Element* next = own + depth_v * kTileElements;
++            if (count > 1) multiply_2x2(own, next, b, b + columns.stride, depth_v, to, v0 > 0);
++            if (count == 1) add_product_32(own, b, columns.stride, depth_v, v0 == 0, to);
 @ triton kernels/rlhf_kernels/vocab/triton_kernels.py
 # padded columns counted in the tiled sweep | triton/test_linear_logprob.py::test_ragged_sizes
 -    return tl.where(in_range[None, :], z, float("-inf"))
