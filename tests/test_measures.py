@@ -50,7 +50,7 @@ CEILINGS = {
     "step: functions": 425,
     "step: types of records": 28,
     "tests: items in the interpreter": 342,
-    "tests: items per push": 2636,
+    "tests: items per push": 2637,
     "tests: lines": 49609,
 }
 
