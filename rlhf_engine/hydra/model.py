@@ -690,7 +690,7 @@ class HydraModel(nn.Module):
             new = [slot for slot in used if slot not in backbone.slots]
             trained = trainable_slots(self.roles, name)
             made = [slot for slot in new if not isinstance(slots.get(slot), AdapterSlot)]
-            for slot in set(new) - set(made):
+            for slot in [slot for slot in new if slot not in made]:  # in their order, which calls see
                 backbone.adopt_slot(slot, slots[slot])  # type: ignore[arg-type]
             for slot in made:
                 backbone.add_slot(

@@ -27,7 +27,7 @@ class Pass:
     """A policy, a batch, and what is computed from it."""
 
     policy: LivePolicy  # a policy of the pool, or the base
-    batch: PackedBatch  # n sequences
+    batch: PackedBatch  # N sequences
     outputs: tuple[Output, ...]  # requests, of roles of the policy's model
     loss: Loss | None = None  # makes the loss that gradients are of; None: no gradients
 
@@ -92,11 +92,11 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
     lanes = list[tuple[int, str | None, list[str], bool]]()  # pass, slot, roles, whether it is trained
     for i, each in enumerate(passes):
         backbone.require_served("base", each.batch)
-        if any(each.policy.slot_on_host(slot) not in (None, *backbone.slots) for _, slot in _lanes(each)):
-            raise PolicyRemovedError(f"policy {each.policy.name!r} was removed")
         if each.loss is not None and each.policy.waiting is not None:
             raise BusyError(f"policy {each.policy.name!r}: expected its step to be done before further gradients")
         for (_, slot), roles in _lanes(each).items():
+            if each.policy.slot_on_host(slot) not in (None, *backbone.slots):
+                raise PolicyRemovedError(f"policy {each.policy.name!r} was removed")
             trains = each.loss is not None and slot is not None and each.policy.model.backbone().slot(slot).trainable
             lanes.append((i, slot, roles, trains))
     for trains in (True, False):
@@ -130,9 +130,8 @@ def _compute(passes: Sequence[Pass], reads: Sequence[HiddenStates]) -> list[tupl
         for k, output in enumerate(each.outputs):
             kind: Any = i, k, "by itself"
             if isinstance(output, TargetLogprobs):
-                adapts = (
-                    reads[i].lm_head(output.role).lora is not None
-                )  # gradients without it have other bits beside it
+                # beside rows with LoRA on the head, gradients of those without have other bits
+                adapts = reads[i].lm_head(output.role).lora is not None
                 if not adapts or each.batch.tokens_T.is_cpu:
                     kind = (each.loss is not None, output.temperature, adapts)
             together.setdefault(kind, []).append((i, k))

@@ -57,7 +57,7 @@ class LivePolicy:
     name: str  # name in the pool
     key: str  # prefix of its slots' names on the host, never given twice
     model: HydraModel  # its roles, slots and heads on the host's backbone
-    optimizer: RoleOptimizer | None  # none where nothing is trained
+    optimizer: RoleOptimizer | None  # None where nothing is trained
     state: PolicyState = PolicyState()  # counters
     holders: int = 0  # requests and owners of a snapshot that use it now
     used: int = 0  # when it was used last, in uses of the pool
@@ -105,9 +105,8 @@ class Policies:
     ) -> None:
         """Take a model with the role `base` alone, and the checkpoints that are in the folder `state`.
 
-        exact: whether a policy has the same bits in any company; None: where that serves the base and costs nothing.
-
         max_policies: most policies in memory at once. memory: most bytes of them together, see `LivePolicy.n_bytes`.
+        exact: whether a policy has the same bits in any company; None: where that serves the base and costs nothing.
         """
         if dict(host.roles) != {BASE: RoleSpec()}:
             raise ValueError(f"host: expected a model with the role {BASE!r} alone, adapter off, got {host.roles}")
@@ -304,11 +303,14 @@ class Policies:
             raise ValueError(f"policy: expected one that is trained, got {name!r}")
         done = promise()
 
-        def write() -> None:
-            policy.waiting = None
+        def apply() -> dict[str, float]:
             optimizer.set_options(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
             optimizer.set_lr_factor(learning_rate)
-            fill(done, optimizer.step)
+            return optimizer.step()
+
+        def write() -> None:  # within a step of the engine, which is everybody's: errors go to the future
+            policy.waiting = None
+            fill(done, apply)
             if done.exception() is None:
                 policy.state = replace(policy.state, step=policy.state.step + 1)
 

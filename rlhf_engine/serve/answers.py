@@ -52,6 +52,7 @@ class Reply:
         self._ticket: Ticket | None = None
         self._held = list[LivePolicy]()
         self._ended = False
+        self._special = frozenset(tokenizer.all_special_ids)  # which the tokenizer lists anew at every look
 
     async def _begin(self, listen: Listen | None = None) -> LivePolicy:
         """Hold the policy, and queue the requests where something is drawn."""
@@ -219,7 +220,7 @@ class Reply:
 
     def length(self, before: Sequence[int], token: int) -> int:
         """Characters that a token adds to the text of the one before; special ones add none."""
-        if token in self.tokenizer.all_special_ids:
+        if token in self._special:
             return 0
         return len(self.raw_text([*before, token])) - len(self.raw_text(before))
 
@@ -357,7 +358,9 @@ class _Text:
         return new, []
 
     def logprobs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Object of the next tokens' log-probs."""
+        """Object of the next tokens' log-probs, where they are asked for."""
+        if self._answers.asked.logprobs is None:
+            return None
         found = self._answers.logprobs(scored, self._before, self._offset)
         for x in scored:
             self._offset += self._answers.length(self._before, x.token)
