@@ -161,6 +161,7 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
         "stats": dataclasses.asdict(rollout.stats),
         "has_frozen": frozen is not None,
         "vocabulary": None if batch.supports is None else batch.supports.vocabulary,
+        "turns": batch.turns,
     }
     tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
     if batch.supports is not None:
@@ -182,6 +183,7 @@ def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollou
             prompt_lens=tuple(plain["prompt_lens"]),
             sample_ids=tuple(plain["sample_ids"]),
             supports=supports,
+            turns=plain["turns"] and tuple(tuple(map(tuple, spans)) for spans in plain["turns"]),
         ),
         logprobs_M=tensors["logprobs"],
         versions_M=tensors["versions"],

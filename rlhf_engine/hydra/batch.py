@@ -2,8 +2,9 @@
 
 Legend: T tokens of all sequences, N sequences, M completion tokens of all sequences.
 Sequence i owns rows cu_seqlens[i] … cu_seqlens[i+1]−1; its first prompt_lens[i] tokens are the prompt, the rest is the
-completion. Quantities per completion token are packed [M] in the same order and belong to the state *before* the token:
-row `predict_rows_M[m]` is the hidden state that predicts token `targets_M[m]`.
+completion. In a conversation parts of the completion were given, by a tool or a user. They are none of the M.
+Quantities per completion token are packed [M] in the same order and belong to the state *before* the token: row
+`predict_rows_M[m]` is the hidden state that predicts token `targets_M[m]`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import sub
 
 import torch
@@ -20,6 +21,7 @@ from rlhf_kernels.runtime.device_tables import queued
 from rlhf_engine.hydra.supports import Supports
 
 _POSITION_BITS = 24
+Turns = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +48,9 @@ class PackedBatch:
     """N ids that name a sample for good: dropout masks are keyed by (sample id, position), not by place in a batch."""
     supports: Supports | None = None
     """Words that each of the M completion tokens was drawn among, which log-probs are normalised over; None: all."""
+    turns: tuple[Turns, ...] | None = None
+    """N lists of turns, the spans (first, end) of positions whose tokens were drawn, in order. Tokens between them and
+    behind them were given. None: all of each completion was drawn, in one turn."""
 
     @classmethod
     def from_lists(
@@ -56,6 +61,7 @@ class PackedBatch:
         device: torch.device | str = "cpu",
         sample_ids: Sequence[int] | None = None,
         supports: Supports | None = None,
+        turns: Sequence[Turns] | None = None,
     ) -> PackedBatch:
         """Pack token lists.
 
@@ -65,12 +71,15 @@ class PackedBatch:
             device: device of the packed tokens.
             sample_ids: N ids that key dropout masks; None: 0 to N−1.
             supports: words that each of the completion tokens was drawn among; None: all.
+            turns: N lists of spans (first, end) of positions, from the prompt's first on, whose tokens were drawn;
+                None: whole completions.
 
         Returns:
             The N sequences, prompt then completion, in the given order.
 
         Raises:
             ValueError: no sequences, an empty prompt, lists of different lengths, or supports of other tokens.
+            ValueError: turns outside the completion, empty, or not in order.
         """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one sequence, got a batch of size 0")
@@ -89,6 +98,7 @@ class PackedBatch:
             prompt_lens=tuple(map(len, prompts)),
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),
             supports=None if supports is None else supports.to(device),
+            turns=None if turns is None else tuple(map(tuple, turns)),
         )
 
     @classmethod
@@ -112,6 +122,7 @@ class PackedBatch:
             prompt_lens=tuple(n for batch in batches for n in batch.prompt_lens),
             sample_ids=tuple(i for batch in batches for i in batch.sample_ids),
             supports=Supports.join([(batch.supports, batch.n_completion_tokens) for batch in batches]),
+            turns=_joined_turns(batches),
         )
 
     @classmethod
@@ -122,6 +133,7 @@ class PackedBatch:
         prompt_lens: Sequence[int],
         *,
         sample_ids: Sequence[int] | None = None,
+        drawn: torch.Tensor | None = None,
     ) -> PackedBatch:
         """Pack a padded batch, so that padding costs nothing.
 
@@ -130,12 +142,14 @@ class PackedBatch:
             attention_mask: [N, L], 1 or True for a real token.
             prompt_lens: N numbers of prompt tokens, from 1 to the real tokens of the row.
             sample_ids: N ids that key dropout masks; None: 0 to N−1.
+            drawn: [N, L], 1 or True for a real token behind the prompt that was drawn; None: all of these.
 
         Returns:
             The N sequences without padding, on the device of `input_ids`.
 
         Raises:
             ValueError: other shapes or lengths, a mask with a hole, an empty row, or a prompt longer than its row.
+            ValueError: drawn tokens in a prompt.
         """
         if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
             raise ValueError(
@@ -152,11 +166,20 @@ class PackedBatch:
             begin = int(real[i].int().argmax())
             if not real[i, begin : begin + length].all():
                 raise ValueError(f"attention_mask[{i}]: expected real tokens without a gap between them")
+        turns = None
+        if drawn is not None:
+            if drawn.shape != input_ids.shape:
+                raise ValueError(
+                    f"drawn: expected the shape of input_ids, {tuple(real.shape)}, got {tuple(drawn.shape)}"
+                )
+            masks = zip(drawn.bool().cpu(), real, strict=True)
+            turns = tuple(spans_of(mask[row].tolist()) for mask, row in masks)
         return cls(
             tokens_T=input_ids[real.to(input_ids.device)],
             cu_seqlens=(0, *accumulate(lengths)),
             prompt_lens=tuple(int(p) for p in prompt_lens),
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(lengths))),
+            turns=turns,
         )
 
     def __post_init__(self) -> None:
@@ -165,6 +188,15 @@ class PackedBatch:
                 f"prompt_lens, sample_ids: expected {len(self.cu_seqlens) - 1} entries (cu_seqlens − 1), "
                 f"got {len(self.prompt_lens)} and {len(self.sample_ids)}"
             )
+        if self.turns is not None:
+            if len(self.turns) != self.n_sequences:
+                raise ValueError(f"turns: expected those of {self.n_sequences} sequences, got {len(self.turns)}")
+            for i, (turns, prompt, length) in enumerate(zip(self.turns, self.prompt_lens, self.lengths, strict=True)):
+                places = [prompt, *(place for span in turns for place in span)]
+                if places != sorted(places) or places[-1] > length or any(first == end for first, end in turns):
+                    raise ValueError(
+                        f"turns[{i}]: expected spans of positions {prompt} to {length} in order, got {list(turns)}"
+                    )
         if self.supports is not None and len(self.supports) != self.n_completion_tokens:
             raise ValueError(
                 f"supports: expected those of {self.n_completion_tokens} completion tokens, got {len(self.supports)}"
@@ -192,8 +224,10 @@ class PackedBatch:
 
     @cached_property
     def completion_lens(self) -> tuple[int, ...]:
-        """N completion lengths."""
-        return tuple(map(sub, self.lengths, self.prompt_lens))
+        """N numbers of completion tokens, those that were given left out."""
+        if self.turns is None:
+            return tuple(map(sub, self.lengths, self.prompt_lens))
+        return tuple(sum(end - first for first, end in turns) for turns in self.turns)
 
     @cached_property
     def completion_lens_N(self) -> torch.Tensor:
@@ -226,8 +260,17 @@ class PackedBatch:
     @cached_property
     def predict_rows_M(self) -> torch.Tensor:
         """int64 [M], row of the hidden state that predicts each completion token."""
-        ends = zip(self.cu_seqlens[1:], self.completion_lens, strict=True)
-        return queued(torch.cat([torch.arange(end - n - 1, end - 1) for end, n in ends]), self.device)
+        turns = self.turns or [((p, n),) for p, n in zip(self.prompt_lens, self.lengths, strict=True)]
+        starts = zip(self.cu_seqlens[:-1], turns, strict=True)
+        rows = [torch.arange(at + first - 1, at + end - 1) for at, spans in starts for first, end in spans]
+        return queued(torch.cat([torch.arange(0), *rows]), self.device)
+
+    @cached_property
+    def turn_of_M(self) -> torch.Tensor:
+        """int64 [M], number of the turn within its conversation that each completion token belongs to."""
+        turns = self.turns or [((0, n),) for n in self.completion_lens]
+        counts = [torch.full((end - first,), k) for spans in turns for k, (first, end) in enumerate(spans)]
+        return queued(torch.cat([torch.arange(0), *counts]), self.device)
 
     @cached_property
     def targets_M(self) -> torch.Tensor:
@@ -319,6 +362,7 @@ class PackedBatch:
             prompt_lens=tuple(map(self.prompt_lens.__getitem__, indices)),
             sample_ids=tuple(map(self.sample_ids.__getitem__, indices)),
             supports=None if self.supports is None else self.supports.select(self._completion_rows(indices)),
+            turns=None if self.turns is None else tuple(map(self.turns.__getitem__, indices)),
         )
         if "prompts_N" in self.__dict__:  # which to compute anew would wait for the device
             selected.__dict__["prompts_N"] = tuple(map(self.prompts_N.__getitem__, indices))
@@ -365,7 +409,7 @@ class PackedBatch:
             i: place of the sequence, 0 to N−1.
 
         Returns:
-            Its completion's token ids.
+            Its completion's token ids, those that were given as well.
 
         Raises:
             IndexError: an index of N or more.
@@ -392,7 +436,7 @@ class PackedBatch:
             fill: number that stands in the padding.
 
         Returns:
-            [N, C] in the dtype of `x_M`, where C is the longest completion.
+            [N, C] in the dtype of `x_M`, where C is the most completion tokens of a sequence.
         """
         width = max(self.completion_lens)
         out = x_M.new_full((self.n_sequences, width), fill)
@@ -403,7 +447,7 @@ class PackedBatch:
         """Pack the numbers of right-padded rows. It is the inverse of `pad`.
 
         Args:
-            x_NC: [N, C], where C is the longest completion, of any dtype.
+            x_NC: [N, C], where C is the most completion tokens of a sequence, of any dtype.
 
         Returns:
             [M] in the dtype of `x_NC`.
@@ -412,8 +456,25 @@ class PackedBatch:
 
     @cached_property
     def completion_position_M(self) -> torch.Tensor:
-        """int64 [M], index of each completion token within its completion."""
+        """int64 [M], index of each completion token among those of its sequence."""
         return queued(torch.cat(list(map(torch.arange, self.completion_lens))), self.device)
+
+
+def spans_of(mask: Sequence[bool]) -> Turns:
+    """Spans (first, end) of the places where a mask holds."""
+    edges = [i for i, (before, now) in enumerate(pairwise((False, *mask, False))) if before != now]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _joined_turns(batches: Sequence[PackedBatch]) -> tuple[Turns, ...] | None:
+    """Turns of several batches; None where no batch says any."""
+    if all(batch.turns is None for batch in batches):
+        return None
+    whole = [
+        batch.turns or tuple(((p, n),) if n > p else () for p, n in zip(batch.prompt_lens, batch.lengths, strict=True))
+        for batch in batches
+    ]
+    return tuple(turns for theirs in whole for turns in theirs)
 
 
 def split_by_tokens(
