@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from rlhf_engine.algorithms.sequences import whitened
+from rlhf_engine.algorithms.sequences import sequence_sums, whitened
 from rlhf_engine.config.algorithm import ALGORITHMS, AlgorithmOptions
 from rlhf_engine.hydra import LogprobLoss, Output, PackedBatch
 
@@ -80,8 +80,18 @@ class Experience(TokenValues):
     """KL of an answer in nats, the mean of those that were scored together; what `kl_target` steers β by"""
     weights_M: torch.Tensor | None = None
     """fp32 [M], importance weights of answers from another engine or an older policy"""
+    turn_rewards_M: torch.Tensor | None = None
+    """fp32 [M], rewards of turns at their last tokens, which `scores_N` has in it; None: no turn has one of its own"""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout and its scores, by name"""
+
+    @property
+    def rewards_M(self) -> torch.Tensor:
+        """fp32 [M], the score where it was earned: at the ends of turns, and the rest at the last token."""
+        ends_N, turns_M = self.batch.last_completion_rows_N, self.turn_rewards_M
+        if turns_M is None:
+            return torch.zeros_like(self.kl_M).index_add(0, ends_N, self.scores_N.to(self.kl_M.dtype))
+        return turns_M.index_add(0, ends_N, (self.scores_N - sequence_sums(turns_M, self.batch)).to(turns_M.dtype))
 
     def select(self, chosen: Sequence[int]) -> Experience:
         """Select some of the answers.
@@ -101,8 +111,9 @@ class Experience(TokenValues):
         picked: dict[str, Any] = {name: values[rows_M] for name, values in self.token_values().items()}
         if self.greedy_scores_N is not None:
             picked["greedy_scores_N"] = self.greedy_scores_N[at_N]
-        if self.weights_M is not None:
-            picked["weights_M"] = self.weights_M[rows_M]
+        for name in ("weights_M", "turn_rewards_M"):
+            if (values_M := getattr(self, name)) is not None:
+                picked[name] = values_M[rows_M]
         return replace(
             self,
             batch=self.batch.select(chosen),

@@ -4,6 +4,9 @@ For k answers to each prompt with scores r_i, m their mean and s their standard 
 
     A_i = (r_i − m) / (s + 10⁻⁴)       scale_rewards = group
     A_i = r_i − m                       scale_rewards = none, arXiv 2503.20783
+
+With `advantage_level` turn the tokens of turn k have the A of G_k, the score that is earned from this turn on, among
+the answers that have such a turn; 0 where there is one alone. Then
     ℓ_{i,t} = max(−A_i ρ_{i,t}, −A_i clip(ρ_{i,t}, 1−ε, 1+ε')) + β k3_{i,t}      ρ_t = π / π_old of token t
 
     grpo       L = (1/n) Σ_i (1/T_i) Σ_t ℓ_{i,t}        every answer counts the same
@@ -20,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, Term
-from rlhf_engine.algorithms.sequences import group_sizes, group_sums, k3, spread
+from rlhf_engine.algorithms.sequences import group_sizes, group_sums, k3, spread, turn_advantages
 from rlhf_engine.hydra import PackedBatch, PolicyLoss
 
 LossType = Literal["grpo", "dapo", "dr_grpo"]
@@ -61,9 +65,13 @@ class Grpo(Algorithm):
     """GRPO by the fused loss: token weights are its mask, k3 its KL term, and its entropies are weighed as ℓ."""
 
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        advantages_N = advantages(experience.scores_N, experience.groups_N, scale_rewards=self.options.scale_rewards)
-        prepared = replace(experience, advantages_M=spread(advantages_N, experience.batch))
-        return prepared, {"advantage_std": float(advantages_N.std(correction=0))}
+        scale, groups_N, batch = self.options.scale_rewards, experience.groups_N, experience.batch
+        advantages_N = advantages(experience.scores_N, groups_N, scale_rewards=scale)
+        advantages_M = spread(advantages_N, batch)
+        if self.options.advantage_level == "turn":
+            of_group = partial(advantages, scale_rewards=scale)
+            advantages_M = turn_advantages(experience.rewards_M, groups_N, batch, of_group)
+        return replace(experience, advantages_M=advantages_M), {"advantage_std": float(advantages_N.std(correction=0))}
 
     def terms(self, micro: MicroBatch) -> list[Term]:
         assert micro.advantages_M is not None

@@ -7,6 +7,8 @@ PPO, arXiv 1707.06347; GAE, arXiv 1506.02438):
     δ_t = r_t + γ V_{t+1} − V_t           A_t = δ_t + γ λ A_{t+1}           G_t = A_t + V_t
     L   = Σ_t max(−A_t ρ_t, −A_t clip(ρ_t, 1−ε, 1+ε')) / n + c_v · ½ Σ_t max((V_t−G_t)², (clip V_t − G_t)²) / n
 
+Rewards of turns are at their last tokens, and R is the rest.
+
 ρ = π / π_old, and ε' is ε unless `cliprange` has a second number. With `scale_rewards` A has mean 0 and variance 1
 over a rollout. `delta` bounds ρ where A_t < 0 (dual clip, arXiv 1912.09729).
 
@@ -66,8 +68,11 @@ class Ppo(Algorithm):
     def prepare(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         assert experience.values_M is not None
         options = self.options
+        rewards_M = token_rewards(experience.kl_M, experience.scores_N, experience.batch, options.beta)
+        if experience.turn_rewards_M is not None:
+            rewards_M = experience.rewards_M - options.beta * experience.kl_M
         advantages_M, returns_M = advantages(
-            token_rewards(experience.kl_M, experience.scores_N, experience.batch, options.beta),
+            rewards_M,
             experience.values_M,
             experience.batch,
             gamma=options.gamma,

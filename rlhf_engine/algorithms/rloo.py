@@ -7,6 +7,9 @@ For k answers to each prompt, with the KL to the reference taken from the score 
     vanilla    L = −(1/n) Σ_i A_i log π(a_i)            log π(a) = Σ_t log π(a_t | x, a_<t)
     proximal   L = (1/n) Σ_i max(−A_i ρ_i, −A_i clip(ρ_i, 1−ε, 1+ε))     ρ_i = π(a_i) / π_old(a_i)
 
+With `advantage_level` turn, R and its baseline are of what is earned from a turn on, less β times the KL from there,
+among the answers that have such a turn; A is 0 where there is one alone. This is for `vanilla`.
+
 The ratio is of the whole answer, not of tokens. The gradient is that of E[R] with k1 = log π − log π_ref; k3 and exact
 KL depend on π, and the part of the gradient that goes through them is missing.
 
@@ -22,7 +25,7 @@ import torch
 
 from rlhf_engine.algorithms.base import Experience, MicroBatch
 from rlhf_engine.algorithms.policy_gradient import PolicyGradient
-from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread
+from rlhf_engine.algorithms.sequences import group_sizes, group_sums, sequence_sums, spread, turn_advantages
 from rlhf_engine.hydra import PackedBatch
 
 
@@ -75,8 +78,11 @@ class Rloo(PolicyGradient):
         batch = experience.batch
         returns_N = returns(experience.scores_N, experience.kl_M, batch, beta=self.options.beta)
         advantages_N = leave_one_out(returns_N, experience.groups_N)
-        prepared = replace(experience, advantages_M=spread(advantages_N, batch))
-        return prepared, {"advantage_std": float(advantages_N.std(correction=0))}
+        advantages_M = spread(advantages_N, batch)
+        if self.options.advantage_level == "turn":
+            rewards_M = experience.rewards_M - self.options.beta * experience.kl_M
+            advantages_M = turn_advantages(rewards_M, experience.groups_N, batch, leave_one_out)
+        return replace(experience, advantages_M=advantages_M), {"advantage_std": float(advantages_N.std(correction=0))}
 
     def loss(self, logprobs_M: torch.Tensor, micro: MicroBatch) -> Any:
         if self.options.chosen_loss_type == "vanilla":

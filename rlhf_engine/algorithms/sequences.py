@@ -5,7 +5,8 @@ Legend: N sequences, M completion tokens packed; groups_N int64 [N] says which p
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from rlhf_kernels.gae import gae, whiten
@@ -39,6 +40,39 @@ def whitened(x_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Numbers of all tokens with mean 0 and variance 1, [M]."""
     _check_tokens("x_M", x_M, batch)
     return batch.unpad(whiten(batch.pad(x_M), batch.pad(torch.ones_like(x_M))))
+
+
+def turn_sums(x_M: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ_t x_t of each turn, [N, K] with 0 where there is none; and whether there is a turn, bool [N, K]."""
+    _check_tokens("x_M", x_M, batch)
+    x_NC, turns_NC = batch.pad(x_M), batch.pad(batch.turn_of_M, -1)
+    here = [turns_NC == k for k in range(max(map(len, batch.turns), default=1) if batch.turns else 1)]
+    return torch.stack([(x_NC * mask).sum(1) for mask in here], 1), torch.stack([mask.any(1) for mask in here], 1)
+
+
+def of_turns(x_NK: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """A turn's number at each of its tokens, [M]."""
+    return x_NK[batch.sequence_of_M, batch.turn_of_M]
+
+
+def turn_advantages(
+    rewards_M: torch.Tensor,
+    groups_N: torch.Tensor,
+    batch: PackedBatch,
+    of_group: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The advantage, by `of_group`, of G_k = Σ_{j ≥ k} Σ_t r_t of turn j at the tokens of turn k, [M].
+
+    It is among the answers to a prompt that have such a turn, and 0 where there is one alone.
+    """
+    sums_NK, is_there_NK = turn_sums(rewards_M, batch)
+    returns_NK = sums_NK.flip(1).cumsum(1).flip(1)
+    advantages_NK = torch.zeros_like(returns_NK)
+    for k in range(returns_NK.shape[1]):
+        among_N = is_there_NK[:, k] & (group_sums(is_there_NK[:, k].float(), groups_N) > 1)
+        if among_N.any():
+            advantages_NK[among_N, k] = of_group(returns_NK[among_N, k], groups_N[among_N])
+    return of_turns(advantages_NK, batch)
 
 
 def group_sums(x_N: torch.Tensor, groups_N: torch.Tensor) -> torch.Tensor:
@@ -77,7 +111,7 @@ def _check_tokens(name: str, x_M: torch.Tensor, batch: PackedBatch) -> None:
         )
 
 
-Mode = Literal["token_truncate", "sequence_truncate"]
+Mode = Literal["token_truncate", "turn_truncate", "sequence_truncate"]
 
 
 def sequence_log_ratio(log_ratio_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -95,8 +129,10 @@ def importance_weights(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: M
         log_weight_M = log_ratio_M
     elif mode == "sequence_truncate":
         log_weight_M = sequence_log_ratio(log_ratio_M, batch)[batch.sequence_of_M]
+    elif mode == "turn_truncate":
+        log_weight_M = of_turns(turn_sums(log_ratio_M, batch)[0], batch)
     else:
-        raise ValueError(f"mode: expected 'token_truncate' or 'sequence_truncate', got {mode!r}")
+        raise ValueError(f"mode: expected one of {get_args(Mode)}, got {mode!r}")
     return log_weight_M.exp().clamp(max=clip_max)
 
 
@@ -105,13 +141,16 @@ def weight_metrics(log_ratio_M: torch.Tensor, batch: PackedBatch, *, mode: Mode,
 
     k3: mean of ratio − 1 − log ratio, Schulman's unbiased estimate of KL(π_roll ‖ π_old) per token.
     worst_sequence: largest |log ratio| of a whole answer. truncated_ratio: share of weights that are truncated, and
-    effective_sample_size: (Σ w)² / (n Σ w²), both over tokens, or over answers in mode sequence_truncate.
+    effective_sample_size: (Σ w)² / (n Σ w²), both over tokens, or over answers or turns where these have the weights.
     """
     weights = importance_weights(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     per_sequence = sequence_log_ratio(log_ratio_M, batch)
     raw = log_ratio_M
     if mode == "sequence_truncate":
         raw, weights = per_sequence, per_sequence.exp().clamp(max=clip_max)
+    elif mode == "turn_truncate":
+        raw = torch.masked_select(*turn_sums(log_ratio_M, batch))
+        weights = raw.exp().clamp(max=clip_max)
     weights = weights.double()
     return {
         "k3": float((torch.expm1(log_ratio_M) - log_ratio_M).mean()),

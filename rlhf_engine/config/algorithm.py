@@ -61,7 +61,7 @@ ALGORITHMS = {
     ),
     "grpo": AlgorithmFacts(
         summary="grpo",
-        reads=("beta", "kl_target", "cliprange", "delta", "scale_rewards", "loss_type"),
+        reads=("beta", "kl_target", "cliprange", "delta", "scale_rewards", "loss_type", "advantage_level"),
         has_token_ratio=True,
         loss_types=("grpo", "dapo", "dr_grpo"),
     ),
@@ -103,7 +103,7 @@ ALGORITHMS = {
     ),
     "rloo": AlgorithmFacts(
         summary="rloo (the other answers to the prompt)",
-        reads=("beta", "kl_target", "kl_estimator", "cliprange", "loss_type"),
+        reads=("beta", "kl_target", "kl_estimator", "cliprange", "loss_type", "advantage_level"),
         sums_per_answer=True,
         loss_types=("proximal", "vanilla"),
     ),
@@ -181,6 +181,11 @@ class AlgorithmOptions(Options):
         None, "remax: largest difference, up or down, to the greedy answer's score; none: any", gt=0
     )
 
+    advantage_level: Literal["trajectory", "turn"] = option(
+        "trajectory",
+        "of conversations: all tokens have the advantage of the whole score, or those of a turn that of what is earned "
+        "from it on (grpo, vanilla rloo)",
+    )
     generation_batch_size: int = option(64, "answers per step, of all prompts", ge=1)
     num_mini_batches: int | None = option(
         None,
@@ -297,6 +302,8 @@ class AlgorithmOptions(Options):
         self.require("cliprange", name != "cispo" or len(self.cliprange) == 1, "one number for cispo, its upper clip")
         is_above = self.delta is None or self.delta >= 1 + self.clip_high
         self.require("delta", is_above, f"at least 1 + {self.clip_high:g}, the upper clip")
+        is_plain = self.advantage_level == "trajectory" or self.chosen_loss_type != "proximal"
+        self.require("advantage_level", is_plain, "trajectory for proximal rloo, whose ratio is of the whole answer")
         readers = {option_name: (name in known, known) for option_name, known in _READERS.items()}
         if self.chosen_loss_type == "vanilla":
             readers["cliprange"] = (False, tuple(x if x != name else "proximal rloo" for x in _READERS["cliprange"]))

@@ -245,6 +245,8 @@ def _describe(hint: Any) -> str:
             parts.append("a JSON object")
         elif typing.get_origin(kind) is list:
             parts.append("a list of strings" if typing.get_args(kind)[0] not in (int, float) else "a list of numbers")
+        elif typing.get_origin(kind) is Callable:
+            parts.append("a function")
         else:
             parts.append(plain[kind])
     return " or ".join(parts)

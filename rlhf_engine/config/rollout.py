@@ -15,10 +15,10 @@ _ASYNC = (
     r"off|blocks|replay|overlap(,newest|,in_flight)?|ray(=[1-9]\d{0,5})?(,newest)?",
     "off, blocks, replay, overlap, ray or ray=GENERATORS, the last three also with ,newest and overlap with ,in_flight",
 )
-Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "sequence_truncate"]
+Correction = Literal["none", "behaviour", "decoupled", "token_truncate", "turn_truncate", "sequence_truncate"]
 _CORRECTION = (
-    r"none|(behaviour|decoupled|token_truncate|sequence_truncate)(=[1-9]\d{0,5}(\.\d+)?)?",
-    "behaviour, decoupled, token_truncate or sequence_truncate, also with =MOST, a number >= 1; or none",
+    r"none|(behaviour|decoupled|(token|turn|sequence)_truncate)(=[1-9]\d{0,5}(\.\d+)?)?",
+    "behaviour, decoupled, token_truncate, turn_truncate or sequence_truncate, also with =MOST, a number >= 1; or none",
 )
 StepName = Literal["auto", "native", "graph", "transformers"]  # implementations of a decoding step, by name
 
@@ -137,9 +137,9 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         None,
         "for answers of an older policy or of a vLLM server. behaviour: ratios are to the policy that drew them; "
         "decoupled: to the present one, and advantages weighted by present over drawing policy; token_truncate, "
-        "sequence_truncate: the same with weights truncated, as a server's answers always are, at 2 or at the number "
-        "in token_truncate=3; none. Default: behaviour where the loss has a ratio, else token_truncate; copg, "
-        "online_dpo and best_of_n need none",
+        "turn_truncate, sequence_truncate: the same with weights truncated, as a server's answers always are, at 2 or "
+        "at the number in token_truncate=3; none. Default: behaviour where the loss has a ratio, else token_truncate; "
+        "copg, online_dpo and best_of_n need none",
         form=_CORRECTION,
     )
 
@@ -170,10 +170,10 @@ class AsyncOptions(AlgorithmOptions, RolloutOptions):
         if not self.facts.maximises_reward:
             return ("none",)
         if self.facts.has_token_ratio:
-            return ("behaviour", "decoupled", "token_truncate", "sequence_truncate", "none")
+            return ("behaviour", "decoupled", "token_truncate", "turn_truncate", "sequence_truncate", "none")
         if self.chosen_loss_type == "proximal":  # one ratio per answer, and so one weight
             return ("behaviour", "sequence_truncate", "none")
-        return ("token_truncate", "sequence_truncate", "none")
+        return ("token_truncate", "turn_truncate", "sequence_truncate", "none")
 
     @property
     def correction(self) -> Correction:

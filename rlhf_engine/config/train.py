@@ -51,13 +51,23 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
 
     reward_funcs: list[str | Callable[..., Any]] = option(
         ["reward_model"],
-        "reward sources: reward_model (the learned reward head), module:function, path/file.py:function, or one that "
+        "reward sources: reward_model (the learned reward head), environment (its get_reward, always one of them; the "
+        "default with an environment), module:function, path/file.py:function, or one that "
         "checks answers: math, code, json_schema, format, length, repetition, with options as in length,most=200",
     )
     reward_weights: list[float] | None = option(None, "one weight per reward source; none: all 1")
     missing_eos_penalty: str | float | None = option(
         None, "subtracted from the score of an answer that never ends; =SCORE, such as =-1: its score, whatever it says"
     )
+
+    environment: str | Callable[..., Any] | None = option(
+        None,
+        "module:class or path/file.py:class, or a function that makes one: an environment for each answer, with TRL's "
+        "reset(**row), public methods as tools, and get_reward(), a further reward source; also get_turn_reward()",
+    )
+    tools: str | None = option(None, "module or path/file.py whose public functions answers may call")
+    max_turns: int = option(8, "turns of an answer with tools; max_completion_length counts their results, too", ge=1)
+    tool_timeout: float = option(60.0, "seconds after which a tool's call is given up, and answered as an error", gt=0)
 
     max_steps: int = option(100, "number of steps (rollout and update)", ge=1)
     num_train_epochs: float | None = option(None, "passes over the prompts, in place of max_steps", gt=0)
@@ -96,7 +106,10 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.environment is not None and self.reward_funcs == ["reward_model"] and self.reward_model_path is None:
+            object.__setattr__(self, "reward_funcs", ["environment"])  # unless another is asked for
         check_weights(self.reward_weights, self.reward_funcs)
+        self._check_tools()
         if self.unfinished[1] is None:
             object.__setattr__(self, "missing_eos_penalty", self.unfinished[0])
         self.check_prompts_kept()
@@ -110,6 +123,20 @@ class TrainConfig(AsyncOptions, SamplingOptions, RewardModelOptions, HeldOutOpti
             self.check_warm_up(self.max_steps)
         is_evaluated = not self.eval_steps or self.eval_dataset_name is not None
         self.require("eval_steps", is_evaluated, "0, or an eval_dataset_name")
+
+    @property
+    def converses(self) -> bool:
+        """Whether answers are conversations with tools or environments."""
+        return self.environment is not None or self.tools is not None
+
+    def _check_tools(self) -> None:
+        """Check what conversations with tools need."""
+        if not self.converses:
+            return self.require_unset(("max_turns", "tool_timeout"), "without environment or tools")
+        why = "with environment or tools, between whose turns a server cannot be asked for tokens"
+        self.require_unset(["vllm_server_base_url"], why)
+        is_named = self.environment is None or isinstance(self.environment, str) or self.async_kind != "ray"
+        self.require("environment", is_named, "a name with async ray, whose processes import it themselves")
 
     def count_steps(self, n_prompts: int) -> int:
         """Count the steps of the whole run.

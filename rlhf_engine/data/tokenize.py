@@ -415,6 +415,15 @@ class PromptSet:
     def _names(self) -> dict[str, None]:
         return dict.fromkeys(name for row in self.rows for name in row.columns if name not in _TAKEN)
 
+    def conversations(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows at some places for environments: messages, other columns, and arguments of the chat template."""
+        rows = [self.rows[i] for i in indices]
+        templates = [{k: v for k, v in row.template.items() if k != "tools"} for row in rows]
+        return [
+            {**row.columns, "prompt": list(row.prompt)} | ({"chat_template_kwargs": given} if given else {})
+            for row, given in zip(rows, templates, strict=True)
+        ]
+
     def written(self, indices: list[int]) -> list[Text]:
         """Prompts of the rows at some places as the data have them, strings or messages, for reward functions."""
         return [self.prompts[i] if isinstance(self.rows[i].prompt, str) else self.rows[i].prompt for i in indices]

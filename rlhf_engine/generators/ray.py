@@ -41,6 +41,8 @@ from rlhf_engine.generators.sources import Connect, Worker
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.hydra.build import BEHAVIOUR, build_generator_model
 from rlhf_engine.rollout import EngineOptions, PromptBatch, SamplingConfig
+from rlhf_engine.rollout.answer import load_own_tokenizer
+from rlhf_engine.rollout.conversation import make_conversations
 from rlhf_engine.rollout.generate import LocalRollouts
 from rlhf_engine.scoring.experience import FrozenRoles
 
@@ -88,7 +90,8 @@ class Generator:
         work.require_same_parts(work.fixed_parts(model), frozen)
         self._device = model.role_backbone(BEHAVIOUR).device
         score = FrozenRoles(model, options, past=BEHAVIOUR, reward="reward" in model.roles)
-        rollouts = LocalRollouts(model, EngineOptions.of(options), BEHAVIOUR)
+        conversations = make_conversations(options, load_own_tokenizer(options)) if options.converses else None
+        rollouts = LocalRollouts(model, EngineOptions.of(options), BEHAVIOUR, conversations)
         self._worker = Worker(rollouts, self._store, SamplingConfig(**sampling), score=score)
         return os.getpid(), socket.gethostname()
 
@@ -330,6 +333,10 @@ def generators_on_ray(config: TrainConfig, world: World = ALONE) -> Iterator[Con
         # folders by their whole path, because processes may start elsewhere; the GPU is the one that Ray gives
         paths = {name: str(getattr(config, name)) for name in _PATHS if getattr(config, name)}
         whole = {name: str(Path(path).resolve()) for name, path in paths.items() if Path(path).exists()}
+        for name in ("environment", "tools"):
+            file, colon, attribute = str(getattr(config, name) or "").partition(".py")
+            if colon:
+                whole[name] = f"{Path(file).resolve()}.py{attribute}"
         theirs = replace(config, **whole, device=device.type, shard_base=False)  # type: ignore[arg-type]
 
         def connect(model: HydraModel, sampling: SamplingConfig) -> RayTransport:

@@ -93,12 +93,14 @@ class StepPrompts:
     def _of_step(self, step: int) -> PromptBatch:
         config = self.config
         n_answers = config.prompts_per_step * config.generations
+        rows = batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed)
         return PromptBatch.of(
-            batch_indices(len(self._prompts.rows), config.prompts_per_step, step, config.seed),
+            rows,
             self._prompts.ids,
             generations=config.generations,
             with_greedy=config.facts.with_greedy,
             first_id=self._samples + (step - self.first_step) * n_answers,
+            data=self._prompts.conversations(rows) if config.converses else (),
         )
 
     def own(self, step: int) -> PromptBatch:

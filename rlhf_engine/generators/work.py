@@ -28,7 +28,7 @@ from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.roles import LM_HEAD, OFF
 from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout import Rollout
-from rlhf_engine.rollout.request import RolloutStats
+from rlhf_engine.rollout.request import RolloutStats, Talk
 
 _FROZEN = "frozen/"  # prefix of the names of frozen scores among the tensors of a rollout
 _WORDS, _LENGTHS = "supports/words", "supports/lengths"  # names of the parts of supports among them
@@ -132,6 +132,7 @@ def join(shares: Sequence[Rollout]) -> Rollout:
         filtered=any(share.filtered for share in shares),
         stats=_drawn_together([share.stats for share in shares]),
         frozen=join_scores(frozen) if len(frozen) == len(shares) else None,
+        talks=tuple(talk for share in shares for talk in share.talks or ()) or None,
     )
 
 
@@ -162,6 +163,7 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
         "has_frozen": frozen is not None,
         "vocabulary": None if batch.supports is None else batch.supports.vocabulary,
         "turns": batch.turns,
+        "talks": rollout.talks and [vars(talk) for talk in rollout.talks],
     }
     tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
     if batch.supports is not None:
@@ -191,6 +193,8 @@ def put_together(plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> Rollou
         filtered=plain["filtered"],
         stats=RolloutStats(**plain["stats"]),
         frozen=Scores(**scores) if plain["has_frozen"] else None,
+        talks=plain["talks"]
+        and tuple(Talk(**{**talk, "turn_rewards": tuple(talk["turn_rewards"])}) for talk in plain["talks"]),
     )
 
 

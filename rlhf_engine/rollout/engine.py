@@ -281,6 +281,13 @@ class RolloutEngine:
                 self._sampler = Sampler(self.backbone)
             return [row.index for row in rows]
 
+    def drop_kept(self) -> None:
+        """Drop what is kept for prompts that extend earlier ones."""
+        with self._lock:
+            for slot in {slot for slot, _ in self._admission.kept.values()}:
+                self._admission.forget(slot)
+            self._rest()
+
     def renew(self, slot: str | None, version: int, write: Callable[[], object] | None = None) -> None:
         """Give a slot new weights in place, between two steps.
 

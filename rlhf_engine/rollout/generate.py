@@ -9,7 +9,7 @@ A training run draws through `Rollouts`, in this process or on a server.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from rlhf_engine.config import TrainConfig
-from rlhf_engine.hydra.batch import PackedBatch
+from rlhf_engine.hydra.batch import PackedBatch, Turns
 from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.roles import require_role
 from rlhf_engine.hydra.supports import Supports
+from rlhf_engine.rollout.conversation import Conversation, Conversations
 from rlhf_engine.rollout.engine import RolloutEngine, check_options
 from rlhf_engine.rollout.request import Decode, EngineOptions, PromptBatch, Request, Rollout, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
@@ -105,10 +106,20 @@ def generate_requests(
 
 def collect(engine: RolloutEngine, requests: Sequence[Request], answers: Sequence[AnswerRow]) -> Rollout:
     """The rollout of requests whose answers, one each, an engine has finished in any order."""
-    ordered, device = sorted(answers, key=attrgetter("index")), engine.backbone.device
+    return _joined(engine, requests, sorted(answers, key=attrgetter("index")))
+
+
+def _joined(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    answers: Sequence[AnswerRow | Conversation],
+    turns: Sequence[Turns] | None = None,
+) -> Rollout:
+    """The rollout of requests with their answers."""
+    device = engine.backbone.device
     logprobs, versions, supports = list[float](), list[int](), list[tuple[Supports | None, int]]()
-    for answer in ordered:
-        n, support = len(answer.tokens), None
+    for answer in answers:
+        n, support = len(answer.logprobs), None
         if any(map(len, answer.supports)):
             support = Supports.of_rows(answer.supports, n, engine.backbone.n_words)
         logprobs += answer.logprobs
@@ -116,15 +127,16 @@ def collect(engine: RolloutEngine, requests: Sequence[Request], answers: Sequenc
         supports.append((support, n))
     batch = PackedBatch.from_lists(
         [request.prompt for request in requests],
-        [answer.tokens for answer in ordered],
+        [answer.tokens for answer in answers],
         device=device,
         sample_ids=[request.sample_id for request in requests],
         supports=Supports.join(supports),
+        turns=turns,
     )
     return Rollout(
         batch=batch,
         logprobs_M=torch.tensor(logprobs, dtype=torch.float32, device=device),
-        finish_reasons=tuple(answer.finish_reason for answer in ordered),
+        finish_reasons=tuple(answer.finish_reason for answer in answers),
         versions_M=torch.tensor(versions, device=device),
         filtered=False,
         stats=engine.stats,
@@ -197,8 +209,14 @@ def report_check(check: RolloutCheck) -> str:
 class LocalRollouts:
     """Draws in this process, on the very weights that train."""
 
-    def __init__(self, model: HydraModel, options: EngineOptions | None = None, role: str = "actor") -> None:
-        self.model, self.options, self.role = model, options, role
+    def __init__(
+        self,
+        model: HydraModel,
+        options: EngineOptions | None = None,
+        role: str = "actor",
+        conversations: Conversations | None = None,
+    ) -> None:
+        self.model, self.options, self.role, self.conversations = model, options, role, conversations
         self.policy_version = 0
         self.look: Callable[[], tuple[int, Callable[[], object] | None]] = lambda: (self.policy_version, None)
         """Called before every token, or a few times a second while a server draws: the version that draws from here
@@ -220,12 +238,40 @@ class LocalRollouts:
         requests = [Request(prompt=prompt, sample_id=i, role=role, greedy=greedy) for prompt, i, greedy in each]
         spec = require_role(self.model.roles, role)
         engine = RolloutEngine.of(self.model, spec.backbone, self.options)
+        if self.conversations is not None:
+            talks = [self.conversations.begin(*each) for each in zip(prompts.data, prompts.prompts, strict=True)]
+            requests = [talk.request(first, sampling) for talk, first in zip(talks, requests, strict=True)]
+            self._converse(engine, spec.slot, dict(zip(talks, requests, strict=True)), sampling)
+            rollout = _joined(engine, requests, talks, [tuple(talk.turns) for talk in talks])
+            return replace(rollout, talks=tuple(talk.end() for talk in talks))
         engine.submit(requests, sampling)
         answers = list[AnswerRow]()
         while not engine.finished:
             engine.renew(spec.slot, *self.look())
             answers += engine.step()
         return collect(engine, requests, answers)
+
+    def _converse(
+        self,
+        engine: RolloutEngine,
+        slot: str | None,
+        first: Mapping[Conversation, Request],
+        sampling: SamplingConfig,
+    ) -> None:
+        """Draw the turns of conversations, each as soon as the results of the one before are there."""
+        waiting, held = dict(first), dict[int, Conversation]()
+        while waiting or held:
+            if waiting:
+                numbers = engine.submit(list(waiting.values()), sampling)
+                held |= dict(zip(numbers, waiting, strict=True))
+                waiting = {}
+            engine.renew(slot, *self.look())
+            for row in engine.step():
+                talk = held.pop(row.index)
+                if talk.take(row, sampling.max_completion_length):
+                    waiting[talk] = talk.request(first[talk], sampling)
+                self.look()  # a tool may have taken long, and who waits for tokens is to know that this is at work
+        engine.drop_kept()
 
     def close(self) -> None:
         """Give back what the run has put elsewhere: nothing."""
@@ -264,13 +310,14 @@ def make_rollouts(
     role: str = "actor",
     compared: str | None = None,
     rank: int = 0,
+    conversations: Conversations | None = None,
 ) -> Rollouts:
     """Backend that draws a rank's answers of a role; a few of the data's prompts compare a server with `compared`."""
     if server is None:
         options = EngineOptions.of(config)
         most = max(len(prompt) for prompt in prompts) + config.max_completion_length
         check_options(options, model.role_backbone(role), most)
-        return LocalRollouts(model, options, role)
+        return LocalRollouts(model, options, role, conversations)
     different = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     canary = Canary(
         model,

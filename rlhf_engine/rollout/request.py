@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from rlhf_engine.hydra.model import Scores
 
 FinishReason = Literal["eos", "stop", "length"]
 Weights = Literal["newest", "fixed"]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,44 @@ class RolloutStats:
         return self.tokens / seconds if seconds > 0 else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """A finished conversation, as plain values."""
+
+    messages: list[Message]
+    """All messages, the prompt's first."""
+    n_prompt: int
+    """Messages of the prompt."""
+    reward: float | None = None
+    """What the environment says that it is worth; None without an environment that does."""
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each drawn turn; empty where the environment gives none."""
+    calls: int = 0
+    """Calls of tools."""
+    failures: int = 0
+    """Calls that were answered with an error."""
+
+    @property
+    def prompt(self) -> list[Message]:
+        """Messages of the prompt."""
+        return self.messages[: self.n_prompt]
+
+    @property
+    def answer(self) -> list[Message]:
+        """Messages of the policy and of tools."""
+        return self.messages[self.n_prompt :]
+
+    @property
+    def text(self) -> str:
+        """Its turns for people to read, each after the name of who speaks."""
+        parts = list[str]()
+        for message in self.answer:
+            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+            shown = [message.get("content") or "", *(json.dumps(call, ensure_ascii=False) for call in calls)]
+            parts.append(f"[{message.get('name') or message['role']}] " + " ".join(filter(None, shown)))
+        return "\n".join(parts)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
     """Answers and how they came about. M completion tokens of N sequences."""
@@ -227,6 +267,8 @@ class Rollout:
     """Statistics of time and memory."""
     frozen: Scores | None = None
     """Scores by frozen roles of the answers that are not greedy, where a generator made them; None elsewhere."""
+    talks: tuple[Talk, ...] | None = None
+    """N conversations with tools or environments; None where answers are texts."""
 
     def select(self, places: Sequence[int]) -> Rollout:
         """Select some of the answers, without frozen scores.
@@ -249,7 +291,17 @@ class Rollout:
             versions_M=self.versions_M[rows_M],
             finish_reasons=tuple(self.finish_reasons[i] for i in places),
             frozen=None,
+            talks=None if self.talks is None else tuple(self.talks[i] for i in places),
         )
+
+    @property
+    def environment_rewards(self) -> list[float | None] | None:
+        """N rewards of environments, those of turns in them; None where no environment gives any."""
+        if self.talks is None or all(talk.reward is None and not talk.turn_rewards for talk in self.talks):
+            return None
+        return [
+            (talk.reward or 0.0) + sum(talk.turn_rewards) if talk.turn_rewards else talk.reward for talk in self.talks
+        ]
 
     @property
     def policy_version(self) -> int:
@@ -355,6 +407,8 @@ class PromptBatch:
     """N flags, whether an answer is the greedy one: a baseline that nothing is learned from."""
     sample_ids: tuple[int, ...]
     """N ids that, with the seed, key the random numbers."""
+    data: tuple[Mapping[str, Any], ...] = ()
+    """N rows of data, with messages in `prompt`, where answers are conversations with environments; else none."""
 
     @classmethod
     def of(
@@ -365,6 +419,7 @@ class PromptBatch:
         generations: int,
         with_greedy: bool = False,
         first_id: int = 0,
+        data: Sequence[Mapping[str, Any]] = (),
     ) -> PromptBatch:
         """Repeat some prompts for `generations` answers each.
 
@@ -374,6 +429,7 @@ class PromptBatch:
             generations: answers to each prompt.
             with_greedy: whether the last of them is the greedy one.
             first_id: sample id of the first answer; the others count up from it.
+            data: rows of data, one per prompt, for environments; none where there are none.
 
         Returns:
             One entry per answer; the answers to a prompt stand next to each other.
@@ -392,6 +448,7 @@ class PromptBatch:
             groups=tuple(groups),
             greedy=(*(False,) * (generations - 1), with_greedy) * len(rows),
             sample_ids=tuple(range(first_id, first_id + len(each))),
+            data=tuple(row for row in data for _ in range(generations)),
         )
 
     def __len__(self) -> int:

@@ -136,16 +136,21 @@ def decode_answers(tokenizer: PreTrainedTokenizerBase, batch: PackedBatch) -> tu
 
 
 def as_replies(
-    tokenizer: PreTrainedTokenizerBase, batch: PackedBatch, prompts: Sequence[Text], texts: Sequence[str]
-) -> list[str | list[Any]]:
-    """Answers for reward functions: texts, or messages where the tokenizer can tell their parts, as thoughts."""
-    replies: list[str | list[Any]] = list(texts)
+    tokenizer: PreTrainedTokenizerBase, rollout: Rollout, prompts: Sequence[Text], texts: Sequence[str]
+) -> tuple[list[Text], list[str | list[Any]]]:
+    """Prompts and answers for reward functions: texts, or messages where the tokenizer can tell their parts.
+
+    Of conversations with tools they are all messages, with what an environment has added to the prompt.
+    """
+    if rollout.talks is not None:
+        return [tuple(talk.prompt) for talk in rollout.talks], [talk.answer for talk in rollout.talks]
+    batch, replies = rollout.batch, list[str | list[Any]](texts)
     for i, prompt in enumerate(prompts if getattr(tokenizer, "response_template", None) else ()):
         if not isinstance(prompt, str):
             with contextlib.suppress(ValueError, TypeError):  # of an answer without the template's form: its text
                 parts = dict(tokenizer.parse_response(batch.completion_tokens(i), prefix=batch.prompt_tokens(i)))
                 replies[i] = [{**parts, "content": (parts.get("content") or "").removesuffix(tokenizer.eos_token)}]
-    return replies
+    return list(prompts), replies
 
 
 class Scoring:
@@ -201,7 +206,7 @@ class Scoring:
             scores = replace(scores, **dict(known.items()), **dict(() if frozen is None else frozen.items()))
             _require_finite(scores, share.logprobs_M)
             texts, ids = decode_answers(self._tokenizer, share.batch)
-            twins = _twins(ids, own)
+            twins = _twins(ids, own, alike=share.talks is None)
             rewards_N = self._rewards_of_all(share.batch, own, scores.rewards_N, twins, temperature)
         if world.size > 1:
             scores = join_scores([Scores(**part) for part in world.gather_tensors(vars(scores))])
@@ -219,7 +224,7 @@ class Scoring:
         if world.size > 1:
             scored = gather_answers(world, scored)
         kept = _kept(scored.totals, prompts, least=config.facts.least_drawn)
-        made = _make(drawn.batch, kept, prompts, scores, scored, config)
+        made = _make(drawn, kept, prompts, scores, scored, config)
         rows_M = drawn.batch.select_completion_rows(kept) if kept else slice(None)
         if config.vllm_servers:
             made = correct_engine(made, log_ratio_M[rows_M], rollout.filtered, config)
@@ -266,9 +271,10 @@ class Scoring:
     ) -> ScoredAnswers:
         """Scores of all answers; a greedy one with the tokens of a drawn one has its score, to the bit."""
         rows = list(prompts.rows)
-        written = self._data.written(rows)
-        replies = as_replies(self._tokenizer, rollout.batch, written, texts)
-        scored = self._scorer(written, replies, ids, self._data.columns(rows), rollout.finished, rewards_N)
+        written, replies = as_replies(self._tokenizer, rollout, self._data.written(rows), texts)
+        scored = self._scorer(
+            written, replies, ids, self._data.columns(rows), rollout.finished, rewards_N, rollout.environment_rewards
+        )
         for i, twin in twins.items():
             if twin is not None:
                 scored.totals[i] = scored.totals[twin]
@@ -281,13 +287,16 @@ def _drawn(rollout: Rollout, prompts: PromptBatch) -> Rollout:
     return rollout if len(drawn) == len(prompts) else rollout.select(drawn)
 
 
-def _twins(ids: Sequence[Sequence[int]], prompts: PromptBatch) -> dict[int, int | None]:
-    """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one."""
+def _twins(ids: Sequence[Sequence[int]], prompts: PromptBatch, *, alike: bool) -> dict[int, int | None]:
+    """Place of each greedy answer → that of a drawn one to its prompt with the same tokens; None without one.
+
+    alike: whether answers of the same tokens are worth the same, which environments of their own need not say.
+    """
     if not any(prompts.greedy):
         return {}
     greedy = [i for i, is_greedy in enumerate(prompts.greedy) if is_greedy]
     places = {(prompts.groups[i], *ids[i]): i for i in prompts.drawn}
-    return {i: places.get((prompts.groups[i], *ids[i])) for i in greedy}
+    return {i: places.get((prompts.groups[i], *ids[i])) if alike else None for i in greedy}
 
 
 def mismatch_bound(model: HydraModel, config: TrainConfig) -> float:
@@ -346,7 +355,7 @@ def _check_agreement(
 
 
 def _make(
-    batch: PackedBatch,
+    rollout: Rollout,
     kept: Sequence[int],
     prompts: PromptBatch,
     scores: Scores,
@@ -356,10 +365,11 @@ def _make(
     """The experience of the answers that are kept: places among the drawn ones. scored: greedy ones included."""
     assert scores.logprobs_M is not None
     assert scores.ref_logprobs_M is not None
-    is_scored = bool(kept)
+    is_scored, batch = bool(kept), rollout.batch
     if not is_scored:
         warnings.warn(_nothing_left(config), stacklevel=3)
         kept = range(batch.n_sequences)
+    turn_rewards_M = _turn_rewards(rollout)
     rows_M = batch.select_completion_rows(kept)
     batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
     drawn = prompts.drawn
@@ -400,8 +410,23 @@ def _make(
         kl_M=kl_M,
         mean_kl=metrics["kl"],
         values_M=values_M,
+        turn_rewards_M=None if turn_rewards_M is None else turn_rewards_M[rows_M],
         metrics=metrics,
     )
+
+
+def _turn_rewards(rollout: Rollout) -> torch.Tensor | None:
+    """Rewards [M] of turns at their last tokens; None where turns have none of their own."""
+    talks, batch = rollout.talks or (), rollout.batch
+    if not any(talk.turn_rewards for talk in talks):
+        return None
+    rewards_M = torch.zeros(batch.n_completion_tokens)
+    assert batch.turns is not None
+    for talk, turns, at in zip(talks, batch.turns, batch.completion_cu, strict=False):
+        for reward, (first, end) in zip(talk.turn_rewards, turns, strict=True):
+            at += end - first
+            rewards_M[at - 1] += reward
+    return rewards_M.to(batch.device)
 
 
 def _kept(totals: Sequence[float | None], prompts: PromptBatch, *, least: int) -> list[int]:
@@ -448,6 +473,14 @@ def _metrics(
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
     }
+    if drawn.talks is not None:
+        calls, failures = (sum(getattr(talk, name) for talk in drawn.talks) for name in ("calls", "failures"))
+        assert batch.turns is not None
+        metrics |= {
+            "turns/mean": sum(map(len, batch.turns)) / batch.n_sequences,
+            "tools/calls": calls / batch.n_sequences,
+            "tools/failures": failures / max(1, calls),
+        }
     if (shared := model.shared_rows(batch)) is not None:  # of tokens, those that are copies of a prompt
         metrics["shared_prompt_ratio"] = 1 - len(shared.rows) / batch.n_tokens
     if supports is not None and len(supports):  # words that a token was drawn among, where they are not all
@@ -511,7 +544,7 @@ def correct_age(experience: Experience, past_logprobs_M: torch.Tensor, config: T
     log_ratio_M = experience.before_logprobs_M - past_logprobs_M
     _require_finite_ratios(log_ratio_M, "the present policy's to the drawing one's probabilities")
     batch, correction = experience.batch, config.correction
-    mode: Mode = "sequence_truncate" if correction == "sequence_truncate" else "token_truncate"
+    mode: Mode = correction if correction in ("turn_truncate", "sequence_truncate") else "token_truncate"
     clip_max = config.off_policy_clip_max if correction.endswith("truncate") else math.inf
     figures = weight_metrics(log_ratio_M, batch, mode=mode, clip_max=clip_max)
     made = replace(

@@ -15,39 +15,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import re
-import signal
-import sys
-import threading
-import traceback
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
-from types import FrameType, ModuleType
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainerState
 
-from rlhf_engine.data.tokenize import text_of
 from rlhf_engine.data.types import Text
-from rlhf_engine.devices import is_gpu
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring import verifiable
+from rlhf_engine.user_code import (
+    ERRORS,
+    TookTooLong,
+    event_loop,
+    excerpt,
+    failure,
+    load_object,
+    settings_kept,
+    time_limit,
+)
 
 RewardFunction = Callable[..., Any]
-REWARD_MODEL = "reward_model"
+REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
 _RESERVED = ("prompts", "completions", "completion_ids")
 _LARGEST = torch.finfo(torch.float32).max
 _EXPECTED = f"reward_model, {', '.join(verifiable.BUILT_IN)}, module:function or path/file.py:function"
@@ -59,27 +55,7 @@ def load_reward(spec: str | RewardFunction) -> RewardFunction:
         return spec
     if spec.partition(",")[0] in verifiable.BUILT_IN:
         return verifiable.make(spec)
-    place, _, attribute = spec.rpartition(":")
-    if not place or not attribute:
-        raise ConfigError(f"reward_funcs: expected {_EXPECTED}, got {spec!r}{_function_of(spec)}")
-    module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-            raise ConfigError(f"reward_funcs: {place!r} has no {attribute!r}; it has {functions}")
-        target = getattr(target, part)
-    if not callable(target):
-        raise ConfigError(f"reward_funcs: expected a function at {spec!r}, got a {type(target).__name__}")
-    return target
-
-
-def _function_of(spec: str) -> str:
-    """A hint at the last function of a file that was given without one."""
-    if not spec.endswith(".py") or not Path(spec).is_file():
-        return ""
-    names = re.findall(r"^def ([A-Za-z]\w*)", Path(spec).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return f"; did you mean '{spec}:{names[-1]}'?" if names else ""
+    return load_object(spec, "reward_funcs", _EXPECTED)
 
 
 def reward_name(function: RewardFunction) -> str:
@@ -138,7 +114,7 @@ def score_with_functions(
         results[name] = _call(name, function, arguments[name], timeout)
     for name, result in results.items():
         if inspect.iscoroutine(result):
-            results[name] = asyncio.run_coroutine_threadsafe(result, _event_loop())
+            results[name] = asyncio.run_coroutine_threadsafe(result, event_loop())
     for name, result in results.items():
         if isinstance(result, Future):
             result = _call(name, lambda awaited=result, **_: awaited.result(), arguments[name], timeout)
@@ -151,14 +127,6 @@ def _said(completion: str | list[Any], *, to: Text) -> str | list[Any]:
     if isinstance(completion, str):
         return completion if isinstance(to, str) else [{"role": "assistant", "content": completion}]
     return [dict(message) for message in completion]
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of async functions, in a thread of its own: clients that they open last from one call to the next."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop
 
 
 def weighted_total(columns: Sequence[Sequence[float | None]], weights: Sequence[float] | None) -> list[float | None]:
@@ -195,152 +163,14 @@ def check_reward(
     score_with_functions([function], two_prompts, answers, ids, two_columns, timeout)
 
 
-def _load_file(path: Path, spec: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"reward_funcs: there is no file {str(path)!r} (from {spec!r})")
-    path = path.resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    name = f"_reward_{path.stem}_{digest}"  # two files called reward.py must not be one module
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward_funcs: {str(path)!r} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
-    try:
-        with _settings_kept(f"importing {str(path)!r}"):
-            module_spec.loader.exec_module(module)
-    except _OF_USERS_CODE as error:  # a user's file may raise anything; it is named and passed on
-        del sys.modules[name]
-        raise _failure(f"importing {str(path)!r}", error) from error
-    return module
-
-
-def _load_module(name: str, spec: str) -> ModuleType:
-    try:
-        with _settings_kept(f"importing {name!r}"):
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # only if the named module or a parent of it is missing; one that it imports is a failure of its own
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            hint = "for a file write its path with .py"
-            raise ConfigError(f"reward_funcs: no module named {error.name!r} (from {spec!r}); {hint}") from error
-        raise _failure(f"importing {name!r}", error) from error
-    except _OF_USERS_CODE as error:  # as for files
-        raise _failure(f"importing {name!r}", error) from error
-
-
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default device": (
-        torch.get_default_device,
-        lambda device: torch.set_default_device(device if is_gpu(device) else None),
-    ),
-    "autocast on the CPU": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    "autocast on the GPU": (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
-    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-}
-"""Settings of torch that belong to the run: name → (getter, setter)."""
-
-
-@contextlib.contextmanager
-def _settings_kept(name: str) -> Iterator[None]:
-    """Put the working folder and torch's process-wide settings back after the block, with a warning for the latter.
-
-    A function that loads a model of its own often sets some, which is no reason to stop a run. Random numbers are left
-    alone: the run draws none from torch's own generator, and put back it would give a function the same ones each time.
-    """
-    before = {setting: get() for setting, (get, _) in _SETTINGS.items()}
-    try:
-        with contextlib.chdir("."):
-            yield
-    finally:
-        for setting, (get, put_back) in _SETTINGS.items():
-            after = get()
-            if after != before[setting]:
-                put_back(before[setting])
-                warnings.warn(
-                    f"{name} changed torch's {setting} from {before[setting]} to {after}; it was put back", stacklevel=4
-                )
-
-
-_OF_USERS_CODE = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""Errors that a user's code may raise. Of what is left, KeyboardInterrupt stops the run."""
-
-
-class _TookTooLong(BaseException):
-    """Raised inside a function whose time is over; no Exception, which the function might handle itself."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `_TookTooLong` within the block after so many seconds, and again each second until the block ends.
-
-    By a timer's signal, which Python handles in the main thread alone: in another thread, and on Windows, there is no
-    limit. Nor is there one for code that never comes back to the interpreter, or that sets the timer itself.
-    """
-    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _TookTooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # it may have gone off right here
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-
 def _call(name: str, function: RewardFunction, arguments: dict[str, Any], timeout: float | None) -> Any:
     try:
-        with _settings_kept(f"reward function {name!r}"), _time_limit(timeout):
+        with settings_kept(f"reward function {name!r}"), time_limit(timeout):
             return function(**arguments)
-    except _TookTooLong as error:
+    except TookTooLong as error:
         raise RewardError(f"reward function {name!r} took longer than {timeout:g} seconds") from error
-    except _OF_USERS_CODE as error:  # a user's function may raise anything; it is named and passed on
-        raise _failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
-
-
-def _failure(what: str, error: BaseException, prompts: Sequence[Any] = (), answers: Sequence[Any] = ()) -> RewardError:
-    """The error of a user's code that raised, with the answer that it had in hand and the lines that led there."""
-    try:
-        said = str(error)
-    except Exception as second:  # by the error's own __str__
-        said = f"its text cannot be had, for {type(second).__name__}"
-    text = f"{what} raised {type(error).__name__}: {said}"
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename != __file__ and not frame.f_code.co_filename.startswith("<frozen ")
-    ]
-    row = _row_in_hand([frame for frame, _ in frames], answers)
-    if row is not None:
-        text += f", on the answer {_excerpt(answers[row])!r} to {_excerpt(prompts[row])!r}"
-    lines = traceback.StackSummary.extract(iter(frames)).format()
-    if isinstance(error, SyntaxError):  # of a file that is imported: its line is in the error alone
-        lines += traceback.format_exception_only(error)[:-1]
-    return RewardError(text, "".join(lines).rstrip())
-
-
-def _row_in_hand(frames: Sequence[FrameType], answers: Sequence[Any]) -> int | None:
-    """Row of the answer that a variable held where the code failed, the innermost function first; None: no variable."""
-    rows = {id(part): row for row, answer in enumerate(answers) for part in (answer, text_of(answer))}
-    for frame in reversed(frames):
-        held = [rows[id(value)] for value in frame.f_locals.values() if id(value) in rows]
-        if held:
-            return held[-1]
-    return None
+    except ERRORS as error:  # a user's function may raise anything; it is named and passed on
+        raise failure(f"reward function {name!r}", error, arguments["prompts"], arguments["completions"]) from error
 
 
 def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | None]:
@@ -375,12 +205,7 @@ def _checked(name: str, result: Any, prompts: Sequence[Text]) -> list[float | No
 
 
 def _at(row: int, prompts: Sequence[Text]) -> str:
-    return f"at row {row} (prompt {_excerpt(prompts[row])!r})"
-
-
-def _excerpt(text: Any, length: int = 60) -> str:
-    text = text_of(text)
-    return text if len(text) <= length else text[: length - 1] + "…"
+    return f"at row {row} (prompt {excerpt(prompts[row])!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +239,9 @@ class AnswerScorer:
         """Progress of the run, for reward functions; a run that trains keeps it up to date."""
         if self.specs.count(REWARD_MODEL) > 1:
             raise ConfigError(f"reward_funcs: expected {REWARD_MODEL!r} at most once, got {self.specs}")
-        self.functions: list[RewardFunction] = [load_reward(spec) for spec in self.specs if spec != REWARD_MODEL]
+        self.functions: list[RewardFunction] = [
+            load_reward(spec) for spec in self.specs if spec not in (REWARD_MODEL, ENVIRONMENT)
+        ]
 
     def dry_run(self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]]) -> None:
         """Call every function once on two rows, before any time is spent."""
@@ -429,8 +256,12 @@ class AnswerScorer:
         columns: Mapping[str, Sequence[Any]],
         finished: Sequence[bool],
         reward_model_N: torch.Tensor | None,
+        environment: Sequence[float | None] | None = None,
     ) -> ScoredAnswers:
-        """Scores of N answers, of which the reward role's are given; RewardError for a function that failed."""
+        """Scores of N answers, of which the reward role's are given; RewardError for a function that failed.
+
+        environment: rewards of environments, where they are a source.
+        """
         logged = defaultdict[str, list[float]](list)
         log = {"log_metric": lambda name, value: logged[name].append(float(value))}
         context = {"trainer_state": self.trainer_state, **log}
@@ -449,6 +280,12 @@ class AnswerScorer:
                 if reward_model_N is None:
                     raise ValueError("reward_model_N: expected rewards of the reward role, got None")
                 sources[REWARD_MODEL] = list(map(float, reward_model_N.tolist()))
+            elif spec == ENVIRONMENT:
+                if environment is None:
+                    raise ConfigError(
+                        "reward_funcs: expected an environment with get_reward for 'environment', got none"
+                    )
+                sources[ENVIRONMENT] = list(environment)
             else:
                 name, rewards = next(by_function)
                 sources[name if name != REWARD_MODEL else f"{REWARD_MODEL}_function"] = rewards

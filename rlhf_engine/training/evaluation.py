@@ -55,17 +55,22 @@ class Evaluator:
     ) -> Answers:
         """Draw one answer per prompt, keyed by seed and `sample_ids`; scores are without a penalty for no end."""
         self._run.rollouts.sync(self._run.policy.state.policy_version)
-        asked = PromptBatch.of(indices, prompts.ids, generations=1)
+        data = prompts.conversations(indices) if self._run.config.converses else ()
+        asked = PromptBatch.of(indices, prompts.ids, generations=1, data=data)
         asked = dataclasses.replace(asked, sample_ids=tuple(sample_ids or asked.sample_ids))
         with self._run.whole_base():
             rollout = self._run.rollouts.generate(asked, self._run.sampling(seed), role=role)
             learned = self._run.scorer.uses_reward_model
             rewards_N = self._run.policy.model.score(rollout.batch, ("reward",)).rewards_N if learned else None
         texts, ids = decode_answers(self._run.tokenizer, rollout.batch)
-        written, finished = prompts.written(indices), (True,) * len(indices)
-        replies = as_replies(self._run.tokenizer, rollout.batch, written, texts)
-        scored = self._run.scorer(written, replies, ids, prompts.columns(indices), finished, rewards_N)
+        written, replies = as_replies(self._run.tokenizer, rollout, prompts.written(indices), texts)
+        finished = (True,) * len(indices)
+        scored = self._run.scorer(
+            written, replies, ids, prompts.columns(indices), finished, rewards_N, rollout.environment_rewards
+        )
         shown = [prompts.prompts[i] for i in indices]
+        if rollout.talks is not None:
+            texts = [talk.text for talk in rollout.talks]
         return Answers(prompts=shown, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 
     def kl_to_reference(self, rollout: Rollout) -> float:

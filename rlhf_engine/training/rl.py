@@ -40,6 +40,7 @@ from rlhf_engine.hydra.build import BEHAVIOUR, PAST, build_policy_model, check_s
 from rlhf_engine.hydra.optimizer import require_optim
 from rlhf_engine.rollout import PromptBatch, SamplingConfig, exactness
 from rlhf_engine.rollout.answer import load_own_tokenizer, tokenize_own_prompts
+from rlhf_engine.rollout.conversation import make_conversations
 from rlhf_engine.rollout.generate import Rollouts, find_server, make_rollouts
 from rlhf_engine.runs.checkpoint import (
     TrainerState,
@@ -53,7 +54,7 @@ from rlhf_engine.runs.checkpoint import (
 from rlhf_engine.runs.folder import FINAL_FOLDER, check_output, clear_later_steps, require_unlocked, write_final
 from rlhf_engine.runs.metrics import require_trackers
 from rlhf_engine.scoring.experience import MISMATCH_MAX_FACTOR, Scoring, mismatch_bound
-from rlhf_engine.scoring.rewards import AnswerScorer
+from rlhf_engine.scoring.rewards import ENVIRONMENT, AnswerScorer
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.run import Policy, Run
@@ -326,6 +327,13 @@ class RlTrainer(Run[TrainerState]):
         begin_kernels(resume, exact=exact)
         check_sources(config)
         self.tokenizer = load_own_tokenizer(config)
+        self.conversations = make_conversations(config, self.tokenizer)
+        has_reward = self.conversations is not None and self.conversations.has_reward
+        if ENVIRONMENT in config.reward_funcs and not has_reward:
+            raise ConfigError("reward_funcs: expected another than 'environment', which has no get_reward")
+        if has_reward and ENVIRONMENT not in config.reward_funcs:
+            weights = config.reward_weights and [*config.reward_weights, 1.0]
+            config = replace(config, reward_funcs=[*config.reward_funcs, ENVIRONMENT], reward_weights=weights)
         scoring = (config.reward_funcs, config.reward_weights, *config.unfinished)
         self.scorer = AnswerScorer(*scoring, timeout=REWARD_SECONDS)
         self.reports = {}
@@ -357,6 +365,8 @@ class RlTrainer(Run[TrainerState]):
         tally = Tally(source=path, argument=argument, max_bad_rows=config.max_bad_rows)
         rows = load_rows(path, tally, config, kinds=("prompt_only",))
         self.reports[argument] = tally
+        if self.conversations is not None:
+            rows = self.conversations.rows(rows)
         return tokenize_own_prompts(config, rows, self.tokenizer, tally)
 
     def _longest(self) -> int:
@@ -513,7 +523,8 @@ class RlTrainer(Run[TrainerState]):
 
     def _make_rollouts(self, role: str = "actor", compared: str | None = None) -> Rollouts:
         given = (self.config, self.model, self._server, self._all_prompts)
-        return make_rollouts(*given, role=role, compared=compared, rank=self.world.rank)
+        options: dict[str, Any] = {"role": role, "compared": compared, "rank": self.world.rank}
+        return make_rollouts(*given, **options, conversations=self.conversations)
 
     def _make_source(self, resume: Path | None) -> AnswerSource:
         state = self.state

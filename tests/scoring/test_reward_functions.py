@@ -16,7 +16,7 @@ import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring.rewards import (
-    _SETTINGS,
+
     AnswerScorer,
     check_reward,
     load_reward,
@@ -330,10 +330,10 @@ def test_settings_of_torch_are_put_back() -> None:
             CHANGES[setting]()
             return [1.0 / (0.0 if fails else 1.0)] * 3
 
-        before = {name: get() for name, (get, _) in _SETTINGS.items()}
+        before = {name: get() for name, (get, _) in SETTINGS.items()}
         with contextlib.suppress(RewardError), pytest.warns(UserWarning, match=f"'careless' changed torch's {setting}"):
             score(careless)
-        assert {name: get() for name, (get, _) in _SETTINGS.items()} == before
+        assert {name: get() for name, (get, _) in SETTINGS.items()} == before
 
 
 def test_a_file_that_sets_torch_s_defaults_is_no_setting_of_the_run(tmp_path) -> None:
