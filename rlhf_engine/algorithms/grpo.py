@@ -6,7 +6,7 @@ For k answers to each prompt with scores r_i, m their mean and s their standard 
     A_i = r_i − m                       scale_rewards = none, arXiv 2503.20783
 
 With `advantage_level` turn the tokens of turn k have the A of G_k, the score that is earned from this turn on, among
-the answers that have such a turn; 0 where there is one alone. Then
+the answers that have such a turn; where there is one alone, that of its whole score. Then
     ℓ_{i,t} = max(−A_i ρ_{i,t}, −A_i clip(ρ_{i,t}, 1−ε, 1+ε')) + β k3_{i,t}      ρ_t = π / π_old of token t
 
     grpo       L = (1/n) Σ_i (1/T_i) Σ_t ℓ_{i,t}        every answer counts the same

@@ -63,12 +63,13 @@ def turn_advantages(
 ) -> torch.Tensor:
     """The advantage, by `of_group`, of G_k = Σ_{j ≥ k} Σ_t r_t of turn j at the tokens of turn k, [M].
 
-    It is among the answers to a prompt that have such a turn, and 0 where there is one alone.
+    It is among the answers to a prompt that have such a turn. One that has it alone has that of its whole score there,
+    which differs by nothing that depends on the turn.
     """
     sums_NK, is_there_NK = turn_sums(rewards_M, batch)
     returns_NK = sums_NK.flip(1).cumsum(1).flip(1)
-    advantages_NK = torch.zeros_like(returns_NK)
-    for k in range(returns_NK.shape[1]):
+    advantages_NK = of_group(returns_NK[:, 0], groups_N)[:, None].repeat(1, returns_NK.shape[1])
+    for k in range(1, returns_NK.shape[1]):
         among_N = is_there_NK[:, k] & (group_sums(is_there_NK[:, k].float(), groups_N) > 1)
         if among_N.any():
             advantages_NK[among_N, k] = of_group(returns_NK[among_N, k], groups_N[among_N])
