@@ -46,6 +46,7 @@ critic_learning_rate lr_scheduler_type warmup_steps weight_decay adam_epsilon op
 gradient_checkpointing kernels rollout_mismatch_bound max_tokens_per_micro_batch
 kv_cache_memory exact decode_step save_steps save_total_limit eval_steps seed resume_from_checkpoint
 device report_to vllm_server_base_url vllm_adapter_dir async_mode max_staleness off_policy_correction shard_base
+environment tools max_turns tool_timeout advantage_level
 """
 REWARD = """
 mode objective pos_weight center_rewards_coefficient eval_dataset_name group_column

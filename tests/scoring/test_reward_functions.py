@@ -16,13 +16,13 @@ import torch
 
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.scoring.rewards import (
-
     AnswerScorer,
     check_reward,
     load_reward,
     score_with_functions,
     weighted_total,
 )
+from rlhf_engine.user_code import SETTINGS
 
 PROMPTS = ["one", "two", "three"]
 COMPLETIONS = ["a", "bb", "ccc"]
