@@ -33,7 +33,7 @@ from rlhf_engine.errors import ConfigError, RewardError
 
 
 def load_object(spec: str, option: str, expected: str) -> Callable[..., Any]:
-    """What a spec names: `package.module:name` or `path/to/file.py:name`, something that can be called."""
+    """Find what a spec names, `package.module:name` or `path/to/file.py:name`; it can be called."""
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
         raise ConfigError(f"{option}: expected {expected}, got {spec!r}{_function_of(spec)}")
@@ -218,7 +218,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def call_in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives, in a thread of its own, or raises; TimeoutError after so many seconds, when it is broken off.
+    """Call in a thread of its own; TimeoutError after so many seconds, when the call is broken off.
 
     Coroutines are awaited on the loop of async functions. Code that never comes back to the interpreter goes on.
     """

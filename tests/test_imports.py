@@ -11,7 +11,20 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"rlhf_engine": ROOT / "rlhf_engine", "rlhf_kernels": ROOT / "kernels" / "rlhf_kernels"}
 # From the ground floor up. A room is a package, or a module beside the packages.
 ENGINE = (
-    *("errors", "io", "hub", "config", "devices", "hydra", "data", "rollout", "algorithms", "scoring", "generators"),
+    *(
+        "errors",
+        "io",
+        "hub",
+        "config",
+        "devices",
+        "hydra",
+        "data",
+        "user_code",
+        "rollout",
+        "algorithms",
+        "scoring",
+        "generators",
+    ),
     *("runs", "policy", "training", "integrations", "serve", "tools", "commands", "__main__", "templates"),
 )
 KERNELS = (

@@ -7,8 +7,9 @@ For k answers to each prompt, with the KL to the reference taken from the score 
     vanilla    L = −(1/n) Σ_i A_i log π(a_i)            log π(a) = Σ_t log π(a_t | x, a_<t)
     proximal   L = (1/n) Σ_i max(−A_i ρ_i, −A_i clip(ρ_i, 1−ε, 1+ε))     ρ_i = π(a_i) / π_old(a_i)
 
-With `advantage_level` turn, R and its baseline are of what is earned from a turn on, less β times the KL from there,
-among the answers that have such a turn; where there is one alone, A is that of whole answers. This is for `vanilla`.
+With `advantage_level` turn, R and its baseline are of what is earned from a turn on, less β times the KL from there.
+The baseline is over the answers that have such a turn. Where there is one alone, A is that of whole answers. This is
+for `vanilla`.
 
 The ratio is of the whole answer, not of tokens. The gradient is that of E[R] with k1 = log π − log π_ref; k3 and exact
 KL depend on π, and the part of the gradient that goes through them is missing.

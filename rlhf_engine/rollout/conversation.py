@@ -205,7 +205,7 @@ class Conversations:
         return Conversation(self, messages, tuple(ids), environment, template)
 
     def _asked(self, method: Callable[..., Any], **given: Any) -> Any:
-        """What a method of an environment returns; RewardError for one that fails, as of a reward function."""
+        """Call a method of an environment; RewardError where it fails, as for a reward function."""
         name = f"environment's {getattr(method, '__name__', 'method')!r}"
         try:
             with settings_kept(name):

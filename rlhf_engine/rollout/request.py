@@ -239,7 +239,7 @@ class Talk:
 
     @property
     def text(self) -> str:
-        """Its turns for people to read, each after the name of who speaks."""
+        """Text of its turns for people, each after the name of who speaks."""
         parts = list[str]()
         for message in self.answer:
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]

@@ -294,7 +294,10 @@ def test_options_that_contradict_each_other(tmp_path):
         ({"kv_cache_memory": "2GB"}, "kv_cache_memory: expected it unset with vllm_server_base_url, got '2GB'"),
         ({"decode_step": "graph"}, "decode_step: expected it unset with vllm_server_base_url, got 'graph'"),
         ({"exact": True}, "exact: expected it unset with vllm_server_base_url, got True"),
-        ({"off_policy_correction": "behaviour"}, "expected one of token_truncate, sequence_truncate, none for ppo"),
+        (
+            {"off_policy_correction": "behaviour"},
+            "expected one of token_truncate, turn_truncate, sequence_truncate, none for ppo",
+        ),
         ({"off_policy_correction": "none=3"}, "off_policy_correction: expected behaviour, .* or none, got 'none=3'"),
     ):
         options = {"vllm_server_base_url": "http://localhost:1", **changes}
