@@ -1,8 +1,9 @@
 """Conversations with tools and environments: what a policy says is drawn, what they answer is given.
 
-The protocol is TRL's. An environment is made for each answer: `reset(**row)` may return text that is added to the
+The protocol is TRL's. Each answer has an environment to itself: `reset(**row)` may return text that is added to the
 prompt, its other public methods are tools, and `get_reward()` is the score of the conversation, where there is one.
-Beside that, `get_turn_reward()` is the reward of the turn that has just ended. `tools` are functions for all.
+Beside that, `get_turn_reward()` is the reward of the turn that has just ended. Environments are used again, after
+another `reset`. `tools` are functions for all.
 
 An answer that calls tools gets their results, and is drawn on from there, until one calls none or a limit is reached.
 Whatever a tool does is bounded: an unknown name, arguments that do not fit, errors, and calls that take too long give a
@@ -15,10 +16,12 @@ tokens of it that differ from the drawn ones count as given.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +34,7 @@ from transformers.utils import get_json_schema
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import Row
 from rlhf_engine.data.tokenize import encode
-from rlhf_engine.errors import ConfigError
+from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.hydra.loading import read_context_length
 from rlhf_engine.rollout.request import FinishReason, Message, Request, SamplingConfig, Talk
 from rlhf_engine.rollout.rows import AnswerRow
@@ -62,14 +65,14 @@ class Conversations:
         """
         self.tokenizer, self.max_turns, self.timeout = tokenizer, max_turns, timeout
         self._context, self._make, self._tools = context_length, make, {tool.__name__: tool for tool in tools}
-        self.name = "environment"
-        """Name of the environment among sources of rewards."""
-        probe = None if make is None else self._made()
+        self.free = deque[Any]()
+        """Environments that no conversation has."""
+        probe = self.take()
         named = self.tools_of(probe)
         if probe is not None:
-            self.name = type(probe).__name__
+            self.free.append(probe)
             if not callable(getattr(probe, "reset", None)):
-                raise ConfigError(f"environment: expected a method `reset`, got a {self.name} without one")
+                raise ConfigError(f"environment: expected a method `reset`, got a {type(probe).__name__} without one")
         if not named:
             raise ConfigError("tools: expected at least one function or method of the environment, got none")
         try:
@@ -81,8 +84,12 @@ class Conversations:
         """Whether the environment scores conversations."""
         self._check_template(next(iter(named)))
 
-    def _made(self) -> Any:
-        assert self._make is not None
+    def take(self) -> Any:
+        """An environment for one conversation; None without environments."""
+        if self._make is None:
+            return None
+        with contextlib.suppress(IndexError):
+            return self.free.popleft()
         try:
             with settings_kept("environment"):
                 return self._make()
@@ -170,7 +177,7 @@ class Conversations:
                 parts = dict(tokenizer.parse_response(list(ids), prefix=list(prefix), tools=self.schemas))
                 content = str(parts.get("content") or "").removesuffix(str(tokenizer.eos_token))
                 return {"role": "assistant", **parts, "content": content}
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 malformed = {"type": "malformed", "error": str(error)}
                 text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
                 return {"role": "assistant", "content": text, "tool_calls": [malformed]}
@@ -192,10 +199,10 @@ class Conversations:
     def begin(self, row: Mapping[str, Any], ids: Sequence[int]) -> Conversation:
         """Begin a conversation about a row of data. ids: its prompt, which what `reset` returns is added to."""
         messages = [dict(message) for message in row["prompt"]]
-        template, environment = dict(row.get("chat_template_kwargs") or {}), None
-        if self._make is not None:
-            environment = self._made()
-            seen = self._asked(environment.reset, **row)
+        template, environment = dict(row.get("chat_template_kwargs") or {}), self.take()
+        if environment is not None:
+            own = [dict(message) for message in row["prompt"]]  # which it may change
+            seen = self._asked(environment.reset, **{**row, "prompt": own})
             if seen:
                 last = next((m for m in reversed(messages) if m["role"] == "user"), None)
                 if last is None:
@@ -203,6 +210,12 @@ class Conversations:
                 last["content"] = f"{last['content']}{seen}"
                 ids = encode(self.tokenizer, self.text(messages, **template))
         return Conversation(self, messages, tuple(ids), environment, template)
+
+    def dry_run(self, row: Mapping[str, Any], ids: Sequence[int]) -> None:
+        """Begin one conversation, so that an environment that does not take the rows is found early."""
+        environment = self.begin(row, ids).environment
+        if environment is not None:
+            self.free.append(environment)
 
     def _asked(self, method: Callable[..., Any], **given: Any) -> Any:
         """Call a method of an environment; RewardError where it fails, as for a reward function."""
@@ -272,13 +285,11 @@ class Conversation:
         self._drawn, self._owed, self._hung = 0, 0.0, False
 
     def request(self, first: Request, sampling: SamplingConfig) -> Request:
-        """The request of the next turn. ValueError where a prompt leaves no room."""
+        """The request of the next turn. RewardError where what `reset` adds leaves no room for an answer."""
         length = len(self.prompt) + len(self.tokens)
         most = self.host.fits(length, sampling.max_completion_length - len(self.tokens))
         if most < 1:
-            raise ValueError(
-                f"prompts: expected room for an answer behind what `reset` adds, got a prompt of {length} tokens"
-            )
+            raise RewardError(f"environment's 'reset': expected room for an answer, got a prompt of {length} tokens")
         least = min(sampling.min_completion_length, most)
         prompt = (*self.prompt, *self.tokens)
         return replace(first, prompt=prompt, keep=True, max_completion_length=most, min_completion_length=least)
@@ -369,6 +380,8 @@ class Conversation:
     def end(self) -> Talk:
         """The finished conversation; the environment says what it is worth."""
         reward = self.host.reward(self.environment.get_reward) if self.host.has_reward else None
+        if self.environment is not None and not self._hung:
+            self.host.free.append(self.environment)
         return Talk(
             messages=self.messages,
             n_prompt=self.n_prompt,

@@ -354,6 +354,8 @@ class RlTrainer(Run[TrainerState]):
             self.eval_set = self._read_prompts("eval_dataset_name", config.eval_dataset_name)
         some = list(range(min(2, len(self.train_set.rows))))
         self.scorer.dry_run(self.train_set.written(some), self.train_set.columns(some))
+        if self.conversations is not None:
+            self.conversations.dry_run(self.train_set.conversations(some)[0], self.train_set.ids[0])
         require_room(self._longest(), config.max_tokens_per_micro_batch)
         self._all_prompts = [*self.train_set.ids, *(self.eval_set.ids if self.eval_set is not None else [])]
         self._server = find_server(config, self._all_prompts, rank=self.world.rank)

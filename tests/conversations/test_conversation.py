@@ -56,6 +56,8 @@ def test_a_call_that_hangs_is_given_up_and_the_next_one_is_not_made():
         "{'error': 'an earlier call has not come back'}",
     ]
     assert talk.environment.log == []
+    talk.end()
+    assert begin(talk.host).environment is not talk.environment  # which nobody knows the state of
 
 
 def test_results_of_any_kind_are_texts_of_bounded_length():
@@ -92,12 +94,16 @@ def test_turns_are_limited_and_an_unfinished_turn_calls_nothing():
 
 def test_every_answer_has_an_environment_of_its_own_and_reset_adds_to_the_prompt():
     host = hold()
-    made = Tools.made
+    made = Tools.made  # one, which has told its tools
     talks = [begin(host, hint=" now", seed=i) for i in range(3)]
-    assert Tools.made == made + 3
+    assert Tools.made == made + 2
     assert [talk.environment.row["seed"] for talk in talks] == [0, 1, 2]
     assert shown(talks[0]).endswith("user\n3*4 now<|im_end|>\n<|im_start|>assistant\n")
     assert talks[0].messages[0]["content"] == "3*4 now"
+    assert not drawn(talks[1], "12")
+    talks[1].end()
+    assert begin(host).environment is talks[1].environment  # reset, and used again
+    assert not {id(talk.environment) for talk in talks} & {id(begin(host).environment)}
 
 
 def test_a_template_that_writes_turns_anew_is_found_and_what_differs_is_given():
