@@ -63,6 +63,8 @@ PANELS = (
     ),
     Panel("Words that a token is drawn among", "mean number of words", (("support/mean", "rollout"),)),
     Panel("Prompts that answers share", "fraction of tokens saved", (("shared_prompt_ratio", "scoring"),)),
+    Panel("Turns and calls of tools", "per answer", (("turns/mean", "turns"), ("tools/calls", "calls"))),
+    Panel("Calls that failed", "fraction", (("tools/failures", "failed"),)),
     Panel("Age of the answers", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
     Panel("KL of the present to the drawing policy", "nats per token", (("staleness/k3", "k3"),)),
     Panel(
