@@ -86,7 +86,7 @@ class StepPrompts:
     ) -> None:
         """Take the data, and how far the run is: steps done and answers drawn when it began or was taken up."""
         self.config, self.sampling, self.first_step = config, sampling, step
-        self._prompts, self._samples, self._world = prompts, samples, world
+        self._prompts, self._samples, self._world, self._converses = prompts, samples, world, config.converses
         self.of_step = functools.lru_cache(maxsize=config.max_staleness + 2)(self._of_step)
         """All prompts of a step (from 0), kept for those that are being drawn or learned from."""
 
@@ -100,7 +100,7 @@ class StepPrompts:
             generations=config.generations,
             with_greedy=config.facts.with_greedy,
             first_id=self._samples + (step - self.first_step) * n_answers,
-            data=self._prompts.conversations(rows) if config.converses else (),
+            data=self._prompts.conversations(rows) if self._converses else (),
         )
 
     def own(self, step: int) -> PromptBatch:
