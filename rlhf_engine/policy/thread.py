@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
-from rlhf_engine.policy import joint
-from rlhf_engine.policy.joint import Pass
+from rlhf_engine.policy.joint import Pass, attempt
 from rlhf_engine.policy.pool import LivePolicy, Policies, fill, promise
 from rlhf_engine.rollout.request import Decode, Request, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
@@ -38,6 +37,7 @@ class Ticket:
     sampling: SamplingConfig  # options of requests that have none of their own
     decode: Decode | None  # token ids to text, for stop texts
     listen: Listen | None  # who hears of tokens; None: nobody
+    holds: bool  # whether it holds the policy itself, as nobody else does for it
     answers: Future[list[AnswerRow]] = field(default_factory=promise)  # finished rows, in the order of the requests
     rows: dict[int, AnswerRow] = field(default_factory=dict)  # finished rows by place
 
@@ -110,24 +110,31 @@ class PolicyThread:
 
     def submit(
         self,
-        name: str,
+        policy: str | LivePolicy,
         requests: Sequence[Request],
         sampling: SamplingConfig,
         *,
         decode: Decode | None = None,
         listen: Listen | None = None,
     ) -> Ticket:
-        """Queue requests of a policy, whose role they get.
+        """Queue requests of a policy, whose role they get. One that is given itself is held by the caller meanwhile.
 
         Raises BusyError where more would wait than may, or the policy is paused; ValueError as `Policies.get` and
-        `RolloutEngine.submit` do.
+        `RolloutEngine.submit` do; PolicyRemovedError for a policy that has left.
         """
-        policy = self.policies.hold(name)
+        held = self.policies.hold(policy) if isinstance(policy, str) else policy
+        requests, holds = [replace(request, role=held.role) for request in requests], held is not policy
         try:
-            return self._queue(policy, [replace(x, role=policy.role) for x in requests], sampling, decode, listen)
+            if not self._has(held):
+                raise _removed(held)
+            return self._queue(held, requests, sampling, decode, listen, holds)
         except BaseException:
-            self.policies.release(policy)
+            if holds:
+                self.policies.release(held)
             raise
+
+    def _has(self, policy: LivePolicy) -> bool:
+        return any(other is policy for other in self.policies)
 
     def require_room(self, tokens: int) -> None:
         """Raise BusyError where so many tokens more, of prompts and answers, would wait than may."""
@@ -141,6 +148,7 @@ class PolicyThread:
         sampling: SamplingConfig,
         decode: Decode | None,
         listen: Listen | None,
+        holds: bool,
     ) -> Ticket:
         self.engine.check(requests, sampling, decode=decode)
         if any(request.then for request in requests):
@@ -150,8 +158,9 @@ class PolicyThread:
         numbers = self._numbers
         with self._changed:
             ticket = Ticket(
-                number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode, listen=listen
-            )
+                number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode,
+                listen=listen, holds=holds,
+            )  # fmt: skip
             asked = sum(map(ticket.cost, range(len(requests))))
             self.require_room(asked)
             self._require_open()
@@ -232,7 +241,7 @@ class PolicyThread:
 
     def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
         with self.engine.between_steps():  # no policy comes or goes meanwhile
-            outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
+            outcomes = attempt(self.policies.host, [asked for asked, _ in passes])
         for (_, done), outcome in zip(passes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
@@ -253,9 +262,9 @@ class PolicyThread:
             try:
                 requests = [ticket.requests[place] for place in places]
                 numbers = self.engine.submit(requests, ticket.sampling, decode=ticket.decode)
-            except ValueError as error:  # one row alone is larger than the cache, or the policy has left meanwhile
-                gone = all(policy is not ticket.policy for policy in self.policies)
-                self._drop(ticket, PolicyRemovedError(f"policy {ticket.policy.name!r} was removed") if gone else error)
+            except (ValueError, RuntimeError, MemoryError) as error:
+                # a row alone is larger than the cache, no memory is left, or the policy has left meanwhile
+                self._drop(ticket, error if self._has(ticket.policy) else _removed(ticket.policy))
                 continue
             if self._log is not None:
                 how = [{**vars(request), "role": ticket.policy.name} for request in requests]
@@ -316,7 +325,7 @@ class PolicyThread:
         def drop() -> None:  # in the thread, which may be handing out tokens
             tickets = [ticket for ticket, _ in (*self._waiting.get(policy.key, ()), *self._live.values())]
             for ticket in dict.fromkeys(ticket for ticket in tickets if ticket.policy is policy):
-                self._drop(ticket, PolicyRemovedError(f"policy {policy.name!r} was removed"))
+                self._drop(ticket, _removed(policy))
             self._had.pop(policy.key, None)
 
         with self._changed:
@@ -342,11 +351,16 @@ class PolicyThread:
 
     def _release(self, ticket: Ticket) -> None:
         self._open.discard(ticket)
-        self.policies.release(ticket.policy)
+        if ticket.holds:
+            self.policies.release(ticket.policy)
 
     def _note(self, event: str, **fields: Any) -> None:
         if self._log is not None:
             self._log({"turn": self.turns, "event": event, **fields})
+
+
+def _removed(policy: LivePolicy) -> PolicyRemovedError:
+    return PolicyRemovedError(f"policy {policy.name!r} was removed")
 
 
 def replay(

@@ -63,7 +63,7 @@ class Reply:
         if asked.sampling is not None:
             numbered, decode = enumerate(self._prompts), self.raw_text if self.stops else None
             requests = [Request(prompt=tuple(p), sample_id=i, greedy=asked.greedy, keep=True) for i, p in numbered]
-            self._ticket = self.thread.submit(asked.policy, requests, asked.sampling, decode=decode, listen=listen)
+            self._ticket = self.thread.submit(policy, requests, asked.sampling, decode=decode, listen=listen)
         return policy
 
     def _hold(self) -> LivePolicy:

@@ -214,7 +214,6 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
 
     def end(self) -> dict[str, Any]:
         """Write the best step's model into final/, and the result into the record; `model` is then that one."""
-        self.plot()
         self._load_best()
         write_final(self.output, lambda folder: write_reward_model(self.model, self.tokenizer, folder, self.config))
         result = self.result()

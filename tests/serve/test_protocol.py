@@ -216,6 +216,7 @@ def test_limits_answer_429_and_what_is_removed_404(folder, tmp_path):
             asking = threading.Thread(target=ask)
             asking.start()
             until(lambda: place.thread.n_live)
+            assert place.policies.get("one").holders == 1
             place.policies.remove("one")
             asking.join()
             status, text = got[0]
