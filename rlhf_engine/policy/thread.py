@@ -74,7 +74,7 @@ class PolicyThread:
         self._live: dict[int, tuple[Ticket, int]] = {}  # the engine's number → request
         self._had: dict[str, int] = {}  # key → tokens that the policy has had, those of latecomers from the least on
         self._calls = deque[tuple[Future[Any], Callable[[], Any]]]()
-        self._passes = deque[tuple[Pass, Future[tuple[Any, ...]]]]()
+        self._passes = deque[tuple[Future[Any], Pass]]()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -127,7 +127,17 @@ class PolicyThread:
         try:
             if not self._has(held):
                 raise _removed(held)
-            return self._queue(held, requests, sampling, decode, listen, holds)
+            self.engine.check(requests, sampling, decode=decode)
+            if any(request.then for request in requests):
+                raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
+            if held.name in self.policies.paused:
+                raise BusyError(f"policy: expected one that is not paused, got {held.name!r}")
+            ticket = Ticket(
+                number=next(self._numbers), policy=held, requests=requests, sampling=sampling, decode=decode,
+                listen=listen, holds=holds,
+            )  # fmt: skip
+            self._queue(ticket)
+            return ticket
         except BaseException:
             if holds:
                 self.policies.release(held)
@@ -141,38 +151,19 @@ class PolicyThread:
         if self.owed + tokens > self._max_tokens:
             raise BusyError(f"expected at most {self._max_tokens} tokens to wait, got {self.owed} and {tokens} more")
 
-    def _queue(
-        self,
-        policy: LivePolicy,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        decode: Decode | None,
-        listen: Listen | None,
-        holds: bool,
-    ) -> Ticket:
-        self.engine.check(requests, sampling, decode=decode)
-        if any(request.then for request in requests):
-            raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
-        if policy.name in self.policies.paused:
-            raise BusyError(f"policy: expected one that is not paused, got {policy.name!r}")
-        numbers = self._numbers
+    def _queue(self, ticket: Ticket) -> None:
+        key = ticket.policy.key
         with self._changed:
-            ticket = Ticket(
-                number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode,
-                listen=listen, holds=holds,
-            )  # fmt: skip
-            asked = sum(map(ticket.cost, range(len(requests))))
+            asked = sum(map(ticket.cost, range(len(ticket.requests))))
             self.require_room(asked)
             self._require_open()
             self.owed += asked
-            if policy.key not in self._waiting:
+            if key not in self._waiting:
                 others = {t.policy.key for t, _ in self._live.values()} | self._waiting.keys()
-                least = min((self._had[key] for key in others), default=0)
-                self._had[policy.key] = max(self._had.get(policy.key, 0), least)
+                self._had[key] = max(self._had.get(key, 0), min((self._had[other] for other in others), default=0))
             self._open.add(ticket)
-            self._waiting.setdefault(policy.key, deque()).extend((ticket, i) for i in range(len(requests)))
+            self._waiting.setdefault(key, deque()).extend((ticket, i) for i in range(len(ticket.requests)))
             self._changed.notify()
-        return ticket
 
     def cancel(self, ticket: Ticket) -> Future[None]:
         """Drop what a ticket still waits for; nothing happens where it is done."""
@@ -180,19 +171,18 @@ class PolicyThread:
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run work between two steps; its result, or what it raised."""
-        done = promise()
-        with self._changed:
-            self._require_open()
-            self._calls.append((done, work))
-            self._changed.notify()
-        return done
+        return self._ask(self._calls, work)
 
     def compute(self, asked: Pass) -> Future[tuple[Any, ...]]:
         """Compute a policy's outputs between two steps, in one traversal with those that others ask for meanwhile."""
+        return self._ask(self._passes, asked)
+
+    def _ask(self, queue: deque[tuple[Future[Any], Any]], asked: Any, *, is_open: bool = True) -> Future[Any]:
         done = promise()
         with self._changed:
-            self._require_open()
-            self._passes.append((asked, done))
+            if is_open:
+                self._require_open()
+            queue.append((done, asked))
             self._changed.notify()
         return done
 
@@ -222,8 +212,7 @@ class PolicyThread:
                 self._closed = True
             for ticket in list(self._open):
                 self._drop(ticket, error)
-            left: list[Future[Any]] = [done for done, _ in self._calls] + [done for _, done in self._passes]
-            for done in left:
+            for done, _ in (*self._calls, *self._passes):
                 done.set_exception(error)
 
     def _turn(self) -> None:
@@ -239,10 +228,10 @@ class PolicyThread:
         if self._live:
             self._step()
 
-    def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
+    def _compute(self, passes: Sequence[tuple[Future[Any], Pass]]) -> None:
         with self.engine.between_steps():  # no policy comes or goes meanwhile
-            outcomes = attempt(self.policies.host, [asked for asked, _ in passes])
-        for (_, done), outcome in zip(passes, outcomes, strict=True):
+            outcomes = attempt(self.policies.host, [asked for _, asked in passes])
+        for (done, _), outcome in zip(passes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
             else:
@@ -328,9 +317,7 @@ class PolicyThread:
                 self._drop(ticket, _removed(policy))
             self._had.pop(policy.key, None)
 
-        with self._changed:
-            self._calls.append((promise(), drop))
-            self._changed.notify()
+        self._ask(self._calls, drop, is_open=False)
 
     def _drop(self, ticket: Ticket, error: BaseException) -> None:
         """Fail a ticket, and forget its requests."""
