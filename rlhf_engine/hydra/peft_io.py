@@ -50,21 +50,10 @@ HEADS_FILE = "heads.safetensors"
 ENGINE_FILE = "rlhf_engine.json"
 PREFIX = "base_model.model."
 _NOT_SERVED = {
-    "use_dora": False,
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layer_replication": None,
-    "lora_bias": False,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "velora_config": None,
-    "monteclora_config": None,
-    "arrow_config": None,
-    "kasa_config": None,
-}
+    "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None,
+    "lora_bias": False, "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False,
+    "use_bdlora": None, "velora_config": None, "monteclora_config": None, "arrow_config": None, "kasa_config": None,
+}  # fmt: skip
 SCORE_MODULES = ("score", "classifier")
 """Modules that PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")

@@ -18,8 +18,7 @@ from rlhf_engine.hydra.outputs import HiddenStates, Output, TargetLogprobs, comp
 from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.policy.pool import LivePolicy
 
-Loss = Callable[[tuple[Any, ...]], torch.Tensor]
-"""Makes the 0-d loss of a pass from its results."""
+Loss = Callable[[tuple[Any, ...]], torch.Tensor]  # makes the 0-d loss of a pass from its results
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

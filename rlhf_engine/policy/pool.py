@@ -36,8 +36,7 @@ from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint, read_counters, save_checkpoint
 
-BASE = "base"
-"""Name of the policy that is the base itself, and of the host's role for it."""
+BASE = "base"  # name of the policy that is the base itself, and of the host's role for it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ACTOR: Roles = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
 

@@ -42,12 +42,9 @@ _PLACES = ("output_dir", "resume_from_checkpoint", "report_to")
 _FEW = 4  # most options that stand before the numbers in a comparison
 
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("rlhf_engine", "."),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+    loader=jinja2.PackageLoader("rlhf_engine", "."), autoescape=True, undefined=jinja2.StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 TEMPLATES.filters |= {"visible": show_controls, "number": format_value}
 TEMPLATES.tests["contains"] = lambda texts, text: text in texts
 TEMPLATES.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}

@@ -25,8 +25,7 @@ from rlhf_engine.serve.protocol import TOOL_CALL, Asked, tool_calls
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 _REASONS_OF_CALLS = {"stop": "tool_calls", "length": "length"}
-_CONTEXT = 4
-"""Tokens before a text that it is decoded with: white space at its beginning may belong to it only there."""
+_CONTEXT = 4  # tokens before a text that it is decoded with: white space at its beginning may belong to it only there
 
 
 class TokenLogprob(NamedTuple):

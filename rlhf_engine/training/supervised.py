@@ -96,10 +96,8 @@ def pairwise_loss(
 class SupervisedTrainer(SupervisedRun[S]):
     """A run over tokenized rows. Everything that can be wrong with the request is found before the first step."""
 
-    rows: list[Example]
-    """Tokenized rows that are trained on."""
-    notes: list[str]
-    """Notes for the user before the run starts, one sentence each."""
+    rows: list[Example]  # tokenized rows that are trained on
+    notes: list[str]  # notes for the user before the run starts, one sentence each
 
     def load(self) -> HydraModel:
         """Load the data, and the model as it is before any step, once options and output folder are checked."""
