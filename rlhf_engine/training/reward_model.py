@@ -208,10 +208,6 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
             self._note_best(metrics[f"eval/{self.best_metric}"])
         return metrics
 
-    def saves_now(self) -> bool:
-        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
-        return super().saves_now() or self.state.best_step == self.state.step
-
     def end(self) -> dict[str, Any]:
         """Write the best step's model into final/, and the result into the record; `model` is then that one."""
         self._load_best()

@@ -197,8 +197,9 @@ class Run(ABC, Generic[State]):
         return {}
 
     def saves_now(self) -> bool:
-        """Whether a checkpoint is due after the step that is done."""
-        return self._is_regular() or self._is_last()
+        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
+        is_best = getattr(self.state, "best_step", None) == self.state.step
+        return self._is_regular() or self._is_last() or is_best
 
     def describe(self) -> dict[str, Any]:
         """Facts of the run for its record, beside its options and this machine: plain values by name."""

@@ -20,8 +20,7 @@ from rlhf_engine.rollout.vllm.client import VllmClient, sampling_body
 from rlhf_engine.serve.protocol import tool_calls
 from tests.conftest import STORIES
 from tests.serve import serving
-from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, Place, add
-from tests.serve.serving import serving as serve
+from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, Place, add, serving as serve
 from tests.serve.test_protocol import LONG, TEXT, until
 
 folder, place = serving.folder, serving.place

@@ -14,8 +14,7 @@ from rlhf_engine.config import ServeConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.serve import server
 from tests.serve import serving
-from tests.serve.serving import BODY, CHAT, COMPLETIONS, GENERATE, WAITING, Place, write_base
-from tests.serve.serving import serving as serve
+from tests.serve.serving import BODY, CHAT, COMPLETIONS, GENERATE, WAITING, Place, serving as serve, write_base
 
 folder, place = serving.folder, serving.place
 
