@@ -414,17 +414,10 @@ class Concurrent(_ByPast):
             device = self._model.role_backbone(BEHAVIOUR).device
             transport = GeneratorThread(self._worker, self._store, device=device, threads=self._threads)
         return Scheduler(
-            transport,
-            self._prompts.shares,
-            self._rule,
-            self._after,
-            step=self._prompts.first_step,
-            total_steps=self._config.max_steps,
-            n_shares=self._n_shares,
-            timeout=SILENCE,
-            drawn_by=self._drawn_by,
+            transport, self._prompts.shares, self._rule, self._after, step=self._prompts.first_step,
+            total_steps=self._config.max_steps, n_shares=self._n_shares, timeout=SILENCE, drawn_by=self._drawn_by,
             hurry=hurry,
-        )
+        )  # fmt: skip
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Take what generators have drawn or are about to; the metrics say how busy they and the learner were."""

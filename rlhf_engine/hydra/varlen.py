@@ -242,19 +242,11 @@ def _load_flash(module: str) -> Attend:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
     ) -> torch.Tensor:
         out = function(
-            query,
-            key,
-            value,
-            cu_seqlens_q=sequences.starts,
-            cu_seqlens_k=sequences.starts,
-            max_seqlen_q=sequences.longest,
-            max_seqlen_k=sequences.longest,
-            softmax_scale=rule.scaling,
-            causal=True,
-            deterministic=True,
-            **({} if rule.window is None else {"window_size": (rule.window - 1, 0)}),
+            query, key, value, cu_seqlens_q=sequences.starts, cu_seqlens_k=sequences.starts,
+            max_seqlen_q=sequences.longest, max_seqlen_k=sequences.longest, softmax_scale=rule.scaling, causal=True,
+            deterministic=True, **({} if rule.window is None else {"window_size": (rule.window - 1, 0)}),
             **({} if rule.softcap is None else {"softcap": rule.softcap}),
-        )
+        )  # fmt: skip
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the log-sum-exp as well
         return result
 
@@ -285,18 +277,9 @@ def _load_varlen() -> Attend:
         elif groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         out: torch.Tensor = function(
-            query,
-            key,
-            value,
-            sequences.starts,
-            sequences.starts,
-            sequences.longest,
-            sequences.longest,
-            scale=rule.scaling,
-            window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            **fixed,
-            **shared,
-        )
+            query, key, value, sequences.starts, sequences.starts, sequences.longest, sequences.longest,
+            scale=rule.scaling, window_size=(-1 if rule.window is None else rule.window - 1, 0), **fixed, **shared,
+        )  # fmt: skip
         return out
 
     return attend

@@ -148,19 +148,11 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
     looks = SampleLog(folder / SAMPLES_LOG).read()
     kept = _thinned(looks)
     shown = {
-        "name": name,
-        "state": state,
-        "steps": rows[-1]["step"],
-        "total": total_steps(record),
-        "every": every,
-        "curves": curves,
-        "nonfinite": _not_finite(rows),
-        "damaged": name_damaged(lines),
-        "samples": [asdict(look) for look in kept],
-        "looks": len(looks),
-        "config": shareable(record.get("config", {})),
-        "facts": _facts(record),
-    }
+        "name": name, "state": state, "steps": rows[-1]["step"], "total": total_steps(record), "every": every,
+        "curves": curves, "nonfinite": _not_finite(rows), "damaged": name_damaged(lines),
+        "samples": [asdict(look) for look in kept], "looks": len(looks),
+        "config": shareable(record.get("config", {})), "facts": _facts(record),
+    }  # fmt: skip
     json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
     return shown, headlines(rows, record, state)
 

@@ -221,14 +221,9 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`reward_loss` of some rows of a step."""
         return reward_loss(
-            self.model,
-            [rows[i] for i in places],
-            denom=float(len(rows)),
-            dropout_seed=dropout_seed,
-            places=places,
-            pos_weight=self.pos_weight,
-            center=self.config.center_rewards_coefficient or 0.0,
-        )
+            self.model, [rows[i] for i in places], denom=float(len(rows)), dropout_seed=dropout_seed, places=places,
+            pos_weight=self.pos_weight, center=self.config.center_rewards_coefficient or 0.0,
+        )  # fmt: skip
 
     def rewards(self, examples: Sequence[Example]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
@@ -403,15 +398,10 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
         return {
             # a base that is trained has no hash that would mean something later
             "base_hash": self.model.backbone().base_hash() if self.config.mode == "lora" else None,
-            "objective": self.objective,
-            "metric_for_best_model": self.best_metric,
-            "pos_weight": self.pos_weight,
-            "rows": rows,
-            "notes": self.notes,
-            "trained_parameters": self.trained_parameters,
-            "base_parameters": self.base_parameters,
-            "trained_share": self.trained_parameters / self.base_parameters,
-        }
+            "objective": self.objective, "metric_for_best_model": self.best_metric, "pos_weight": self.pos_weight,
+            "rows": rows, "notes": self.notes, "trained_parameters": self.trained_parameters,
+            "base_parameters": self.base_parameters, "trained_share": self.trained_parameters / self.base_parameters,
+        }  # fmt: skip
 
 
 def count_labels(examples: Sequence[Example]) -> tuple[int, int]:

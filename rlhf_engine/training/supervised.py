@@ -134,14 +134,10 @@ class SupervisedTrainer(SupervisedRun[S]):
         config, path = self.config, self.config.model_name_or_path
         context = read_context_length(path)
         tokenized = tokenize_rows(
-            rows,
-            self.tokenizer,
-            tally,
-            max_length=min(config.max_length or context, context),
-            truncation=config.truncation,
-            end_ids=read_eos_token_ids(self.tokenizer, path),
+            rows, self.tokenizer, tally, max_length=min(config.max_length or context, context),
+            truncation=config.truncation, end_ids=read_eos_token_ids(self.tokenizer, path),
             vocabulary=read_vocabulary(path),
-        )
+        )  # fmt: skip
         self.reports[tally.argument] = tally
         examples = _with_margins(tokenized, tally)
         different = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
@@ -169,14 +165,10 @@ class SupervisedTrainer(SupervisedRun[S]):
         """Load the base with roles on it (`full`), or on a new slot (`lora`)."""
         config = self.config
         model = HydraModel.from_pretrained(
-            config.model_name_or_path,
-            roles=roles,
-            slots={slot: slot_config(config)} if config.mode == "lora" else {},
-            dtype=DTYPES[config.dtype],
-            device=loading_device(config),
-            adapter_dtype=DTYPES[adapter_dtype(config.optim)],
-            seed=config.seed,
-        )
+            config.model_name_or_path, roles=roles,
+            slots={slot: slot_config(config)} if config.mode == "lora" else {}, dtype=DTYPES[config.dtype],
+            device=loading_device(config), adapter_dtype=DTYPES[adapter_dtype(config.optim)], seed=config.seed,
+        )  # fmt: skip
         require_savable(model)
         if config.gradient_checkpointing:
             model.backbone().enable_gradient_checkpointing()
