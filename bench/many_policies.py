@@ -1,27 +1,28 @@
 #!/usr/bin/env python
-"""Many policies on one base: decoding steps of all their rows, and a joint forward and backward pass.
+"""Many policies on one base: decoding steps, joint passes, experiments an hour, and what HTTP costs.
 
     python bench/many_policies.py --decode --out bench/results/avx512_bf16/many_policies
-    python bench/many_policies.py --joint --model ../shared/models/stories260K --dtype float32 --tokens 20 --out DIR
-    python bench/many_policies.py --joint --tokens 57 256 --out DIR
+    python bench/many_policies.py --joint --model ../shared/models/stories260K --dtype float32 --tokens 24 --out DIR
     python bench/many_policies.py --decode --joint --quick --out runs/many_policies                      # a tiny model
+    python bench/many_policies.py --sweep MODEL --rounds 3 --json FILE         # flags of studies/sweep_speed.py follow
+    python bench/many_policies.py --http MODEL --seconds 300 --clients 16 --out FILE       # of studies/serve_http.py
 
-A policy is a slot of LoRA r 16 on every linear of the blocks. Everything runs in exact mode. Arms take turns in one
-process, a call each a round; a time is the median of the rounds, of the process's CPU seconds and by the wall clock.
+A policy has LoRA r 16 on every linear of the blocks. Everything runs in exact mode. Arms take turns in one process, a
+call each a round; a time is the median of the rounds, of the process's CPU seconds and by the wall clock.
 
 --decode, a step of the rollout engine, so many rows (--rows) a policy, each with a context of 32 tokens and more:
 
-    off     rows without a slot
+    off     rows of the base
     one     the same rows, all of one policy: the engine's own bound
     mixed   rows of all policies
     head    rows of all policies, whose LoRA is on the LM head, too
     apart   a step of each policy's own rows, one policy after another
     floor   bare products with the weights of the base and the LM head, rows together
 
---joint, log-probs of a sequence a policy (--tokens), and gradients of all slots:
+--joint, log-probs of a sequence a policy (--tokens), and gradients of all policies, by `rlhf_engine.policy.joint.run`:
 
-    joint   one call of `Backbone.run` and one backward pass for all policies
-    apart   a call and a backward pass each
+    joint   one call for all policies
+    apart   a call each
     floor   bare products of forward and of the gradients of activations, rows together
 
 Writes decode.json, joint.json and a table of each into --out; `equal` of the latter counts policies whose log-probs and
@@ -31,12 +32,14 @@ gradients are the same bits jointly and apart.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,46 +49,43 @@ from rlhf_bench.floor import gemm_floors, random_normal
 from rlhf_bench.isa import SETS, is_held, run_held
 from rlhf_bench.rollout.models import CONFIGS, RANK
 from rlhf_bench.runner import fastest_floor, timed_floors
-from rlhf_kernels.linear_logprob import linear_logprob
 from rlhf_kernels.runtime import registry
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import OFF, HydraModel, RoleSpec, SlotConfig
-from rlhf_engine.hydra.attention import plan_packed
-from rlhf_engine.hydra.gate import SlotTable
+from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig
+from rlhf_engine.hydra.outputs import TargetLogprobs
+from rlhf_engine.policy import Pass, Policies
+from rlhf_engine.policy.joint import run
+from rlhf_engine.policy.pool import BASE, LivePolicy
 from rlhf_engine.rollout.engine import EngineOptions, RolloutEngine
 from rlhf_engine.rollout.request import Request, SamplingConfig
 from rlhf_engine.runs.metrics import run_record, write_json_atomic
 
 PROMPT, WARM = 32, 2  # tokens of a prompt; steps before the first that counts, one of which admits
 BLOCKS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STUDIES = {"--sweep": "sweep_speed", "--http": "serve_http"}
 QUICK = {"model": "llama-260k", "policies": [2], "rows": 2, "tokens": [5], "rounds": 2}
 _CPU = torch.device("cpu")
 Found = dict[str, Any]
 
 
-def make_model(name: str, dtype: torch.dtype, policies: int, *, head: bool) -> HydraModel:
+def make_pool(name: str, dtype: torch.dtype, policies: int, *, head: bool) -> Policies:
     """Policies p0, p1, … on a random Llama or a model folder; h0, h1, … with LoRA on the LM head, too, if `head`."""
-    targets: dict[str, Any] = {f"p{i}": BLOCKS for i in range(policies)}
-    targets |= {f"h{i}": (*BLOCKS, "lm_head") for i in range(policies if head else 0)}
     source: Any = name
     if name in CONFIGS:
         torch.manual_seed(0)
         config = LlamaConfig(**CONFIGS[name], max_position_embeddings=2048, tie_word_embeddings=True)
         source = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = HydraModel.from_pretrained(
-        source,
-        roles={name: RoleSpec(slot=name, trainable=True) for name in targets} | {"reference": RoleSpec(slot=OFF)},
-        slots={name: SlotConfig(r=RANK, alpha=2 * RANK, target_modules=t) for name, t in targets.items()},
-        dtype=dtype,
-        device=_CPU,
-    )
+    pool = Policies(HydraModel.from_pretrained(source, roles={BASE: RoleSpec()}, dtype=dtype, device=_CPU), exact=True)
+    for kind, targets in {"p": BLOCKS, "h": (*BLOCKS, "lm_head")}.items():
+        for i in range(policies if kind == "p" or head else 0):
+            pool.add(f"{kind}{i}", slots={"actor": SlotConfig(r=RANK, alpha=2 * RANK, target_modules=targets)})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in model.backbone().slots.parameters():
+        for p in pool.host.backbone().slots.parameters():
             p.copy_(0.02 * torch.randn(p.shape, generator=generator))
-    return model
+    return pool
 
 
 def in_turns(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Found]:
@@ -94,9 +94,9 @@ def in_turns(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Fo
     gc.collect()
     gc.disable()
     for number in range(rounds + WARM):
-        for name, run in arms.items():
+        for name, call in arms.items():
             cpu, wall = time.process_time(), time.perf_counter()
-            run()
+            call()
             if number >= WARM:
                 samples[name].append((1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall)))
     gc.enable()
@@ -125,10 +125,10 @@ def floors_of(model: HydraModel, rows: int, *, gradients: bool) -> Floors:
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
-def engine_of(model: HydraModel, roles: list[str], rows: int, steps: int) -> RolloutEngine:
-    """An engine with so many rows of each role, none of which ends before so many steps."""
-    engine = RolloutEngine(model, options=EngineOptions())
-    prompts = torch.randint(3, model.backbone().vocabulary, (len(roles) * rows, PROMPT)).tolist()
+def engine_of(pool: Policies, names: list[str], rows: int, steps: int) -> RolloutEngine:
+    """An engine with so many rows of each policy, none of which ends before so many steps."""
+    engine, roles = RolloutEngine(pool.host, options=EngineOptions()), [pool.get(name).role for name in names]
+    prompts = torch.randint(3, pool.host.backbone().vocabulary, (len(roles) * rows, PROMPT)).tolist()
     requests = [
         Request(prompt=tuple(prompt), sample_id=i, role=roles[i // rows], temperature=1.0)
         for i, prompt in enumerate(prompts)
@@ -139,18 +139,17 @@ def engine_of(model: HydraModel, roles: list[str], rows: int, steps: int) -> Rol
 
 def measure_decoding(given: argparse.Namespace, policies: int) -> Found:
     """Milliseconds of a step of every arm."""
-    model = make_model(given.model, DTYPES[given.dtype], policies, head=True).eval()
+    pool = make_pool(given.model, DTYPES[given.dtype], policies, head=True)
     steps, names = given.rounds + WARM, [f"p{i}" for i in range(policies)]
-    engines = {
-        "off": engine_of(model, ["reference"] * policies, given.rows, steps),
-        "one": engine_of(model, ["p0"] * policies, given.rows, steps),
-        "mixed": engine_of(model, names, given.rows, steps),
-        "head": engine_of(model, [f"h{i}" for i in range(policies)], given.rows, steps),
-    }
-    alone = [engine_of(model, [name], given.rows, steps) for name in names]
+    drawn = {
+        "off": [BASE] * policies, "one": ["p0"] * policies, "mixed": names,
+        "head": [f"h{i}" for i in range(policies)],
+    }  # fmt: skip
+    engines = {arm: engine_of(pool, own, given.rows, steps) for arm, own in drawn.items()}
+    alone = [engine_of(pool, [name], given.rows, steps) for name in names]
     arms: dict[str, Callable[[], Any]] = {name: engine.step for name, engine in engines.items()}
     arms["apart"] = lambda: [engine.step() for engine in alone]
-    found = in_turns(arms | floors_of(model, policies * given.rows, gradients=False), given.rounds)
+    found = in_turns(arms | floors_of(pool.host, policies * given.rows, gradients=False), given.rounds)
     off = found["off"]["cpu_ms"]
     ratios = {name: value["cpu_ms"] / off for name, value in found.items()}
     kinds = {name: engine.stats.step for name, engine in engines.items()}
@@ -161,55 +160,35 @@ def measure_decoding(given: argparse.Namespace, policies: int) -> Found:
 # ---- a joint pass ----------------------------------------------------------------------------------------------------
 
 
-def learn(model: HydraModel, policies: list[str], tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs [policies, length - 1] of tokens [policies, length] under their policies; gradients of the slots."""
-    backbone, (n, length) = model.backbone(), tokens.shape
-    begins = range(0, n * length, length)
-    table = SlotTable(starts=tuple(begins), ends=tuple(b + length for b in begins), slots=tuple(policies))
-    positions_T = torch.arange(length).repeat(n)
-    hidden_TH = backbone.run(tokens.flatten(), positions_T, table, plan_packed([length] * n, _CPU))
-    hidden = hidden_TH.unflatten(0, (n, length))[:, :-1].flatten(0, 1)
-    logprob = linear_logprob(hidden, backbone.lm_head.weight, tokens[:, 1:].flatten()).logprob
-    assert logprob is not None
-    logprob.sum().backward()
-    return logprob.detach().unflatten(0, (n, length - 1))
+def pass_of(policy: LivePolicy, tokens: list[int]) -> Pass:
+    """Log-probs of all tokens but the first, and gradients of their sum."""
+    batch = PackedBatch.from_lists([tokens[:1]], [tokens[1:]])
+    targets = batch.targets_M
+    outputs = (TargetLogprobs(rows_P=batch.predict_rows_M, targets=targets, weights=torch.ones(targets.shape)),)
+    return Pass(policy=policy, batch=batch, outputs=outputs, loss=lambda results: results[0].loss)
 
 
-def forget(parameters: Iterable[torch.nn.Parameter]) -> None:
-    for p in parameters:
+def learn(pool: Policies, *groups: list[Pass]) -> list[torch.Tensor]:
+    """Run passes, those of a group together, for gradients from nothing; the log-probs of each."""
+    for p in pool.host.backbone().slots.parameters():
         p.grad = None
-
-
-def results_of(model: HydraModel, policies: list[str], tokens: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Log-probs and gradients of each policy."""
-    forget(model.parameters())
-    logprobs = learn(model, policies, tokens)
-    slots = [model.backbone().slot(name) for name in policies]
-    return [[row, *(p.grad for p in slot.parameters())] for row, slot in zip(logprobs, slots, strict=True)]
+    return [results[0].logprob for group in groups for results in run(pool.host, group)]
 
 
 def measure_joint(given: argparse.Namespace, policies: int, length: int) -> Found:
     """Milliseconds of a pass of all policies, jointly and apart, and how many have the same bits in both."""
-    model = make_model(given.model, DTYPES[given.dtype], policies, head=False).train()
-    names = [f"p{i}" for i in range(policies)]
-    tokens = torch.randint(3, model.backbone().vocabulary, (policies, length))
-    joint = results_of(model, names, tokens)
-    alone = [results_of(model, [name], row[None])[0] for name, row in zip(names, tokens, strict=True)]
-    same = [all(map(torch.equal, mine, other)) for mine, other in zip(joint, alone, strict=True)]
-
-    parameters = list(model.backbone().slots.parameters())
-
-    def jointly() -> None:
-        forget(parameters)
-        learn(model, names, tokens)
-
-    def apart() -> None:
-        forget(parameters)
-        for name, row in zip(names, tokens, strict=True):
-            learn(model, [name], row[None])
-
-    floors = floors_of(model, policies * length, gradients=True)
-    found = in_turns({"joint": jointly, "apart": apart, **floors}, given.rounds)
+    pool = make_pool(given.model, DTYPES[given.dtype], policies, head=False)
+    tokens = torch.randint(3, pool.host.backbone().vocabulary, (policies, length)).tolist()
+    passes = [pass_of(pool.get(f"p{i}"), row) for i, row in enumerate(tokens)]
+    arms = {"joint": [passes], "apart": [[each] for each in passes]}
+    results = []
+    for groups in arms.values():
+        logprobs = learn(pool, *groups)
+        slots = [each.policy.model.backbone().slots for each in passes]
+        results.append([[x, *(p.grad for p in own.parameters())] for x, own in zip(logprobs, slots, strict=True)])
+    same = [all(map(torch.equal, mine, other)) for mine, other in zip(*results, strict=True)]
+    calls = {name: functools.partial(learn, pool, *groups) for name, groups in arms.items()}
+    found = in_turns(calls | floors_of(pool.host, policies * length, gradients=True), given.rounds)
     ratio = found["apart"]["cpu_ms"] / found["joint"]["cpu_ms"]
     return {"policies": policies, "tokens_of_each": length, "arms": found, "times_faster": ratio, "equal": sum(same)}
 
@@ -255,9 +234,16 @@ def write(given: argparse.Namespace, what: str, rows: list[Found], table: str) -
 
 
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in STUDIES:  # the rest is the study's own
+        studies, name = Path(__file__).parent / "studies", STUDIES[sys.argv[1]]
+        sys.path.insert(0, str(studies))
+        sys.argv = [str(studies / f"{name}.py"), *sys.argv[2:]]
+        return importlib.import_module(name).main()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--decode", action="store_true", help="measure decoding steps")
     parser.add_argument("--joint", action="store_true", help="measure forward and backward passes")
+    for flag, study in STUDIES.items():
+        parser.add_argument(flag, action="store_true", help=f"the first flag, before those of studies/{study}.py")
     parser.add_argument("--model", default="llama-41m", help=f"a model folder, or one of {', '.join(CONFIGS)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--policies", type=int, nargs="+", default=[8, 32])
@@ -272,7 +258,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if not (given.decode or given.joint):
-        parser.error("--decode, --joint: expected one of them or both")
+        parser.error("expected --decode, --joint or both, or one of --sweep and --http first of all flags")
     if given.isa and not is_held(given.isa):
         sys.exit(run_held(given.isa, sys.argv[1:], program=[__file__]))
     for name, value in QUICK.items() if given.quick else ():

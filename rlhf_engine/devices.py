@@ -125,8 +125,7 @@ class Memory(NamedTuple):
     free: int  # in no tensor, cached blocks included
 
 
-earlier_peaks: dict[torch.device, int] = {}
-"""Device → highest peak that `read_memory` has ended the count of."""
+earlier_peaks: dict[torch.device, int] = {}  # device → highest peak that `read_memory` has ended the count of
 
 
 def read_memory(device: torch.device, *, anew: bool = False) -> Memory | None:
@@ -142,8 +141,7 @@ def read_memory(device: torch.device, *, anew: bool = False) -> Memory | None:
     return Memory(used=used, peak=peak, free=module.mem_get_info(device)[0] + module.memory_reserved(device) - used)
 
 
-_SHARE = 0.7
-"""Share of the free memory that a pass may take: allocators leave gaps, and a rollout's cache may grow."""
+_SHARE = 0.7  # share of the free memory that a pass may take: allocators leave gaps, and a rollout's cache may grow
 _MOST = 2**15
 """Most tokens of a pass, however much is free: as many as a GPU has been measured with, where it no longer waits."""
 

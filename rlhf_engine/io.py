@@ -10,10 +10,13 @@ purpose deletes it.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,16 @@ def delete(path: Path) -> None:
 def no_link(path: str | Path, flags: int) -> int:
     """Open a file that grows in a run's folder: OSError for a link, which may name any other file. An `opener`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def lock(descriptor: int, kind: int, place: str, without: str) -> None:
+    """Lock an open file or folder; a warning says what is so without, on a file system that has no locks."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(f"{place} is on a file system without locks ({error.strerror}); {without}", stacklevel=4)
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import torch
 from rlhf_kernels.runtime import registry
 
-from rlhf_engine.hydra import HydraModel, RoleSpec, varlen
-from rlhf_engine.hydra import model as hydra_model
+from rlhf_engine.hydra import HydraModel, RoleSpec, model as hydra_model, varlen
 from rlhf_engine.hydra.varlen import Layer
 from rlhf_engine.rollout import engine, exactness
 from tests.hydra.architectures import plain_model

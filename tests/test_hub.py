@@ -23,8 +23,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, save_pretrained
 from rlhf_engine.hydra.peft_io import read_slot_config
 from rlhf_engine.tools.memory import find_config
 from tests.conftest import randomise
-from tests.hub_stand_in import Hub, commit_of
-from tests.hub_stand_in import hub as stand_in
+from tests.hub_stand_in import Hub, commit_of, hub as stand_in
 from tests.training.test_data import write_model
 
 NAME = "small/llama"

@@ -1,6 +1,7 @@
 """Measure what HTTP costs: 16 clients of an endpoint against the same requests to the thread of the policies itself.
 
-    python bench/studies/serve_http.py path/to/model --seconds 15 --rounds 2 --out serve_http.jsonl
+    python bench/many_policies.py --http path/to/model --out serve_http.jsonl                # 5 minutes each way
+    python bench/many_policies.py --http path/to/model --seconds 15 --rounds 2
 
 Rounds take turns. The clients are threads, of another process where they speak HTTP, so that the server's CPU is its
 own. In exact mode every answer has to be the one of the other way, token by token.
@@ -99,8 +100,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--policies", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a round")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.model)

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,20 +145,10 @@ def make_start(
     """Write sft/, train.jsonl and heldout.jsonl, where RL starts; metrics of the last supervised step."""
     pairs = write_data(DemoTask(seed), size, folder)
     write_model(size, folder / "init", seed)
-    options = {
-        "model_name_or_path": str(folder / "init"),
-        "output_dir": str(folder / "sft"),
-        "dataset_name": str(pairs),
-        "mode": "full",
-        "gamma": 0.5,
-        "max_steps": size.sft_steps,
-        "per_device_train_batch_size": 24,
-        "learning_rate": 2e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": size.sft_steps // 20,
-        "kernels": kernels,
-        "seed": seed,
-    }
+    options = _template("sft") | {
+        "model_name_or_path": str(folder / "init"), "output_dir": str(folder / "sft"), "dataset_name": str(pairs),
+        "max_steps": size.sft_steps, "warmup_steps": size.sft_steps // 20, "kernels": kernels, "seed": seed,
+    }  # fmt: skip
     return SftTrainer(_through_file(SFTConfig, folder / "sft.yaml", options)).run(on_step)
 
 
@@ -180,60 +171,31 @@ def win_rate(answers: Answers, others: Answers) -> float:
     return _mean([prefer(prompt, a, b) for prompt, a, b in pairs])
 
 
-_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    # an update costs four times a draw: 192 answers, each learned from once, beat two epochs over 96
-    "ppo": {
-        "generation_batch_size": 192,
-        "per_device_train_batch_size": 64,
-        "lam": 1.0,
-        "num_mini_batches": 3,
-        "num_ppo_epochs": 1,
-        "learning_rate": 1e-3,
-        "critic_learning_rate": 2e-3,
-    },
-    "reinforce": {"num_mini_batches": 3, "learning_rate": 1e-3, "critic_learning_rate": 2e-3},
-    "grpo": {"num_mini_batches": 3, "learning_rate": 1e-3},
-    "online_dpo": {"num_mini_batches": 3, "learning_rate": 5e-4, "beta": 0.3},
-    "best_of_n": {"num_mini_batches": 3, "learning_rate": 5e-4},
-}
-"""Options of single algorithms beside the rest, which is the same for all; found on seeds that no table shows."""
+def _template(name: str) -> dict[str, Any]:
+    """Options of the demo's template of that name."""
+    options: dict[str, Any] = yaml.safe_load(
+        resources.files("rlhf_engine").joinpath(f"templates/demo-{name}.yaml").read_text("utf-8")
+    )
+    return options
 
 
 def rl_options(start: Path) -> dict[str, Any]:
     """Options of RL on the task that every algorithm has in common, from a folder of `make_start`."""
-    return {
-        "model_name_or_path": str(start / "sft"),
-        "dataset_name": str(start / "train.jsonl"),
-        "eval_dataset_name": str(start / "heldout.jsonl"),
-        "reward_funcs": ["reward_model"],
-        "lora_r": 16,
-        "lora_alpha": 32.0,
-        "temperature": 0.7,
-        "missing_eos_penalty": 1.0,
-        "max_completion_length": 40,
-    }
+    files = {"dataset_name": start / "train.jsonl", "eval_dataset_name": start / "heldout.jsonl"}
+    named = {name: str(path) for name, path in {"model_name_or_path": start / "sft", **files}.items()}
+    return {**named, **_template("train")["all"]}
 
 
 def _rl_config(config: DemoConfig, size: DemoSize, start: Path) -> TrainConfig:
-    common: dict[str, Any] = {
-        **rl_options(start),
-        "output_dir": str(Path(config.output_dir) / "rl"),
-        "algorithm": config.algorithm,
-        "method": config.method,
-        "async_mode": config.async_mode,
-        "generation_batch_size": 96,
-        "per_device_train_batch_size": 32,
-        "learning_rate": 2e-3,
-        "lr_scheduler_type": "cosine",
-        "max_steps": size.rl_steps,
-        "save_steps": 0,
-        "kernels": config.kernels,
-        "seed": config.seed,
-    }
+    of, output = _template("train"), Path(config.output_dir)
+    options: dict[str, Any] = rl_options(start) | {
+        "output_dir": str(output / "rl"), "algorithm": config.algorithm, "method": config.method,
+        "async_mode": config.async_mode, "max_steps": size.rl_steps, "kernels": config.kernels, "seed": config.seed,
+    }  # fmt: skip
     if "beta" in ALGORITHMS[config.algorithm].reads:
-        common["beta"] = 0.1
-    common |= _ALGORITHMS.get(config.algorithm, {})
-    return _through_file(TrainConfig, Path(config.output_dir) / "train.yaml", common)
+        options["beta"] = 0.1
+    options |= {**of["demo"], **of.get(config.algorithm, {})}
+    return _through_file(TrainConfig, output / "train.yaml", options)
 
 
 def _read_start(start: Path, output: Path) -> dict[str, float]:
@@ -278,21 +240,13 @@ def write_model(size: DemoSize, folder: Path, seed: int) -> None:
     """A small random Llama and the task's tokenizer."""
     tokenizer = build_tokenizer(vocabulary_texts())
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=size.hidden_size,
-            intermediate_size=size.hidden_size * 5 // 2,
-            num_hidden_layers=size.n_layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=128,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=False,
-        )
-    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=size.hidden_size, intermediate_size=size.hidden_size * 5 // 2,
+        num_hidden_layers=size.n_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -26,32 +26,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 FIXES = {  # problem → verbs that solve it
-    "cold": ("heat", "warm"),
-    "dirty": ("clean", "wash"),
-    "broken": ("repair", "fix"),
-    "missing": ("bring", "deliver"),
-    "noisy": ("silence", "quieten"),
-}
+    "cold": ("heat", "warm"), "dirty": ("clean", "wash"), "broken": ("repair", "fix"),
+    "missing": ("bring", "deliver"), "noisy": ("silence", "quieten"),
+}  # fmt: skip
 PROBLEMS = {  # topic → problems it can have
-    "room": ("cold", "dirty", "noisy", "broken"),
-    "shower": ("cold", "dirty", "broken", "noisy"),
-    "bed": ("cold", "dirty", "broken", "missing"),
-    "towel": ("cold", "dirty", "missing"),
-    "window": ("cold", "dirty", "broken", "noisy"),
-    "fridge": ("dirty", "broken", "noisy", "missing"),
-    "lamp": ("dirty", "broken", "missing", "noisy"),
-    "coffee": ("cold", "missing", "dirty"),
-}
+    "room": ("cold", "dirty", "noisy", "broken"), "shower": ("cold", "dirty", "broken", "noisy"),
+    "bed": ("cold", "dirty", "broken", "missing"), "towel": ("cold", "dirty", "missing"),
+    "window": ("cold", "dirty", "broken", "noisy"), "fridge": ("dirty", "broken", "noisy", "missing"),
+    "lamp": ("dirty", "broken", "missing", "noisy"), "coffee": ("cold", "missing", "dirty"),
+}  # fmt: skip
 OPENERS = ("", "hello ,", "excuse me ,", "good evening ,", "sorry to bother you ,", "pardon me ,")
 TAILS = (
-    "",
-    "again",
-    "since last night",
-    "and we are tired",
-    "and nobody came",
-    "after midnight",
-    "and my children cry",
-)
+    "", "again", "since last night", "and we are tired", "and nobody came", "after midnight", "and my children cry",
+)  # fmt: skip
 
 GREETINGS = ("hello", "good evening", "dear guest", "welcome back")
 APOLOGIES = ("i am so sorry about the {topic}", "we apologise for the {topic}", "i am sorry the {topic} is {problem}")
@@ -65,13 +52,9 @@ FILLER = (
 )  # fmt: skip
 RUDE = ("that is not my problem", "stop complaining", "deal with it", "you ask too much", "go away", "others never ask")
 CLOSINGS = (
-    "goodbye",
-    "thank you for telling us",
-    "thank you for your patience",
-    "have a pleasant stay",
-    "sleep well",
+    "goodbye", "thank you for telling us", "thank you for your patience", "have a pleasant stay", "sleep well",
     "we wish you a restful holiday",
-)
+)  # fmt: skip
 
 SHARPNESS = 3.0  # of preferences: a score ahead by 1 wins 95 times of 100
 EDITED = 0.5  # share of pairs in which one answer is the other with one edit: they teach what exactly counts
@@ -79,13 +62,10 @@ MAX_WORDS = 28  # words beyond this cost; the best answers have 18 to 26
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 _SIMPLE = {
-    **dict.fromkeys(GREETINGS, "greeting"),
-    **dict.fromkeys(PLAIN_APOLOGIES, "apology"),
-    **dict.fromkeys(VAGUE, "vague"),
-    **dict.fromkeys(FILLER, "filler"),
-    **dict.fromkeys(RUDE, "rude"),
+    **dict.fromkeys(GREETINGS, "greeting"), **dict.fromkeys(PLAIN_APOLOGIES, "apology"),
+    **dict.fromkeys(VAGUE, "vague"), **dict.fromkeys(FILLER, "filler"), **dict.fromkeys(RUDE, "rude"),
     **dict.fromkeys(CLOSINGS, "closing"),
-}
+}  # fmt: skip
 
 
 def _pattern(forms: Sequence[str]) -> re.Pattern[str]:

@@ -22,14 +22,10 @@ from rlhf_engine.rollout import exactness
 from rlhf_engine.tools.memory import Formula, Setting, find_config, roles_of
 
 _STATE = {
-    "frozen_weights": "frozen backbones",
-    "trained_weights": "trained backbones",
-    "adapters": "adapters",
-    "heads": "scalar heads",
-    "packed_weights": "packed weights",
-    "gradients": "gradients",
+    "frozen_weights": "frozen backbones", "trained_weights": "trained backbones", "adapters": "adapters",
+    "heads": "scalar heads", "packed_weights": "packed weights", "gradients": "gradients",
     "optimizer": "optimizer state",
-}
+}  # fmt: skip
 _WIDTH = 110  # columns of what is printed to a file
 
 
@@ -56,24 +52,15 @@ def formulas(config: PlanConfig) -> dict[str, Formula]:
         )
     width = shape.get_text_config().hidden_size
     setting = Setting(
-        config=shape,
-        dtype=DTYPES[config.dtype],
-        adapter_dtype=DTYPES[adapter_dtype(config.optim)],
-        device_type=config.device,
-        slot=SlotConfig(r=config.lora_r, target_modules=config.lora_target_modules),
-        prompt_length=config.max_prompt_length,
-        completion_length=config.max_completion_length,
-        batch=config.share,
-        num_generations=config.num_generations,
-        num_mini_batches=config.num_mini_batches,
+        config=shape, dtype=DTYPES[config.dtype], adapter_dtype=DTYPES[adapter_dtype(config.optim)],
+        device_type=config.device, slot=SlotConfig(r=config.lora_r, target_modules=config.lora_target_modules),
+        prompt_length=config.max_prompt_length, completion_length=config.max_completion_length, batch=config.share,
+        num_generations=config.num_generations, num_mini_batches=config.num_mini_batches,
         micro_batch=config.per_device_train_batch_size,
         token_budget=default_token_budget(torch.device(config.device), width),
-        gradient_checkpointing=config.gradient_checkpointing,
-        optim=config.optim,
-        quantization=config.quantization,
-        processes=config.processes,
-        shard_base=config.shard_base,
-    )
+        gradient_checkpointing=config.gradient_checkpointing, optim=config.optim, quantization=config.quantization,
+        processes=config.processes, shard_base=config.shard_base,
+    )  # fmt: skip
     every = [name for name in METHODS if name != "full_ppo" or not config.needs_frozen]
     methods = every if config.method == "all" else [config.method]
     first = Formula(roles_of(methods[0]), setting)

@@ -38,8 +38,7 @@ from rlhf_engine.errors import ConfigError
 
 C = TypeVar("C", bound="Options")
 _REQUIRED = object()
-_LARGEST_INT = 2**31 - 1
-"""Largest whole number of an option that has no smaller bound: nothing counts further."""
+_LARGEST_INT = 2**31 - 1  # largest whole number of an option that has no smaller bound: nothing counts further
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _NONE = ("none", "null")
@@ -121,10 +120,8 @@ class Options:
     A class that derives from it is a frozen dataclass without being told so.
     """
 
-    FIRST: ClassVar[tuple[str, ...]] = ()
-    """Options that `--help` shows; none: all."""
-    EXAMPLE: ClassVar[str] = ""
-    """A command line, in `--help`."""
+    FIRST: ClassVar[tuple[str, ...]] = ()  # options that `--help` shows; none: all
+    EXAMPLE: ClassVar[str] = ""  # a command line, in `--help`
     POSITIONAL: ClassVar[tuple[str, ...]] = ()
     """Options whose values may stand first, without their flags; an option with a list takes all that is left."""
     SECTIONS: ClassVar[str] = ""

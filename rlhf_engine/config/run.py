@@ -33,8 +33,7 @@ OPTIM_HELP = (
 )
 
 QUANTIZATION_HELP = "frozen backbones in 8 or 4 bits (nf4) through bitsandbytes"
-LARGEST_SEED = 2**32 - 1
-"""Largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits."""
+LARGEST_SEED = 2**32 - 1  # largest seed of NumPy. Seeds of steps are made of the run's, and have to stay within 64 bits
 LARGEST_RANK = 2**14  # largest rank of an adapter: more than the width of most models, at which it is no low rank
 REPOSITORY = (r"\w[\w.-]*/\w[\w.-]*", "owner/name")
 DEVICE = (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")

@@ -74,11 +74,9 @@ class GridFile(Options):
 class Grid(NamedTuple):
     """Runs of a grid file, and how they take turns."""
 
-    runs: dict[str, TrainConfig]
-    """Runs by the names of their folders, those of one seed together."""
+    runs: dict[str, TrainConfig]  # runs by the names of their folders, those of one seed together
     halving: Halving | None
-    at_once: int | None
-    """Runs in memory at once; None: all."""
+    at_once: int | None  # runs in memory at once; None: all
 
 
 def read_grid(path: str, output: Path) -> Grid:

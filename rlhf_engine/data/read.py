@@ -4,12 +4,9 @@ Sources are JSON and CSV files (also as .gz), Parquet, folders of such or of `da
 the Hugging Face Hub; docs/guides/train.md has the table. A local path comes first. A file of another name has an object
 per line. Cells of a CSV are texts, an empty one is no value, and a `label` of true, false, 1 or 0 is a truth value.
 
-`datasets` loads from the Hub, keeps it and runs no code of it. Text is UTF-8, with or without a byte order mark; only
-line feeds end a line, as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column twice,
-is a bad row; a file that cannot be read to its end is an error, whatever rows came before.
-
-JSON and CSV are not read by `datasets`. It gives a column one type: 1 beside 2.5 becomes 1.0, a text like a date a
-date, a key that a row lacks null. It does not say which line is damaged.
+Only line feeds end a line, as JSON strings may hold U+2028. A line that is no JSON, or an object that names a column
+twice, is a bad row; a file that cannot be read to its end is an error, whatever rows came before. JSON and CSV are not
+read by `datasets`: it gives a column one type, so that 1 beside 2.5 becomes 1.0, and does not name damaged lines.
 
     read = used + bad + dropped            truncated, without_prompt ≤ used
 

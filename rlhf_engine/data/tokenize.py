@@ -1,26 +1,17 @@
 """Text to token ids and back; rows of plain strings or chat templates, and what becomes of those that are too long.
 
-The tokens of an answer are those that it has after its prompt (`encode_continuation`); those of the prompt
-are the ones that generation begins with. An answer ends with its last end token, at which rollouts stop as well: the
-tokenizer's end-of-sequence token or another that the model's generation config names (`end_answer`).
-
-Strings: a prompt has the tokenizer's own beginning. An empty prompt of an answer is the beginning-of-sequence token, or
-the end-of-sequence token where there is none.
+The tokens of an answer are those that it has after its prompt (`encode_continuation`); those of the prompt are the ones
+that generation begins with. An answer ends with its last end token, at which rollouts stop as well (`end_answer`). An
+empty prompt of an answer is the beginning-of-sequence token, or else the end-of-sequence token.
 
 Conversations: the prompt is the chat template's text of its messages with the generation prompt, or, where they end
-with the assistant's words, up to these; prompt and answer are the template's text of all messages. The latter has to
-begin with the text of the prompt's messages, or the row is bad: a policy would be trained on answers to a prompt that
-it is never given. Some templates open thoughts in the generation prompt and write none in answers. As in TRL, such a
-prompt ends where the two texts part, with a warning.
+with the assistant's words, up to these. The text of all messages has to begin with it, or the row is bad: a policy
+would be trained on answers to a prompt that it is never given. Some templates open thoughts in the generation prompt
+and write none in answers. As in TRL, such a prompt ends where the two texts part, with a warning.
 
-`truncation` says what becomes of a row of more than `max_length` tokens; docs/guides/train.md has the table. `keep_end`
-cuts the prompt's oldest tokens, or turns up to one of the user's; `keep_start` cuts the answer's last tokens. `both`
-cuts the prompt down to half of max_length, and then the answer.
-
-Prompts that a policy is to answer have to leave room for an answer (`tokenize_prompts`).
-
-Of a preference both answers are measured against the same prompt, and the longer one decides. At least one token of
-the prompt stays, and where answers are cut one of each; a row that cannot be made to fit is bad.
+`truncation` says what becomes of a row of more than `max_length` tokens; docs/guides/train.md has the table. Of a
+preference both answers are measured against the same prompt, and the longer one decides. At least one token of the
+prompt stays, and where answers are cut one of each; a row that cannot be made to fit is bad.
 """
 
 from __future__ import annotations

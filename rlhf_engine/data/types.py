@@ -9,24 +9,19 @@
 | prompt-only         | prompt                             | PromptOnly         |
 
 A text is a string (standard) or a list of messages {role, content} (conversational). A completion in messages is the
-assistant's alone; where the prompt ends with the assistant's words, it continues them. `label` is true or false, 1 or
-0. Other columns are kept. A prompt that is a string may be empty where there is an answer. Such a row is a group of its
-own: two answers to nothing do not answer the same.
+assistant's alone; where the prompt ends with the assistant's words, it continues them. Other columns are kept. An empty
+prompt of an answer is a group of its own: two answers to nothing do not answer the same.
 
-Rows of other forms (messages, conversations, instruction and output, text) get these columns, and messages with
-ShareGPT's keys {from, value} TRL's (`with_known_columns`; docs/guides/train.md has the table). Text parts of content
-are joined. `tools` (a list or its JSON) and `chat_template_kwargs` of conversations go to the chat template.
+Rows of other forms get these columns (`with_known_columns`; docs/guides/train.md has the table). `tools` and
+`chat_template_kwargs` of conversations go to the chat template.
 
 An implicit prompt is what chosen and rejected begin with in common: whole messages of a conversation; of strings the
-longest beginning that splits no word and leaves both something to say, without the space before the answers. Where TRL
-splits no word either, its `extract_prompt` finds the same. `read.join_groups` says what it is a group of.
+longest beginning that splits no word and leaves both something to say, as TRL's `extract_prompt` finds it.
 
-Rows of Taskmaster-3's reward files (tickets for films, published with PERL, arXiv 2403.10704) are thumbs: `reward` is 1
-or 0, `context` a JSON string with the turns so far, `generation` one with the agent's next turn. A turn has a `role`
-(user, agent, api) and one of `text`, `api` (a call) or `response`. As text it is a line: role, colon, space, then its
-text in single spaces, or its call or response as JSON. The prompt is the lines of the turns and a bare `agent:`,
-the completion a space and the rest of the agent's line. Most rows continue others, although each has a
-`conversation_id` of its own. So a row's group is the first two turns of its dialogue: 271 groups in 3,667 rows.
+Rows of Taskmaster-3's reward files (published with PERL, arXiv 2403.10704) are thumbs: `reward` is 1 or 0, `context` a
+JSON string with the turns so far, `generation` one with the agent's next turn. As text a turn is a line: role, colon,
+space, and its text, call or response. Most rows continue others, although each has a `conversation_id` of its own, so a
+row's group is the first two turns of its dialogue: 271 groups in 3,667 rows.
 """
 
 from __future__ import annotations

@@ -163,14 +163,11 @@ class Scheduler:
         self._drawn_by: dict[int, int] = {}
         self._asked = dict(drawn_by or {})
         self._hurry = hurry or threading.Event()
-        self._waiting: deque[tuple[int, int]] = deque()
-        """Shares that nobody draws yet: step, and number of the share."""
+        self._waiting: deque[tuple[int, int]] = deque()  # shares that nobody draws yet: step, and number of the share
         self._idle: list[str] = []
-        self._running: dict[str, tuple[tuple[int, int], float]] = {}
-        """Share that a worker draws, and since when."""
+        self._running: dict[str, tuple[tuple[int, int], float]] = {}  # share that a worker draws, and since when
         self._prompts: dict[int, list[PromptBatch]] = {}
-        self._drawn: dict[int, dict[int, Rollout]] = {}
-        """Prompts and answers of each step, by share."""
+        self._drawn: dict[int, dict[int, Rollout]] = {}  # prompts and answers of each step, by share
         self._busy = 0.0
         self._failure: BaseException | None = None
         self._closed = False

@@ -6,15 +6,13 @@ OwnPolicy      every step draws its own, on the very weights that train
 PastPolicies   one after the other, by the policies that a rule names; what a concurrent run draws, repeated
 Concurrent     generators draw the answers of later steps meanwhile
 
-A source has four methods. `draw(step, version, lap)` makes the answers of a step (from 0), the next one to learn from,
-and metrics by name; `version` is the present policy's, `lap` is called with the name of a phase at its end.
-`learned(done, version)` notes that `done` steps are done, and publishes the policy that they made. `state()` is for a
-checkpoint that is written now, and `close()` lets go of what draws.
+A source has four methods. `draw(step, version, lap)` makes the answers of a step (from 0) and metrics by name, calling
+`lap` with the name of each phase. `learned(done, version)` publishes the policy that `done` steps have made. `state()`
+is for a checkpoint that is written now, and `close()` lets go of what draws.
 
 In the thread one copy of the base serves learner and generator, which share nothing that changes: the generator draws
-in a slot of its own, into which it copies published policies between two tokens. The gate by which layers find their
-slot is a thread's own. On a GPU it has a stream of its own with the higher priority: its small kernels slip in between
-the learner's large ones.
+in a slot of its own, into which it copies published policies between two tokens. On a GPU it has a stream of its own
+with the higher priority: its small kernels slip in between the learner's large ones.
 """
 
 from __future__ import annotations
@@ -418,17 +416,10 @@ class Concurrent(_ByPast):
             device = self._model.role_backbone(BEHAVIOUR).device
             transport = GeneratorThread(self._worker, self._store, device=device, threads=self._threads)
         return Scheduler(
-            transport,
-            self._prompts.shares,
-            self._rule,
-            self._after,
-            step=self._prompts.first_step,
-            total_steps=self._config.max_steps,
-            n_shares=self._n_shares,
-            timeout=SILENCE,
-            drawn_by=self._drawn_by,
+            transport, self._prompts.shares, self._rule, self._after, step=self._prompts.first_step,
+            total_steps=self._config.max_steps, n_shares=self._n_shares, timeout=SILENCE, drawn_by=self._drawn_by,
             hurry=hurry,
-        )
+        )  # fmt: skip
 
     def draw(self, step: int, version: int, lap: Lap) -> tuple[Rollout, dict[str, float]]:
         """Take what generators have drawn or are about to; the metrics say how busy they and the learner were."""

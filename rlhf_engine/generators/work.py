@@ -154,17 +154,12 @@ def take_apart(rollout: Rollout) -> tuple[dict[str, Any], dict[str, torch.Tensor
     """Plain values and tensors of a rollout, by name, to be sent."""
     batch, frozen = rollout.batch, rollout.frozen
     plain = {
-        "cu_seqlens": batch.cu_seqlens,
-        "prompt_lens": batch.prompt_lens,
-        "sample_ids": batch.sample_ids,
-        "finish_reasons": rollout.finish_reasons,
-        "filtered": rollout.filtered,
-        "stats": dataclasses.asdict(rollout.stats),
-        "has_frozen": frozen is not None,
+        "cu_seqlens": batch.cu_seqlens, "prompt_lens": batch.prompt_lens, "sample_ids": batch.sample_ids,
+        "finish_reasons": rollout.finish_reasons, "filtered": rollout.filtered,
+        "stats": dataclasses.asdict(rollout.stats), "has_frozen": frozen is not None,
         "vocabulary": None if batch.supports is None else batch.supports.vocabulary,
-        "turns": batch.turns,
-        "talks": rollout.talks and [vars(talk) for talk in rollout.talks],
-    }
+        "turns": batch.turns, "talks": rollout.talks and [vars(talk) for talk in rollout.talks],
+    }  # fmt: skip
     tensors = {"tokens": batch.tokens_T, "logprobs": rollout.logprobs_M, "versions": rollout.versions_M}
     if batch.supports is not None:
         tensors |= {_WORDS: batch.supports.words, _LENGTHS: batch.supports.lengths.int().to(batch.device)}

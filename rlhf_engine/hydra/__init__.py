@@ -26,26 +26,7 @@ from rlhf_engine.hydra.roles import (
 )
 
 __all__ = [
-    "METHODS",
-    "OFF",
-    "HiddenStates",
-    "HydraModel",
-    "LmLoss",
-    "LogprobLoss",
-    "LogprobPair",
-    "Logprobs",
-    "Output",
-    "PackedBatch",
-    "PairwiseRewardLoss",
-    "PointwiseRewardLoss",
-    "PolicyLoss",
-    "Rewards",
-    "RoleSpec",
-    "Scores",
-    "SlotConfig",
-    "ValueLoss",
-    "Values",
-    "hydra_roles",
-    "load_pretrained",
-    "save_pretrained",
-]
+    "METHODS", "OFF", "HiddenStates", "HydraModel", "LmLoss", "LogprobLoss", "LogprobPair", "Logprobs", "Output",
+    "PackedBatch", "PairwiseRewardLoss", "PointwiseRewardLoss", "PolicyLoss", "Rewards", "RoleSpec", "Scores",
+    "SlotConfig", "ValueLoss", "Values", "hydra_roles", "load_pretrained", "save_pretrained",
+]  # fmt: skip

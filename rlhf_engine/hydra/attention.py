@@ -204,8 +204,7 @@ _WITHOUT_EFFECT = frozenset(
 """Keywords that models hand through and that change nothing about who attends to whom: the plan says that."""
 
 
-Bucket = tuple[int, int]
-"""Sequences that share one SDPA call: the length that they are padded to, and their number."""
+Bucket = tuple[int, int]  # sequences that share one SDPA call: the length that they are padded to, and their number
 
 Grid = tuple[torch.Tensor, torch.Tensor]
 """Places of packed rows in the padded rows of all buckets, one bucket after another: int64 [places], the row of each

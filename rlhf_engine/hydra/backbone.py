@@ -91,8 +91,7 @@ class Backbone(nn.Module):
                 raise UnsupportedModelError(probe.not_ours(model.config.get_text_config().num_hidden_layers, 0))
             self.vocabulary = int(model.config.get_text_config().vocab_size)
             """Number of token ids, which are 0 to one less."""
-            self.context_length = loading.context_length(model.config)
-            """Most tokens that one sequence may have."""
+            self.context_length = loading.context_length(model.config)  # most tokens that one sequence may have
             self.linears = gate_linears(model)
             self.gated_head = next((layer for layer in self.linears.values() if isinstance(layer, GatedHead)), None)
             fuse_llama_ops(model)

@@ -122,14 +122,9 @@ def _load(
     else:
         sources = _sources(config, roles, dtype, device, quantization)
         model = HydraModel.from_pretrained(
-            sources.base,
-            roles=sources.roles,
-            backbones=sources.others,
-            dtype=dtype,
-            device=device,
-            quantization=quantization,
-            **own,
-        )
+            sources.base, roles=sources.roles, backbones=sources.others, dtype=dtype, device=device,
+            quantization=quantization, **own,
+        )  # fmt: skip
     if head is not None:
         reward_model.load_reward_head(_head(model, "reward"), head, "reward_funcs: 'reward_model'")
         model.trained_heads.add("reward")

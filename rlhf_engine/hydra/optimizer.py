@@ -329,16 +329,9 @@ class RoleOptimizer:
     ) -> RoleOptimizer:
         """The optimizer that a command's options describe."""
         return cls(
-            model,
-            learning_rates,
-            betas=(0.9, 0.999),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.largest_grad_norm,
-            optim=config.optim,
-            seed=config.seed,
-            world=world,
-        )
+            model, learning_rates, betas=(0.9, 0.999), eps=config.adam_epsilon, weight_decay=config.weight_decay,
+            max_grad_norm=config.largest_grad_norm, optim=config.optim, seed=config.seed, world=world,
+        )  # fmt: skip
 
     @property
     def is_sharded(self) -> bool:

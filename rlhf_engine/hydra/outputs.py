@@ -209,31 +209,11 @@ class TargetLogprobs(_OfOneRole):
     """Number > 0 that logits are divided by."""
 
     def compute(self, states: HiddenStates) -> TargetResults:
-        """Compute log-probs and loss. See `Output.compute`.
-
-        Args:
-            states: hidden states of `role`.
-
-        Returns:
-            fp32 log-probs in the shape of the targets, in nats, and the 0-d loss.
-
-        Raises:
-            ValueError: targets or weights of another shape, or a role without an LM head.
-        """
+        """Compute fp32 log-probs in the shape of the targets, in nats, and the 0-d loss. See `Output.compute`."""
         return compute_targets([(self, states)])[0]
 
     def rows(self, states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the rows that predict, one for each target.
-
-        Args:
-            states: hidden states of `role`.
-
-        Returns:
-            Hidden states [P · K, H] and int64 targets [P · K].
-
-        Raises:
-            ValueError: targets or weights of another shape.
-        """
+        """Find hidden states [P · K, H] that predict, and int64 targets [P · K]; ValueError for another shape."""
         shape = self.targets.shape
         if self.rows_P.dim() != 1 or shape[:1] != self.rows_P.shape or len(shape) > 2:
             raise ValueError(f"targets: expected shape [P] or [P, K] for {len(self.rows_P)} rows, got {list(shape)}")
@@ -244,17 +224,7 @@ class TargetLogprobs(_OfOneRole):
 
 
 def compute_targets(asked: Sequence[tuple[TargetLogprobs, HiddenStates]]) -> list[TargetResults]:
-    """Compute several outputs of one temperature, whose heads differ in LoRA alone, in one sweep of the vocabulary.
-
-    Args:
-        asked: at least one output with the hidden states that it reads.
-
-    Returns:
-        The results, in their order.
-
-    Raises:
-        ValueError: as of `TargetLogprobs.compute`.
-    """
+    """Compute several outputs of one temperature, whose heads differ in LoRA alone, in one sweep of the vocabulary."""
     hidden, targets = zip(*(output.rows(states) for output, states in asked), strict=True)
     heads, lengths = [states.lm_head(output.role) for output, states in asked], [len(x) for x in targets]
     options, ends = head_options(heads[0]), tuple(itertools.accumulate(lengths))
@@ -294,17 +264,7 @@ class TopLogprobs(_OfOneRole):
     """Number of words, 1 to V."""
 
     def compute(self, states: HiddenStates) -> TopResults:
-        """Compute the words and their log-probs at temperature 1. See `Output.compute`.
-
-        Args:
-            states: hidden states of `role`.
-
-        Returns:
-            fp32 log-probs [P, k] in nats, and int64 words [P, k].
-
-        Raises:
-            ValueError: a role without an LM head, or k out of its range.
-        """
+        """Compute fp32 log-probs [P, k] at temperature 1, in nats, and int64 words [P, k]. See `Output.compute`."""
         head, parts = states.lm_head(self.role), []
         if not 1 <= self.k <= len(head.weight):
             raise ValueError(f"k: expected 1 to {len(head.weight)}, got {self.k}")

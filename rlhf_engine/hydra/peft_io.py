@@ -50,21 +50,10 @@ HEADS_FILE = "heads.safetensors"
 ENGINE_FILE = "rlhf_engine.json"
 PREFIX = "base_model.model."
 _NOT_SERVED = {
-    "use_dora": False,
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layer_replication": None,
-    "lora_bias": False,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "velora_config": None,
-    "monteclora_config": None,
-    "arrow_config": None,
-    "kasa_config": None,
-}
+    "use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None,
+    "lora_bias": False, "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False,
+    "use_bdlora": None, "velora_config": None, "monteclora_config": None, "arrow_config": None, "kasa_config": None,
+}  # fmt: skip
 SCORE_MODULES = ("score", "classifier")
 """Modules that PEFT saves beside the LoRA of a sequence classifier: its head, which `reward_model` reads."""
 _CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
@@ -380,19 +369,10 @@ _loaded_back: dict[tuple[Any, ...], list[str]] = {}
 def save_slot(
     backbone: Backbone, name: str, folder: str | os.PathLike[str], *, base_name: str, score: torch.Tensor | None = None
 ) -> None:
-    """Write a slot as a PEFT LoRA folder, with a record of its base.
+    """Write a slot as a PEFT LoRA folder, with a record of its base; ValueError where PEFT would load another function.
 
-    Args:
-        backbone: the backbone that has the slot.
-        name: of the slot.
-        folder: the folder to write; it need not exist.
-        base_name: name of the base on the Hub, with its revision if it has one, or its folder: PEFT's config has the
-            whole path, which holds from wherever the adapter is loaded.
-        score: weight [1, H] of a reward head. The folder is then one of a sequence classifier (PEFT's SEQ_CLS, with
-            `score` under `modules_to_save`).
-
-    Raises:
-        ValueError: PEFT would load another function from the folder.
+    base_name: name of the base on the Hub, or its folder: PEFT's config has the whole path, which holds from wherever
+    the adapter is loaded. score: weight [1, H] of a reward head, which makes it the folder of a sequence classifier.
     """
     slot = backbone.slot(name)
     if score is None:

@@ -139,16 +139,11 @@ def load_pretrained(
             )
         sources[name] = source
     model = HydraModel.from_pretrained(
-        sources.pop("base"),
-        roles={name: RoleSpec(**fields) for name, fields in record["roles"].items()},
+        sources.pop("base"), roles={name: RoleSpec(**fields) for name, fields in record["roles"].items()},
         slots={name: peft_io.read_slot_config(folder / held["folder"]) for name, held in record["slots"].items()},
-        backbones=sources,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        token_budget=token_budget,
+        backbones=sources, dtype=dtype, device=device, quantization=quantization, token_budget=token_budget,
         adapter_dtype=getattr(torch, record["adapter_dtype"]),
-    )
+    )  # fmt: skip
     _check_hashes(model, record)
     peft_io.load_heads(model.heads, folder)
     model.trained_heads = set(record["trained_heads"])

@@ -244,24 +244,10 @@ def logprobs(
     outputs: tuple[str, ...] = ("logprob",),
     detach: tuple[str, ...] = (),
 ) -> LogprobOutputs:
-    """Statistics of `linear_logprob`, over the words that each token was drawn among.
+    """Statistics of `linear_logprob`, over the words that each token was drawn among; None: all words.
 
-    Args:
-        hidden: floating [M, H], hidden states that predict the M tokens.
-        head: LM head that reads them.
-        target_M: int64 [M], the tokens.
-        supports: words that each token was drawn among; None: all words.
-        temperature: number > 0 that logits are divided by.
-        outputs: names of the fields of `LogprobOutputs` that are computed.
-        detach: outputs that need no gradient.
-
-    Returns:
-        `LogprobOutputs`, fp32 [M] for each name in `outputs`, fp64 with an fp64 head.
-
-    Raises:
-        ValueError: an unknown name, a mean logit of a support, a temperature that is not > 0, or supports of another
-            vocabulary.
-        TypeError: a string instead of a tuple as `outputs` or `detach`.
+    hidden: floating [M, H], states that predict the tokens. Raises ValueError as that does, and for a mean logit of a
+    support or supports of another vocabulary.
     """
     options = {"temperature": temperature, **head_options(head)}
     if supports is None:
@@ -297,22 +283,7 @@ def pair(
 ) -> PairOutputs:
     """Statistics of `linear_logprob_pair`, over the words that each token was drawn among; heads may differ.
 
-    Args:
-        hidden: floating [M, H], hidden states that predict the M tokens.
-        head: LM head that reads them.
-        other: floating [M, H], hidden states of the reference, which get no gradient.
-        other_head: LM head of the reference.
-        target_M: int64 [M], the tokens.
-        supports: words that each token was drawn among; None: all words.
-        temperature: number > 0 that logits are divided by.
-        detach: outputs that need no gradient.
-
-    Returns:
-        `PairOutputs`, fp32 [M] each, fp64 with an fp64 head.
-
-    Raises:
-        ValueError: an unknown name, a temperature that is not > 0, or supports of another vocabulary.
-        TypeError: a string instead of a tuple as `detach`.
+    other: floating [M, H], states of the reference, which get no gradient. The rest is as of `logprobs`.
     """
     names = PairOutputs._fields
     fixed = check_detach(detach, names)

@@ -32,7 +32,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rlhf_kernels.runtime import registry
@@ -107,8 +107,7 @@ def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return queued(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(NamedTuple):
     """Properties of a layer that decide which path may serve it."""
 
     capability: tuple[int, int]
@@ -135,17 +134,9 @@ def choose(query: torch.Tensor, value: torch.Tensor, rule: ScoreRule, *, shared:
     """The function that serves such a layer, `shared` prompts included; None where SDPA or the op `attention` does."""
     if not _may_serve(query.device.type, query.dtype):
         return None
-    layer = Layer(
-        capability=capability(query.device),
-        dtype=query.dtype,
-        head_size=query.shape[-1],
-        value_size=value.shape[-1],
-        windowed=rule.window is not None,
-        softcapped=rule.softcap is not None,
-        sinks=rule.sinks is not None,
-        shared=shared,
-    )
-    return _chosen(layer)[1]
+    window, softcap, sinks = (x is not None for x in (rule.window, rule.softcap, rule.sinks))
+    sizes = query.shape[-1], value.shape[-1]
+    return _chosen(Layer(capability(query.device), query.dtype, *sizes, window, softcap, sinks, shared))[1]
 
 
 def can_share(device_type: str, dtype: torch.dtype, head_size: int) -> bool:
@@ -179,16 +170,8 @@ def report() -> dict[str, str]:
         return {"attention": IN_TRITON, "why": "exact mode or kernels triton: decoding's order in training, too"}
     chosen = {}
     for name in ("attention", "window", "sinks", "shared prompts", "softcap"):
-        layer = Layer(
-            capability=at,
-            dtype=torch.bfloat16,
-            head_size=64,
-            value_size=64,
-            windowed=name == "window",
-            softcapped=name == "softcap",
-            sinks=name == "sinks",
-            shared=name == "shared prompts",
-        )
+        kinds = [name == kind for kind in ("window", "softcap", "sinks", "shared prompts")]
+        layer = Layer(at, torch.bfloat16, 64, 64, *kinds)
         chosen[name] = _chosen(layer)[0]
     reasons = {path.name: path.unsupported(layer) for path in PATHS}
     return {**chosen, "why": "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)}
@@ -259,19 +242,11 @@ def _load_flash(module: str) -> Attend:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, rule: ScoreRule
     ) -> torch.Tensor:
         out = function(
-            query,
-            key,
-            value,
-            cu_seqlens_q=sequences.starts,
-            cu_seqlens_k=sequences.starts,
-            max_seqlen_q=sequences.longest,
-            max_seqlen_k=sequences.longest,
-            softmax_scale=rule.scaling,
-            causal=True,
-            deterministic=True,
-            **({} if rule.window is None else {"window_size": (rule.window - 1, 0)}),
+            query, key, value, cu_seqlens_q=sequences.starts, cu_seqlens_k=sequences.starts,
+            max_seqlen_q=sequences.longest, max_seqlen_k=sequences.longest, softmax_scale=rule.scaling, causal=True,
+            deterministic=True, **({} if rule.window is None else {"window_size": (rule.window - 1, 0)}),
             **({} if rule.softcap is None else {"softcap": rule.softcap}),
-        )
+        )  # fmt: skip
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the log-sum-exp as well
         return result
 
@@ -302,18 +277,9 @@ def _load_varlen() -> Attend:
         elif groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         out: torch.Tensor = function(
-            query,
-            key,
-            value,
-            sequences.starts,
-            sequences.starts,
-            sequences.longest,
-            sequences.longest,
-            scale=rule.scaling,
-            window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            **fixed,
-            **shared,
-        )
+            query, key, value, sequences.starts, sequences.starts, sequences.longest, sequences.longest,
+            scale=rule.scaling, window_size=(-1 if rule.window is None else rule.window - 1, 0), **fixed, **shared,
+        )  # fmt: skip
         return out
 
     return attend
@@ -342,10 +308,6 @@ def _flex_compiled() -> tuple[Any, Any]:
     raised = torch._dynamo.config.patch(recompile_limit=_VARIANTS)
     attend = raised(torch.compile(flex_attention, dynamic=True, fullgraph=True))
     return attend, raised(torch.compile(create_block_mask, fullgraph=True))
-
-
-def _load_flex() -> Attend:
-    return _attend_flex
 
 
 def _attend_flex(
@@ -423,5 +385,5 @@ PATHS = (
     _flash("flash-attn 4", "flash_attn.cute", "pip install --pre flash-attn-4", 9, 11),
     _flash("flash-attn 2", "flash_attn.flash_attn_interface", "pip install 'rlhf-engine[flash-attn]'", 8, 99),
     Path(name="torch varlen", unsupported=_varlen, load=_load_varlen),
-    Path(name="FlexAttention", unsupported=_flex, load=_load_flex),
+    Path(name="FlexAttention", unsupported=_flex, load=lambda: _attend_flex),
 )

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import Linear as PeftLinear
-from peft.tuners.lora import LoraLayer, LoraModel
+from peft.tuners.lora import Linear as PeftLinear, LoraLayer, LoraModel
 from rlhf_kernels.lora import OFF, Dropout, Segments, lora_delta_, lora_linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D

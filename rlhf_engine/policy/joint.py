@@ -18,8 +18,7 @@ from rlhf_engine.hydra.outputs import HiddenStates, Output, TargetLogprobs, comp
 from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.policy.pool import LivePolicy
 
-Loss = Callable[[tuple[Any, ...]], torch.Tensor]
-"""Makes the 0-d loss of a pass from its results."""
+Loss = Callable[[tuple[Any, ...]], torch.Tensor]  # makes the 0-d loss of a pass from its results
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,13 +37,8 @@ def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
     Passes share a traversal of the base as far as their lanes fit the host's token budget. A pass is never divided:
     its gradients do not depend on who is beside it.
 
-    Returns:
-        For each pass the results, in the order of its outputs. The graph of those with a loss is spent.
-
-    Raises:
-        PolicyRemovedError: a pass of a policy that has left.
-        ValueError: a pass without outputs, a sequence longer than the context, or an id outside the vocabulary.
-        GradientsLostError: a backward pass broke off; gradients that its policies held are gone.
+    Results of each pass come in the order of its outputs; the graph of those with a loss is spent. Raises
+    PolicyRemovedError, ValueError as a forward does, and GradientsLostError: what its policies held is gone.
     """
     outcomes = attempt(host, passes)
     for outcome in outcomes:

@@ -11,6 +11,7 @@ its slots under names that are never given twice: what is kept of one policy is 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 import warnings
@@ -35,8 +36,7 @@ from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.request import EngineOptions
 from rlhf_engine.runs.checkpoint import list_checkpoints, load_checkpoint, read_counters, save_checkpoint
 
-BASE = "base"
-"""Name of the policy that is the base itself, and of the host's role for it."""
+BASE = "base"  # name of the policy that is the base itself, and of the host's role for it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ACTOR: Roles = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
 
@@ -59,6 +59,7 @@ class LivePolicy:
     model: HydraModel  # its roles, slots and heads on the host's backbone
     optimizer: RoleOptimizer | None  # None where nothing is trained
     state: PolicyState = PolicyState()  # counters
+    n_bytes: int = 0  # bytes of its weights, with gradients and optimizer state where they are trained
     holders: int = 0  # requests and owners of a snapshot that use it now
     used: int = 0  # when it was used last, in uses of the pool
     waiting: Future[dict[str, float]] | None = None  # an optimizer step that waits for answers of fixed weights
@@ -77,11 +78,6 @@ class LivePolicy:
     def slot_on_host(self, slot: str | None) -> str | None:
         """Name of one of its slots on the host."""
         return None if slot is OFF or self.key == BASE else f"{self.key}-{slot}"
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of its weights, with gradients and optimizer state where they are trained."""
-        return _bytes(self.model, None if self.optimizer is None else self.state.optim)
 
     @property
     def has_gradient(self) -> bool:
@@ -297,6 +293,12 @@ class Policies:
         max_grad_norm: float | None = 1.0,
     ) -> Future[dict[str, float]]:
         """Apply a policy's gradients, between two tokens of its answers; norms by role once that is done."""
+        options = {"eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        for option, value in {"learning_rate": learning_rate, **options}.items():
+            if value is not None and not 0.0 <= value < math.inf:
+                raise ValueError(f"{option}: expected a finite number of at least 0, got {value}")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas: expected two numbers of at least 0 and below 1, got {betas}")
         policy = self.get(name)
         optimizer = policy.optimizer
         if optimizer is None:
@@ -304,7 +306,7 @@ class Policies:
         done = promise()
 
         def apply() -> dict[str, float]:
-            optimizer.set_options(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+            optimizer.set_options(betas=betas, **options)
             optimizer.set_lr_factor(learning_rate)
             return optimizer.step()
 
@@ -376,13 +378,15 @@ class Policies:
         if actor is None or actor.slot is OFF or actor.head != LM_HEAD:
             raise ValueError(f"roles: expected a role 'actor' with a slot and an LM head, got {dict(model.roles)}")
         trained = {role: 1.0 for role, spec in model.roles.items() if spec.trainable and is_trained}
-        self._make_room(name, _bytes(model, state.optim if trained else None))
+        n_bytes = _bytes(model, state.optim if trained else None)
+        self._make_room(name, n_bytes)
         model.eval()
         optimizer = None
         if trained:
             optimizer = RoleOptimizer(model, trained, optim=state.optim, seed=state.seed)
         key = f"p{next(self._numbers)}"
-        policy = LivePolicy(name=name, key=key, model=model, optimizer=optimizer, state=state, used=next(self._uses))
+        policy = LivePolicy(name=name, key=key, model=model, optimizer=optimizer, state=state, n_bytes=n_bytes)
+        policy.used = next(self._uses)
         slots = {f"{key}-{slot}": model.backbone().slot(slot) for slot in model.backbone().slots}
         self.host.add_roles({slot: RoleSpec(slot=slot, head=LM_HEAD) for slot in slots}, slots)
         self.engine.renew(policy.slot_on_host(actor.slot), state.step)

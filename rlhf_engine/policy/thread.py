@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, PolicyRemovedError
-from rlhf_engine.policy import joint
-from rlhf_engine.policy.joint import Pass
+from rlhf_engine.policy.joint import Pass, attempt
 from rlhf_engine.policy.pool import LivePolicy, Policies, fill, promise
 from rlhf_engine.rollout.request import Decode, Request, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
@@ -38,6 +37,7 @@ class Ticket:
     sampling: SamplingConfig  # options of requests that have none of their own
     decode: Decode | None  # token ids to text, for stop texts
     listen: Listen | None  # who hears of tokens; None: nobody
+    holds: bool  # whether it holds the policy itself, as nobody else does for it
     answers: Future[list[AnswerRow]] = field(default_factory=promise)  # finished rows, in the order of the requests
     rows: dict[int, AnswerRow] = field(default_factory=dict)  # finished rows by place
 
@@ -74,7 +74,7 @@ class PolicyThread:
         self._live: dict[int, tuple[Ticket, int]] = {}  # the engine's number → request
         self._had: dict[str, int] = {}  # key → tokens that the policy has had, those of latecomers from the least on
         self._calls = deque[tuple[Future[Any], Callable[[], Any]]]()
-        self._passes = deque[tuple[Pass, Future[tuple[Any, ...]]]]()
+        self._passes = deque[tuple[Future[Any], Pass]]()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -110,60 +110,60 @@ class PolicyThread:
 
     def submit(
         self,
-        name: str,
+        policy: str | LivePolicy,
         requests: Sequence[Request],
         sampling: SamplingConfig,
         *,
         decode: Decode | None = None,
         listen: Listen | None = None,
     ) -> Ticket:
-        """Queue requests of a policy, whose role they get.
+        """Queue requests of a policy, whose role they get. One that is given itself is held by the caller meanwhile.
 
         Raises BusyError where more would wait than may, or the policy is paused; ValueError as `Policies.get` and
-        `RolloutEngine.submit` do.
+        `RolloutEngine.submit` do; PolicyRemovedError for a policy that has left.
         """
-        policy = self.policies.hold(name)
+        held = self.policies.hold(policy) if isinstance(policy, str) else policy
+        requests, holds = [replace(request, role=held.role) for request in requests], held is not policy
         try:
-            return self._queue(policy, [replace(x, role=policy.role) for x in requests], sampling, decode, listen)
+            if not self._has(held):
+                raise _removed(held)
+            self.engine.check(requests, sampling, decode=decode)
+            if any(request.then for request in requests):
+                raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
+            if held.name in self.policies.paused:
+                raise BusyError(f"policy: expected one that is not paused, got {held.name!r}")
+            ticket = Ticket(
+                number=next(self._numbers), policy=held, requests=requests, sampling=sampling, decode=decode,
+                listen=listen, holds=holds,
+            )  # fmt: skip
+            self._queue(ticket)
+            return ticket
         except BaseException:
-            self.policies.release(policy)
+            if holds:
+                self.policies.release(held)
             raise
+
+    def _has(self, policy: LivePolicy) -> bool:
+        return any(other is policy for other in self.policies)
 
     def require_room(self, tokens: int) -> None:
         """Raise BusyError where so many tokens more, of prompts and answers, would wait than may."""
         if self.owed + tokens > self._max_tokens:
             raise BusyError(f"expected at most {self._max_tokens} tokens to wait, got {self.owed} and {tokens} more")
 
-    def _queue(
-        self,
-        policy: LivePolicy,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        decode: Decode | None,
-        listen: Listen | None,
-    ) -> Ticket:
-        self.engine.check(requests, sampling, decode=decode)
-        if any(request.then for request in requests):
-            raise ValueError("then: expected no further turns, each of which is a request by itself here, got some")
-        if policy.name in self.policies.paused:
-            raise BusyError(f"policy: expected one that is not paused, got {policy.name!r}")
-        numbers = self._numbers
+    def _queue(self, ticket: Ticket) -> None:
+        key = ticket.policy.key
         with self._changed:
-            ticket = Ticket(
-                number=next(numbers), policy=policy, requests=requests, sampling=sampling, decode=decode, listen=listen
-            )
-            asked = sum(map(ticket.cost, range(len(requests))))
+            asked = sum(map(ticket.cost, range(len(ticket.requests))))
             self.require_room(asked)
             self._require_open()
             self.owed += asked
-            if policy.key not in self._waiting:
+            if key not in self._waiting:
                 others = {t.policy.key for t, _ in self._live.values()} | self._waiting.keys()
-                least = min((self._had[key] for key in others), default=0)
-                self._had[policy.key] = max(self._had.get(policy.key, 0), least)
+                self._had[key] = max(self._had.get(key, 0), min((self._had[other] for other in others), default=0))
             self._open.add(ticket)
-            self._waiting.setdefault(policy.key, deque()).extend((ticket, i) for i in range(len(requests)))
+            self._waiting.setdefault(key, deque()).extend((ticket, i) for i in range(len(ticket.requests)))
             self._changed.notify()
-        return ticket
 
     def cancel(self, ticket: Ticket) -> Future[None]:
         """Drop what a ticket still waits for; nothing happens where it is done."""
@@ -171,19 +171,18 @@ class PolicyThread:
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run work between two steps; its result, or what it raised."""
-        done = promise()
-        with self._changed:
-            self._require_open()
-            self._calls.append((done, work))
-            self._changed.notify()
-        return done
+        return self._ask(self._calls, work)
 
     def compute(self, asked: Pass) -> Future[tuple[Any, ...]]:
         """Compute a policy's outputs between two steps, in one traversal with those that others ask for meanwhile."""
+        return self._ask(self._passes, asked)
+
+    def _ask(self, queue: deque[tuple[Future[Any], Any]], asked: Any, *, is_open: bool = True) -> Future[Any]:
         done = promise()
         with self._changed:
-            self._require_open()
-            self._passes.append((asked, done))
+            if is_open:
+                self._require_open()
+            queue.append((done, asked))
             self._changed.notify()
         return done
 
@@ -213,8 +212,7 @@ class PolicyThread:
                 self._closed = True
             for ticket in list(self._open):
                 self._drop(ticket, error)
-            left: list[Future[Any]] = [done for done, _ in self._calls] + [done for _, done in self._passes]
-            for done in left:
+            for done, _ in (*self._calls, *self._passes):
                 done.set_exception(error)
 
     def _turn(self) -> None:
@@ -230,10 +228,10 @@ class PolicyThread:
         if self._live:
             self._step()
 
-    def _compute(self, passes: Sequence[tuple[Pass, Future[tuple[Any, ...]]]]) -> None:
+    def _compute(self, passes: Sequence[tuple[Future[Any], Pass]]) -> None:
         with self.engine.between_steps():  # no policy comes or goes meanwhile
-            outcomes = joint.attempt(self.policies.host, [asked for asked, _ in passes])
-        for (_, done), outcome in zip(passes, outcomes, strict=True):
+            outcomes = attempt(self.policies.host, [asked for _, asked in passes])
+        for (done, _), outcome in zip(passes, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
             else:
@@ -253,9 +251,9 @@ class PolicyThread:
             try:
                 requests = [ticket.requests[place] for place in places]
                 numbers = self.engine.submit(requests, ticket.sampling, decode=ticket.decode)
-            except ValueError as error:  # one row alone is larger than the cache, or the policy has left meanwhile
-                gone = all(policy is not ticket.policy for policy in self.policies)
-                self._drop(ticket, PolicyRemovedError(f"policy {ticket.policy.name!r} was removed") if gone else error)
+            except (ValueError, RuntimeError, MemoryError) as error:
+                # a row alone is larger than the cache, no memory is left, or the policy has left meanwhile
+                self._drop(ticket, error if self._has(ticket.policy) else _removed(ticket.policy))
                 continue
             if self._log is not None:
                 how = [{**vars(request), "role": ticket.policy.name} for request in requests]
@@ -316,12 +314,10 @@ class PolicyThread:
         def drop() -> None:  # in the thread, which may be handing out tokens
             tickets = [ticket for ticket, _ in (*self._waiting.get(policy.key, ()), *self._live.values())]
             for ticket in dict.fromkeys(ticket for ticket in tickets if ticket.policy is policy):
-                self._drop(ticket, PolicyRemovedError(f"policy {policy.name!r} was removed"))
+                self._drop(ticket, _removed(policy))
             self._had.pop(policy.key, None)
 
-        with self._changed:
-            self._calls.append((promise(), drop))
-            self._changed.notify()
+        self._ask(self._calls, drop, is_open=False)
 
     def _drop(self, ticket: Ticket, error: BaseException) -> None:
         """Fail a ticket, and forget its requests."""
@@ -342,11 +338,16 @@ class PolicyThread:
 
     def _release(self, ticket: Ticket) -> None:
         self._open.discard(ticket)
-        self.policies.release(ticket.policy)
+        if ticket.holds:
+            self.policies.release(ticket.policy)
 
     def _note(self, event: str, **fields: Any) -> None:
         if self._log is not None:
             self._log({"turn": self.turns, "event": event, **fields})
+
+
+def _removed(policy: LivePolicy) -> PolicyRemovedError:
+    return PolicyRemovedError(f"policy {policy.name!r} was removed")
 
 
 def replay(

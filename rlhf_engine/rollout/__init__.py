@@ -13,14 +13,6 @@ from rlhf_engine.rollout.request import (
 from rlhf_engine.rollout.rows import AnswerRow
 
 __all__ = [
-    "AnswerRow",
-    "EngineOptions",
-    "PromptBatch",
-    "Request",
-    "Rollout",
-    "RolloutEngine",
-    "RolloutStats",
-    "SamplingConfig",
-    "generate",
-    "generate_requests",
-]
+    "AnswerRow", "EngineOptions", "PromptBatch", "Request", "Rollout", "RolloutEngine", "RolloutStats",
+    "SamplingConfig", "generate", "generate_requests",
+]  # fmt: skip

@@ -72,15 +72,11 @@ def tokenize_own_prompts(
 ) -> PromptSet:
     """Tokenize rows as prompts of a command's base, with room for an answer there and in a whole reward model."""
     return tokenize_prompts(
-        rows,
-        tokenizer,
-        tally,
+        rows, tokenizer, tally,
         context_length=read_context_length(config.model_name_or_path, config.whole_reward_model),
-        max_completion_length=config.max_completion_length,
-        max_prompt_length=config.max_prompt_length,
-        truncation=config.truncation,
-        vocabulary=read_vocabulary(config.model_name_or_path),
-    )
+        max_completion_length=config.max_completion_length, max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation, vocabulary=read_vocabulary(config.model_name_or_path),
+    )  # fmt: skip
 
 
 class AnswerSession:
@@ -195,14 +191,10 @@ class AnswerSession:
     def _row(self, answer: AnswerRow) -> dict[str, Any]:
         place = self._places[answer.index // self._each]
         return {
-            "index": place,
-            "prompt": self.texts[place],
-            "completion": self._text(answer.tokens),
-            "completion_ids": list(answer.tokens),
-            "tokens": len(answer.tokens),
-            "finish_reason": answer.finish_reason,
-            "mean_logprob": sum(answer.logprobs) / len(answer.logprobs),
-        }
+            "index": place, "prompt": self.texts[place], "completion": self._text(answer.tokens),
+            "completion_ids": list(answer.tokens), "tokens": len(answer.tokens),
+            "finish_reason": answer.finish_reason, "mean_logprob": sum(answer.logprobs) / len(answer.logprobs),
+        }  # fmt: skip
 
     def _raw_text(self, tokens: Any) -> str:
         return str(self.tokenizer.decode(tokens))

@@ -196,7 +196,13 @@ class RolloutEngine:
                 self._begin(step)
             self._next += len(rows)
             self._admission.add(rows)
-            self._make_room(rows, most_blocks)
+            try:
+                self._make_room(rows, most_blocks)
+            except BaseException:  # nobody knows the numbers of these rows
+                for row in rows:
+                    self._admission.remove(row)
+                self._step = None  # it may be of fewer slots than the tables have now
+                raise
             return range(self._next - len(rows), self._next)
 
     def check(

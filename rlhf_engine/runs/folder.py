@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hydra import peft_io
-from rlhf_engine.io import delete, finish_replacements, no_link, remove, replacing, write_manifest
+from rlhf_engine.io import delete, finish_replacements, lock as lock_file, no_link, remove, replacing, write_manifest
 from rlhf_engine.runs.checkpoint import list_checkpoints
 
 METRICS_FILE = "metrics.jsonl"
@@ -54,20 +52,13 @@ def require_unlocked(output: Path) -> None:
 
 def _lock(descriptor: int, kind: int, output: Path) -> None:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        without = "another process that runs there will not be noticed"
+        lock_file(descriptor, kind | fcntl.LOCK_NB, f"output_dir: {output}", without)
     except BlockingIOError as error:
         holder = (output / LOCK_FILE).read_text().strip()
         raise ConfigError(
             f"output_dir: expected a folder that no other process writes, got {output}, where process {holder} runs"
         ) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        warnings.warn(
-            f"output_dir: {output} is on a file system without locks ({error.strerror}); another process that runs "
-            "there will not be noticed",
-            stacklevel=4,
-        )
 
 
 def check_output(output: Path, *, resume: str | None, checkpoint: Path | None) -> None:

@@ -1,16 +1,12 @@
 """Numbers and sample answers that a run leaves behind, the record of what ran where, and trackers that get copies.
 
 * `metrics.jsonl` has one JSON object per line, `{"step": 3, "reward": 0.41, …}`, flushed as written: a killed
-  run loses no line. `sync` brings them to the disk before a checkpoint that a run goes on from, so that a power
-  cut loses none either.
-* JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. That
-  key is there only when something is wrong, so one search finds every bad step.
-* Steps never go backwards. A resumed run calls `truncate_after(step of the checkpoint)` first, so that no step
-  is in the file twice. What a crash has left behind whole lines is dropped when the file is opened. A line that is
-  damaged before them stays, so that every reader says what is lost.
+  run loses no line. `sync` brings them to the disk before a checkpoint that a run goes on from.
+* JSON has no NaN or infinity. Such a value is written as null and named: `"nonfinite": {"kl": "nan"}`. One search for
+  that key finds every bad step.
+* Steps never go backwards: a resumed run calls `truncate_after(step of the checkpoint)` first. What a crash has left
+  behind whole lines is dropped when the file is opened. A damaged line before them stays, so that every reader says so.
 * `samples.jsonl` has the answers to the same few prompts as a run goes on, a line per look at the policy.
-* Trackers (TensorBoard, trackio, Weights & Biases, by accelerate) get copies; what talks to a network does so because
-  the user asked for it by name.
 * Files that are replaced are written beside themselves and renamed: a reader sees the old one or the new one.
 """
 

@@ -42,12 +42,9 @@ _PLACES = ("output_dir", "resume_from_checkpoint", "report_to")
 _FEW = 4  # most options that stand before the numbers in a comparison
 
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("rlhf_engine", "."),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+    loader=jinja2.PackageLoader("rlhf_engine", "."), autoescape=True, undefined=jinja2.StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 TEMPLATES.filters |= {"visible": show_controls, "number": format_value}
 TEMPLATES.tests["contains"] = lambda texts, text: text in texts
 TEMPLATES.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
@@ -151,19 +148,11 @@ def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, An
     looks = SampleLog(folder / SAMPLES_LOG).read()
     kept = _thinned(looks)
     shown = {
-        "name": name,
-        "state": state,
-        "steps": rows[-1]["step"],
-        "total": total_steps(record),
-        "every": every,
-        "curves": curves,
-        "nonfinite": _not_finite(rows),
-        "damaged": name_damaged(lines),
-        "samples": [asdict(look) for look in kept],
-        "looks": len(looks),
-        "config": shareable(record.get("config", {})),
-        "facts": _facts(record),
-    }
+        "name": name, "state": state, "steps": rows[-1]["step"], "total": total_steps(record), "every": every,
+        "curves": curves, "nonfinite": _not_finite(rows), "damaged": name_damaged(lines),
+        "samples": [asdict(look) for look in kept], "looks": len(looks),
+        "config": shareable(record.get("config", {})), "facts": _facts(record),
+    }  # fmt: skip
     json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
     return shown, headlines(rows, record, state)
 

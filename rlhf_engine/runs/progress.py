@@ -37,19 +37,12 @@ from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
 WATCHED = {
-    "reward": "reward",
-    "eval/reward": "reward, held out",
-    "kl": "KL, nats per answer",
-    "entropy": "entropy, nats per token",
-    "clip_ratio": "clipped ratios",
-    "value/explained_variance": "explained variance",
-    "completions/mean_length": "tokens per answer",
-    "lm_loss": "cross-entropy",
-    "reward_loss": "loss",
-    "reward_accuracy": "accuracy",
-    "eval/accuracy": "accuracy, held out",
-    "eval/auc": "AUC, held out",
-}
+    "reward": "reward", "eval/reward": "reward, held out", "kl": "KL, nats per answer",
+    "entropy": "entropy, nats per token", "clip_ratio": "clipped ratios",
+    "value/explained_variance": "explained variance", "completions/mean_length": "tokens per answer",
+    "lm_loss": "cross-entropy", "reward_loss": "loss", "reward_accuracy": "accuracy",
+    "eval/accuracy": "accuracy, held out", "eval/auc": "AUC, held out",
+}  # fmt: skip
 """metric → label of the rows, in this order; a run has the rows that it has numbers for."""
 PHASES = {"seconds/generate": "generate", "seconds/score": "score", "seconds/update": "update"}
 COURSE_WIDTH = 36  # columns of a course
@@ -89,17 +82,10 @@ class TrainingProgress:
     """Progress of a run: a dashboard on a terminal, one plain line per update elsewhere (files, pipes, CI)."""
 
     SHOWN: ClassVar[dict[str, str]] = {
-        "reward": "reward",
-        "kl": "kl",
-        "lm_loss": "loss",
-        "tokens_per_second": "tokens/s",
-        "staleness/max": "age",
-        "async/ready_steps": "ready",
-        "async/generator_utilisation": "generator",
-        "async/learner_utilisation": "learner",
-        "async/speedup": "speed-up",
-        "async/speedup_bound": "of at most",
-    }
+        "reward": "reward", "kl": "kl", "lm_loss": "loss", "tokens_per_second": "tokens/s", "staleness/max": "age",
+        "async/ready_steps": "ready", "async/generator_utilisation": "generator",
+        "async/learner_utilisation": "learner", "async/speedup": "speed-up", "async/speedup_bound": "of at most",
+    }  # fmt: skip
     """Metrics of a plain line, with their labels; the last ones are of answers that are drawn beside the updates."""
 
     def __init__(

@@ -40,14 +40,9 @@ def interval_by_prompt(statistic: Callable[[torch.Tensor], torch.Tensor], prompt
     if prompts == 1:  # nothing to resample
         return Interval(value, value, value)
     drawn = bootstrap(
-        (np.arange(prompts),),
-        of_places,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=max(1, _MOST_WEIGHTS // prompts),
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
+        (np.arange(prompts),), of_places, vectorized=True, n_resamples=RESAMPLES,
+        batch=max(1, _MOST_WEIGHTS // prompts), method="percentile", rng=np.random.default_rng(seed),
+    )  # fmt: skip
     low, high = np.nanquantile(drawn.bootstrap_distribution, (0.025, 0.975))
     return Interval(value, float(low), float(high))
 

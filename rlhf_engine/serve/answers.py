@@ -25,8 +25,7 @@ from rlhf_engine.serve.protocol import TOOL_CALL, Asked, tool_calls
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 _REASONS_OF_CALLS = {"stop": "tool_calls", "length": "length"}
-_CONTEXT = 4
-"""Tokens before a text that it is decoded with: white space at its beginning may belong to it only there."""
+_CONTEXT = 4  # tokens before a text that it is decoded with: white space at its beginning may belong to it only there
 
 
 class TokenLogprob(NamedTuple):
@@ -63,7 +62,7 @@ class Reply:
         if asked.sampling is not None:
             numbered, decode = enumerate(self._prompts), self.raw_text if self.stops else None
             requests = [Request(prompt=tuple(p), sample_id=i, greedy=asked.greedy, keep=True) for i, p in numbered]
-            self._ticket = self.thread.submit(asked.policy, requests, asked.sampling, decode=decode, listen=listen)
+            self._ticket = self.thread.submit(policy, requests, asked.sampling, decode=decode, listen=listen)
         return policy
 
     def _hold(self) -> LivePolicy:

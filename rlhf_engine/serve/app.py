@@ -189,7 +189,7 @@ class Service:
             "policies": [
                 {
                     "name": self.name if policy.name == BASE else policy.name, "steps": policy.state.step,
-                    "bytes": 0 if policy.name == BASE else policy.n_bytes, "users": policy.holders,
+                    "bytes": policy.n_bytes, "users": policy.holders,
                     "state": _state(policy, policies),
                 }
                 for policy in policies

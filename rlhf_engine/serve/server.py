@@ -61,12 +61,8 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
     if state is not None:
         state.mkdir(parents=True, exist_ok=True)
     policies = Policies(
-        host,
-        state=state,
-        max_policies=config.max_policies,
-        options=EngineOptions.of(config),
-        exact=config.exact,
-    )
+        host, state=state, max_policies=config.max_policies, options=EngineOptions.of(config), exact=config.exact,
+    )  # fmt: skip
     name = config.served_name or Path(config.model_name_or_path.partition("@")[0].rstrip("/")).name
     for place in config.adapters:
         adapter, _, folder = place.partition("=")

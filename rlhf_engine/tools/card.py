@@ -72,20 +72,12 @@ def write_card(config: ExportConfig, source: Source, folder: Path, notes: list[s
         with contextlib.suppress(ValueError):  # no metric that is drawn
             plot_curves(metrics, folder / CURVES_FILE)
     text = template.render(
-        card_data=data.to_yaml(),
-        code=code,
-        config=config,
-        source=source,
-        adapter=read_optional(folder, peft_io.CONFIG_FILE),
-        base=base,
-        revision=revision,
-        on_hub=on_hub,
-        data=_data(source),
-        method=_method(source, steps[-1]["step"] if steps else None),
+        card_data=data.to_yaml(), code=code, config=config, source=source,
+        adapter=read_optional(folder, peft_io.CONFIG_FILE), base=base, revision=revision, on_hub=on_hub,
+        data=_data(source), method=_method(source, steps[-1]["step"] if steps else None),
         curve=headlines(steps, source.run, None) if steps else [],
-        picture=CURVES_FILE if (folder / CURVES_FILE).is_file() else None,
-        notes=notes,
-    )
+        picture=CURVES_FILE if (folder / CURVES_FILE).is_file() else None, notes=notes,
+    )  # fmt: skip
     ModelCard(text).save(folder / CARD)
 
 

@@ -143,15 +143,10 @@ def _of_folder(config: ExportConfig, root: Path, held: dict[str, Any], options: 
         elif base is not None and str(options.get("model_name_or_path")).startswith(f"{base}@"):
             base = options["model_name_or_path"]
     return {
-        "adapter": adapter,
-        "base": base,
-        "base_hash": held.get("base_hash"),
-        "decoder_hash": held.get("decoder_hash"),
-        "lm_head": True,
-        "head": reward_model.read_reward_head(root),
-        "head_name": "reward",
-        "role": held.get("slot"),
-    }
+        "adapter": adapter, "base": base, "base_hash": held.get("base_hash"),
+        "decoder_hash": held.get("decoder_hash"), "lm_head": True, "head": reward_model.read_reward_head(root),
+        "head_name": "reward", "role": held.get("slot"),
+    }  # fmt: skip
 
 
 def merged_model(source: Source, *, dtype: torch.dtype | None, lm_head: bool = True) -> PreTrainedModel:

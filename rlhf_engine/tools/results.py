@@ -30,15 +30,11 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 """Overlaps with reference answers: of words, of pairs of words, of the longest common subsequence."""
 MOST_PROMPTS = 400  # prompts on the page; of more, every so many-th
 _LINES = (
-    ("win_rate", "win rate", ".1%"),
-    ("kl", "KL from the base, nats", ".3f"),
-    ("kl_per_token", "… per token", ".4f"),
-    ("perplexity", "perplexity of references", ".2f"),
-    ("tokens", "tokens per answer", ".1f"),
-    ("characters", "characters per answer", ".1f"),
-    ("finished", "ended by themselves", ".1%"),
+    ("win_rate", "win rate", ".1%"), ("kl", "KL from the base, nats", ".3f"), ("kl_per_token", "… per token", ".4f"),
+    ("perplexity", "perplexity of references", ".2f"), ("tokens", "tokens per answer", ".1f"),
+    ("characters", "characters per answer", ".1f"), ("finished", "ended by themselves", ".1%"),
     *((name, name.replace("rouge", "ROUGE-"), ".3f") for name in ROUGE),
-)
+)  # fmt: skip
 """Lines of the table below those of rewards: key of the figure, label, form of numbers."""
 
 
@@ -178,17 +174,10 @@ def write_page(evaluation: Evaluation, measured: Mapping[str, Outcome], results:
     judge = results["judge"] or "nobody"  # without its address or path
     judge = "a server" if judge.startswith(("http://", "https://")) else judge.rpartition("/")[2]
     text = render(
-        "tools/page.html.jinja",
-        ["runs/page_chart.js", "tools/page.js"],
-        ["runs/page.css", "tools/page.css"],
-        written=round(time.time()),
-        refresh=None,
-        title=show_controls(f"Evaluation of {', '.join(measured)}"),
-        results=results,
-        judge=judge,
-        table=lines(results),
-        data=_data(evaluation, measured, results),
-    )
+        "tools/page.html.jinja", ["runs/page_chart.js", "tools/page.js"], ["runs/page.css", "tools/page.css"],
+        written=round(time.time()), refresh=None, title=show_controls(f"Evaluation of {', '.join(measured)}"),
+        results=results, judge=judge, table=lines(results), data=_data(evaluation, measured, results),
+    )  # fmt: skip
     write_atomic(out, text.encode())
     return out
 
@@ -216,13 +205,9 @@ def _data(evaluation: Evaluation, measured: Mapping[str, Outcome], results: Mapp
         for i, row in ((i, rows[i]) for i in shown)
     ]
     return {
-        "colours": COLOURS,
-        "runs": models,
-        "prompts": prompts,
-        "every": every,
-        "against": results["against"],
+        "colours": COLOURS, "runs": models, "prompts": prompts, "every": every, "against": results["against"],
         "key": json_digest([prompts, models], 16),
-    }
+    }  # fmt: skip
 
 
 def _answer(of: Outcome, i: int, draw: int) -> dict[str, Any]:

@@ -208,13 +208,8 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
             self._note_best(metrics[f"eval/{self.best_metric}"])
         return metrics
 
-    def saves_now(self) -> bool:
-        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
-        return super().saves_now() or self.state.best_step == self.state.step
-
     def end(self) -> dict[str, Any]:
         """Write the best step's model into final/, and the result into the record; `model` is then that one."""
-        self.plot()
         self._load_best()
         write_final(self.output, lambda folder: write_reward_model(self.model, self.tokenizer, folder, self.config))
         result = self.result()
@@ -226,14 +221,9 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`reward_loss` of some rows of a step."""
         return reward_loss(
-            self.model,
-            [rows[i] for i in places],
-            denom=float(len(rows)),
-            dropout_seed=dropout_seed,
-            places=places,
-            pos_weight=self.pos_weight,
-            center=self.config.center_rewards_coefficient or 0.0,
-        )
+            self.model, [rows[i] for i in places], denom=float(len(rows)), dropout_seed=dropout_seed, places=places,
+            pos_weight=self.pos_weight, center=self.config.center_rewards_coefficient or 0.0,
+        )  # fmt: skip
 
     def rewards(self, examples: Sequence[Example]) -> torch.Tensor:
         """Rewards of all answers, fp32 [rows, answers per row], by shares of the ranks, or NonFiniteError."""
@@ -408,15 +398,10 @@ class RewardTrainer(SupervisedTrainer[RewardState]):
         return {
             # a base that is trained has no hash that would mean something later
             "base_hash": self.model.backbone().base_hash() if self.config.mode == "lora" else None,
-            "objective": self.objective,
-            "metric_for_best_model": self.best_metric,
-            "pos_weight": self.pos_weight,
-            "rows": rows,
-            "notes": self.notes,
-            "trained_parameters": self.trained_parameters,
-            "base_parameters": self.base_parameters,
-            "trained_share": self.trained_parameters / self.base_parameters,
-        }
+            "objective": self.objective, "metric_for_best_model": self.best_metric, "pos_weight": self.pos_weight,
+            "rows": rows, "notes": self.notes, "trained_parameters": self.trained_parameters,
+            "base_parameters": self.base_parameters, "trained_share": self.trained_parameters / self.base_parameters,
+        }  # fmt: skip
 
 
 def count_labels(examples: Sequence[Example]) -> tuple[int, int]:

@@ -429,10 +429,6 @@ class RlTrainer(Run[TrainerState]):
                     self.evaluation.note_samples()
         return metrics
 
-    def saves_now(self) -> bool:
-        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
-        return super().saves_now() or self.state.best_step == self.state.step
-
     def end(self) -> None:
         """Write the final model, and samples if there are any."""
         write_final(self.output, self._write_model)

@@ -125,6 +125,8 @@ class Policy(Generic[State]):
         return save_checkpoint(output, self.model, self.optimizer, state, keep=keep, policies=past)
 
 
+_PLOT_SECONDS = 60.0
+"""Least seconds between two pictures of curves while a run goes on: one takes as long as many steps of a tiny model."""
 OnStep = Callable[[int, dict[str, Any]], None]  # called with the number of steps done and the step's metrics
 
 
@@ -142,6 +144,7 @@ class Run(ABC, Generic[State]):
     """Makes the block of `whole_base`."""
     _saved_step: int | None = None  # step of the newest checkpoint that this process has written
     _record: dict[str, Any] | None = None  # contents of run.json for a run that has begun
+    _plots_at: float = 0.0  # time of the monotonic clock from which on curves are drawn again
     _page: LivePage | None = None  # page of a run that goes on, on the main rank
     title: str  # title of the progress that is shown
     shown: Mapping[str, str] = TrainingProgress.SHOWN  # metrics of the progress that is shown, and their labels
@@ -194,8 +197,9 @@ class Run(ABC, Generic[State]):
         return {}
 
     def saves_now(self) -> bool:
-        """Whether a checkpoint is due after the step that is done."""
-        return self._is_regular() or self._is_last()
+        """Whether a checkpoint is due: every `save_steps` steps, after the last one, after the best evaluation."""
+        is_best = getattr(self.state, "best_step", None) == self.state.step
+        return self._is_regular() or self._is_last() or is_best
 
     def describe(self) -> dict[str, Any]:
         """Facts of the run for its record, beside its options and this machine: plain values by name."""
@@ -282,7 +286,12 @@ class Run(ABC, Generic[State]):
                     self._write(writer, trackers, before)
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
-                    metrics = {**self.step(), **self.look()}
+                    metrics = self.step()
+                    try:
+                        metrics |= self.look()
+                    except BaseException:  # an evaluation that fails costs no row of the step before it
+                        self._write(writer, trackers, metrics)
+                        raise
                     whole = self._whole_state() if self.saves_now() else contextlib.nullcontext()
                     with whole, world.together("metrics and checkpoints"):
                         self._note(writer, trackers, metrics, on_step)
@@ -290,7 +299,11 @@ class Run(ABC, Generic[State]):
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
                     with self._whole_state(), world.together("the last checkpoint"):
                         self._save_once(writer)
+                        if writer is not None:
+                            self.plot()
                     raise RunStopped(f"stopped at step {self.state.step} of {self.total_steps}")
+            if writer is not None and writer.last_step > 0:  # else what was known of a run is gone
+                self.plot()
 
     def _note(
         self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any], on_step: OnStep | None
@@ -302,7 +315,7 @@ class Run(ABC, Generic[State]):
             on_step(done, metrics)
         if self.saves_now():
             self._save_after(writer, self.save)
-            if writer is not None:
+            if writer is not None and not self._is_last() and time.monotonic() >= self._plots_at:
                 self.plot()
 
     def _write(self, writer: MetricsWriter | None, trackers: Trackers | None, metrics: dict[str, Any]) -> None:
@@ -383,6 +396,7 @@ class Run(ABC, Generic[State]):
 
     def plot(self) -> None:
         """Draw the curves of the metrics so far."""
+        self._plots_at = time.monotonic() + _PLOT_SECONDS
         plot_curves(self.output / METRICS_FILE, self.output / CURVES_FILE)
 
     def write_record(self, result: dict[str, Any] | None = None) -> None:

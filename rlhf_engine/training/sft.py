@@ -150,7 +150,6 @@ class SftTrainer(SupervisedTrainer[SupervisedState]):
     def end(self) -> dict[str, Any]:
         """Write the model, and the result into the record; the metrics of the last step."""
         metrics = read_metrics(self.output / METRICS_FILE)[-1]
-        self.plot()
         self.model.eval()
         self.write_model()
         self.write_record({"steps": self.state.step, **metrics})

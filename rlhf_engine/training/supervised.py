@@ -96,10 +96,8 @@ def pairwise_loss(
 class SupervisedTrainer(SupervisedRun[S]):
     """A run over tokenized rows. Everything that can be wrong with the request is found before the first step."""
 
-    rows: list[Example]
-    """Tokenized rows that are trained on."""
-    notes: list[str]
-    """Notes for the user before the run starts, one sentence each."""
+    rows: list[Example]  # tokenized rows that are trained on
+    notes: list[str]  # notes for the user before the run starts, one sentence each
 
     def load(self) -> HydraModel:
         """Load the data, and the model as it is before any step, once options and output folder are checked."""
@@ -136,14 +134,10 @@ class SupervisedTrainer(SupervisedRun[S]):
         config, path = self.config, self.config.model_name_or_path
         context = read_context_length(path)
         tokenized = tokenize_rows(
-            rows,
-            self.tokenizer,
-            tally,
-            max_length=min(config.max_length or context, context),
-            truncation=config.truncation,
-            end_ids=read_eos_token_ids(self.tokenizer, path),
+            rows, self.tokenizer, tally, max_length=min(config.max_length or context, context),
+            truncation=config.truncation, end_ids=read_eos_token_ids(self.tokenizer, path),
             vocabulary=read_vocabulary(path),
-        )
+        )  # fmt: skip
         self.reports[tally.argument] = tally
         examples = _with_margins(tokenized, tally)
         different = [e for e in examples if len(e.answers) == 1 or e.answers[0] != e.answers[1]]
@@ -171,14 +165,10 @@ class SupervisedTrainer(SupervisedRun[S]):
         """Load the base with roles on it (`full`), or on a new slot (`lora`)."""
         config = self.config
         model = HydraModel.from_pretrained(
-            config.model_name_or_path,
-            roles=roles,
-            slots={slot: slot_config(config)} if config.mode == "lora" else {},
-            dtype=DTYPES[config.dtype],
-            device=loading_device(config),
-            adapter_dtype=DTYPES[adapter_dtype(config.optim)],
-            seed=config.seed,
-        )
+            config.model_name_or_path, roles=roles,
+            slots={slot: slot_config(config)} if config.mode == "lora" else {}, dtype=DTYPES[config.dtype],
+            device=loading_device(config), adapter_dtype=DTYPES[adapter_dtype(config.optim)], seed=config.seed,
+        )  # fmt: skip
         require_savable(model)
         if config.gradient_checkpointing:
             model.backbone().enable_gradient_checkpointing()

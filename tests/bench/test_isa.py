@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_bench import isa
-from rlhf_bench import kernel_table as making
+from rlhf_bench import isa, kernel_table as making
 from rlhf_kernels.runtime import kernel_table, native, registry
 
 from tests.bench.test_bench import load_script, measure, tiny

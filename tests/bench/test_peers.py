@@ -14,8 +14,7 @@ import pytest
 import torch
 from rlhf_bench import OPS, PEERS, candidates, case, floor, heads
 from rlhf_bench.case import NotHereError, differentiate, leaves_of
-from rlhf_bench.ops import decode_attention, load_cases, lora
-from rlhf_bench.ops import sample as sampling
+from rlhf_bench.ops import decode_attention, load_cases, lora, sample as sampling
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 from rlhf_kernels.sample import sample
 from torch.utils._python_dispatch import TorchDispatchMode

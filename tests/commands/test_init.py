@@ -99,7 +99,7 @@ def test_what_it_refuses(tmp_path, monkeypatch, capsys):
 
 def test_every_template_is_used():
     used = {name for start in STARTS.values() for name in (start.readme, *start.files.values())}
-    data = {"story_prompts.jsonl", "story_prompts_heldout.jsonl"}
+    data = {"story_prompts.jsonl", "story_prompts_heldout.jsonl", "demo-sft.yaml", "demo-train.yaml"}
     assert {path.name for path in TEMPLATES.iterdir() if path.is_file()} == used | data
 
 

@@ -15,8 +15,7 @@ from rlhf_kernels.attention import attention
 
 from rlhf_engine.config import parser
 from rlhf_engine.config.algorithm import ALGORITHMS
-from rlhf_engine.hydra import model as hydra_model
-from rlhf_engine.hydra import varlen
+from rlhf_engine.hydra import model as hydra_model, varlen
 from rlhf_engine.rollout.request import Rollout
 from rlhf_engine.training.rl import RlTrainer
 from tests.devices.stand_in import DEVICE, Traffic, counted, installed

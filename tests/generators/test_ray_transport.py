@@ -15,8 +15,7 @@ from rlhf_kernels.runtime import registry
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.errors import ConfigError, GeneratorError
-from rlhf_engine.generators import ray as ray_transport
-from rlhf_engine.generators import work as serialize
+from rlhf_engine.generators import ray as ray_transport, work as serialize
 from rlhf_engine.generators.ray import Generator, RayTransport, Room, _other_gpus, generators_on_ray, room_for
 from rlhf_engine.generators.scheduler import Drawn, Joined, Lost, Scheduler, StalenessRule
 from rlhf_engine.generators.work import take

@@ -19,8 +19,7 @@ from transformers.activations import ACT2FN, GELUActivation
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from rlhf_engine.devices import stand_in
-from rlhf_engine.hydra import attention, varlen
-from rlhf_engine.hydra import modules as swaps
+from rlhf_engine.hydra import attention, modules as swaps, varlen
 from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.hydra.modules import fuse_llama_ops
 from tests.hydra.architectures import plain_model

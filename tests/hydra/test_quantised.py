@@ -14,18 +14,17 @@ from rlhf_engine.hydra import (
     load_pretrained,
     save_pretrained,
 )
-from rlhf_engine.hydra.gate import head_logits
 from rlhf_engine.hydra.loading import load_model
 from rlhf_engine.rollout import SamplingConfig, generate
 from rlhf_engine.training.rl import RlTrainer
-from tests.conftest import VOCAB, random_batch, randomise, tiny_llama
+from tests.conftest import VOCAB, randomise, tiny_llama
+from tests.hydra.test_dtypes import BATCH, lane_logits
 from tests.training.test_data import train_config, write_model, write_reward
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # bitsandbytes warns of every cast that it makes
 
-BATCH = random_batch(((3, 5), (4, 4), (2, 6)))
 both = pytest.mark.parametrize("bits", ["4bit", "8bit"])
 
 
@@ -47,12 +46,6 @@ def make(base, bits: str, **options) -> HydraModel:
     )
     randomise(model, "actor", "critic")
     return model.eval()
-
-
-def lane_logits(model: HydraModel, slot: str | None) -> torch.Tensor:
-    with torch.no_grad():
-        hidden = model.backbone().run_lanes([(BATCH, None, slot)])[0]
-    return head_logits(hidden, model.backbone().lm_head).unflatten(0, (3, 8))
 
 
 def plain_logits(model: torch.nn.Module) -> torch.Tensor:

@@ -8,8 +8,7 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1
 
 from rlhf_engine.data import side_by_side
-from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles
-from rlhf_engine.hydra import model as hydra_model
+from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, SlotConfig, Values, hydra_roles, model as hydra_model
 from rlhf_engine.training.update import Schedule, _Minibatch
 from tests.conftest import VOCAB, randomise, tiny_llama
 

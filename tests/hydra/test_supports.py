@@ -17,8 +17,8 @@ from rlhf_engine.hydra import (
     PackedBatch,
     PolicyLoss,
     SlotConfig,
+    hydra_roles as roles,
 )
-from rlhf_engine.hydra import hydra_roles as roles
 from rlhf_engine.hydra.gate import LmHead
 from rlhf_engine.hydra.supports import Supports, logprobs, pack_bits, pair
 from tests.conftest import VOCAB, build, random_batch, randomise, tiny_llama

@@ -12,8 +12,7 @@ import pytest
 import torch
 from rlhf_kernels.attention import reference
 from rlhf_kernels.runtime import native, registry
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention import varlen as torch_varlen
+from torch.nn.attention import flex_attention as flex, varlen as torch_varlen
 from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf_engine.hydra import HydraModel, Logprobs, PackedBatch, RoleSpec, SlotConfig, varlen

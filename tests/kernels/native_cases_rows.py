@@ -13,8 +13,7 @@ from rlhf_kernels.gae import reference as gae
 from rlhf_kernels.gather_logprob import reference as gather_logprob
 from rlhf_kernels.llama_ops import reference as llama_ops
 from rlhf_kernels.llama_ops.native import KINDS
-from rlhf_kernels.ppo_loss import PpoOptions, PpoTokens
-from rlhf_kernels.ppo_loss import reference as ppo_loss
+from rlhf_kernels.ppo_loss import PpoOptions, PpoTokens, reference as ppo_loss
 from rlhf_kernels.vocab.logits import OUTPUTS
 from torch import Tensor
 

@@ -19,13 +19,14 @@ from .test_gae import (  # noqa: F401
     test_coefficients,
     test_empty,
     test_equals_definition_in_fp64,
+    test_gradcheck as test_gradcheck_of_gae,
     test_layouts,
     test_masked_inputs_reach_nothing,
     test_tier1,
 )
-from .test_gae import test_gradcheck as test_gradcheck_of_gae  # noqa: F401
 from .test_ppo_loss import (  # noqa: F401
     everything,
+    hold as hold_losses,
     test_extreme_values_as_in_the_reference,
     test_gradcheck,
     test_half_inputs_and_any_mask,
@@ -35,7 +36,6 @@ from .test_ppo_loss import (  # noqa: F401
     test_tier1_of_everything,
     tokens,
 )
-from .test_ppo_loss import hold as hold_losses
 
 
 @pytest.fixture

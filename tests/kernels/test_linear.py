@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rlhf_kernels import Segments, lora_linear
-from rlhf_kernels.linear import linear, packed, reference
-from rlhf_kernels.linear import native as cpu
+from rlhf_kernels.linear import linear, native as cpu, packed, reference
 from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.kernel_table import Entry, KernelTable
 from rlhf_kernels.runtime.testing import assert_ok, tier1

@@ -6,8 +6,7 @@ from rlhf_kernels import HeadLora, PairOutputs, linear_logprob, linear_logprob_p
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
 from .checks import alike, each, same_bits
-from .dense import dense as dense_logprob
-from .dense import double, heated, logits, red_zone
+from .dense import dense as dense_logprob, double, heated, logits, red_zone
 
 
 def dense(hidden_a, hidden_r, weight, target, *, temperature=1.0, lora=None, **head):

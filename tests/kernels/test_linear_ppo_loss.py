@@ -9,9 +9,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 
 from .checks import alike, each
-from .dense import dense as dense_logprob
-from .dense import make as make_head
-from .dense import red_zone
+from .dense import dense as dense_logprob, make as make_head, red_zone
 
 LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
 NO_ENTROPY = LOSS | {"entropy_coef": 0.0}

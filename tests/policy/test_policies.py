@@ -1,6 +1,7 @@
 """Many policies on one base: each has the bits that it has alone, whatever the others do meanwhile."""
 
 import json
+import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ import torch
 from rlhf_engine.errors import BusyError, EngineError, MemoryLimitError, NonFiniteError, PolicyRemovedError
 from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, hydra_roles
 from rlhf_engine.hydra.outputs import PolicyLoss, TargetLogprobs, TopLogprobs, ValueLoss
-from rlhf_engine.policy.joint import Pass, run
-from rlhf_engine.policy.pool import BASE, Policies
-from rlhf_engine.policy.thread import PolicyThread, replay
+from rlhf_engine.policy import Pass, Policies, PolicyThread
+from rlhf_engine.policy.joint import run
+from rlhf_engine.policy.pool import BASE
+from rlhf_engine.policy.thread import replay
 from rlhf_engine.rollout import Request, SamplingConfig
+from rlhf_engine.rollout.rows import LiveRows
 from tests.conftest import VOCAB, tiny_llama
 
 RANKS = (4, 5, 8, 16, 32)
@@ -285,6 +288,10 @@ def test_what_cannot_be_served_is_refused_and_moves_nobody(tmp_path):
     next(pool.get("p0").model.backbone().slots.parameters()).grad[:] = torch.nan
     with pytest.raises(NonFiniteError, match="gradient of actor is not finite"):
         pool.step("p0", learning_rate=0.1).result(0)
+    infinite = dict.fromkeys(("learning_rate", "eps", "weight_decay", "max_grad_norm"), math.inf)
+    for option, value in {**infinite, "learning_rate": math.nan, "betas": (0.9, math.nan)}.items():
+        with pytest.raises(ValueError, match=f"^{option}: expected .* got "):
+            pool.step("p0", **{"learning_rate": 0.1, option: value})
     assert drawn(pool, "p0") == before
     assert pool.get("p0").state.step == 0
 
@@ -295,7 +302,7 @@ def test_a_policy_that_is_removed_in_flight_fails_its_own_requests_alone():
         add(pool, i)
     long = SamplingConfig(max_completion_length=40, eos_token_ids=())
     with PolicyThread(pool, max_rows=4) as thread:
-        heard = threading.Event()
+        heard, gone = threading.Event(), pool.get("p0")
         mine = thread.submit("p0", requests(0, 0) * 4, long, listen=lambda *_: heard.set())
         others = thread.submit("p1", requests(1, 0), long)
         assert heard.wait(60)
@@ -305,6 +312,8 @@ def test_a_policy_that_is_removed_in_flight_fails_its_own_requests_alone():
         answers = others.answers.result(60)
         with pytest.raises(ValueError, match="policy: expected one of"):
             thread.submit("p0", requests(0, 0), long)
+        with pytest.raises(PolicyRemovedError, match="policy 'p0' was removed"):
+            thread.submit(gone, requests(0, 0), long)
         pool.pause("p2")
         with pytest.raises(BusyError, match="expected one that is not paused, got 'p2'"):
             thread.submit("p2", requests(2, 0), long)
@@ -351,6 +360,11 @@ def test_rows_that_do_not_fit_into_memory_begin_again_fewer_at_a_time(monkeypatc
 
     asked = [Request(prompt=(5, 6), sample_id=j) for j in range(11)]
     with PolicyThread(pool) as thread:
+        with monkeypatch.context() as tables:
+            tables.setattr(LiveRows, "widen", lambda *_: (_ for _ in ()).throw(MemoryError("no room for tables")))
+            with pytest.raises(MemoryError, match="no room for tables"):
+                thread.submit("p0", asked, HOW).answers.result(60)
+        assert pool.engine.finished, "nothing stays behind"
         whole = [(a.tokens, a.logprobs) for a in thread.submit("p0", asked, HOW).answers.result(60)]
         monkeypatch.setattr(pool.engine, "step", limited)
         again = [(a.tokens, a.logprobs) for a in thread.submit("p0", asked, HOW).answers.result(60)]

@@ -27,11 +27,11 @@ from rlhf_engine.rollout import (
     RolloutEngine,
     SamplingConfig,
     decoding,
+    engine as engine_module,
     generate,
     generate_requests,
+    rows as rows_module,
 )
-from rlhf_engine.rollout import engine as engine_module
-from rlhf_engine.rollout import rows as rows_module
 from rlhf_engine.rollout.decoding import WARM_UP, CaptureError, CudaCapture, GraphStep, NativeStep, TransformersStep
 from rlhf_engine.rollout.rows import LiveRows
 from tests.conftest import VOCAB, build, randomise, tiny_llama

@@ -14,13 +14,13 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
+from rlhf_engine.policy import pool
 from rlhf_engine.rollout.request import SamplingConfig
 from rlhf_engine.rollout.vllm.client import VllmClient, sampling_body
 from rlhf_engine.serve.protocol import tool_calls
 from tests.conftest import STORIES
 from tests.serve import serving
-from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, Place, add
-from tests.serve.serving import serving as serve
+from tests.serve.serving import CHAT, COMPLETIONS, GENERATE, Place, add, serving as serve
 from tests.serve.test_protocol import LONG, TEXT, until
 
 folder, place = serving.folder, serving.place
@@ -287,7 +287,7 @@ def test_vllms_client_of_this_repository_draws_here(place):
         client.complete("nobody", [5], {}, vocabulary=vocabulary)
 
 
-def test_health_models_metrics_status_and_the_page(folder, tmp_path):
+def test_health_models_metrics_status_and_the_page(folder, tmp_path, monkeypatch):
     with serve(folder, "one", "two", state=tmp_path) as place:
         get = place.client.get
         assert get("/health").status_code == 200
@@ -301,12 +301,16 @@ def test_health_models_metrics_status_and_the_page(folder, tmp_path):
         add(place.policies, "three", 2)
         place.policies.pause("three")
         until(lambda: place.service.requests)
+        monkeypatch.setattr(pool, "_bytes", None)  # no look at the page counts the bytes of all policies
         facts = get("/status").json()
         assert (facts["model"], facts["exact"], facts["live"], facts["owed_tokens"]) == ("tiny", True, 0, 0)
         assert facts["tokens"] == len(answer["choices"][0]["token_ids"])
         assert {p["name"]: p["state"] for p in facts["policies"]} == {
             "tiny": "frozen", "one": "trained", "three": "paused", "two": "on disk",
         }  # fmt: skip
+        weights = sum(p.numel() for p in place.policies.get("one").model.backbone().slots.parameters())
+        held = [p["bytes"] for p in facts["policies"]]
+        assert (held[0], held[1] // weights) == (0, 4 * 4), "weights, gradients and two moments"
         assert [COMPLETIONS, 200, 1] in facts["requests"]
         assert [COMPLETIONS, 400, 1] in facts["requests"]
         metrics = get("/metrics")

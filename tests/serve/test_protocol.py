@@ -14,8 +14,7 @@ from rlhf_engine.config import ServeConfig
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.serve import server
 from tests.serve import serving
-from tests.serve.serving import BODY, CHAT, COMPLETIONS, GENERATE, WAITING, Place, write_base
-from tests.serve.serving import serving as serve
+from tests.serve.serving import BODY, CHAT, COMPLETIONS, GENERATE, WAITING, Place, serving as serve, write_base
 
 folder, place = serving.folder, serving.place
 
@@ -216,6 +215,7 @@ def test_limits_answer_429_and_what_is_removed_404(folder, tmp_path):
             asking = threading.Thread(target=ask)
             asking.start()
             until(lambda: place.thread.n_live)
+            assert place.policies.get("one").holders == 1
             place.policies.remove("one")
             asking.join()
             status, text = got[0]

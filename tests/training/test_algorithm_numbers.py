@@ -142,19 +142,11 @@ def best_of_n(answers):
 
 DEPARTURES = {"gamma": 0.9, "advantage_clip": 0.75, "loss_type": "own_length", "kl_in": "local"}
 CASES = [
-    (remax, {}),
-    (remax_departures, DEPARTURES),
-    (remax_kl_in_loss, {"kl_in": "loss"}),
-    (reinforce, {}),
-    (rloo, {"num_generations": 2}),
-    (rloo_vanilla, {"num_generations": 2, "loss_type": "vanilla"}),
-    (grpo, {}),
-    (grpo_dapo, {"loss_type": "dapo"}),
-    (grpo_plain, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    (online_dpo, {}),
-    (online_dpo_ipo, {"loss_type": "ipo"}),
-    (best_of_n, {}),
-]
+    (remax, {}), (remax_departures, DEPARTURES), (remax_kl_in_loss, {"kl_in": "loss"}), (reinforce, {}),
+    (rloo, {"num_generations": 2}), (rloo_vanilla, {"num_generations": 2, "loss_type": "vanilla"}), (grpo, {}),
+    (grpo_dapo, {"loss_type": "dapo"}), (grpo_plain, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    (online_dpo, {}), (online_dpo_ipo, {"loss_type": "ipo"}), (best_of_n, {}),
+]  # fmt: skip
 
 
 def config(algorithm: str, **changes) -> TrainConfig:

@@ -201,6 +201,31 @@ def test_an_error_after_a_step_costs_no_step(trainers, tmp_path):
     assert trainers.make(tmp_path / "run", resume_from_checkpoint="auto").state.step == 3
 
 
+@pytest.mark.parametrize("trainers", ["reward-lora"], indirect=True)
+def test_an_evaluation_that_fails_costs_no_row_of_its_step_and_curves_are_drawn_at_times(trainers, tmp_path):
+    trainer, pictures = trainers.make(tmp_path / "run", save_steps=1, eval_steps=3), set[int]()
+    evaluate = trainer.evaluate
+
+    def fail() -> Any:
+        if trainer.state.step == 3:
+            raise OSError("no held-out rows")
+        return evaluate()
+
+    def look(step: int, _: Any) -> None:
+        if step > 1:
+            pictures.add((tmp_path / "run" / "curves.png").stat().st_mtime_ns)
+
+    trainer.evaluate = fail
+    with pytest.raises(OSError, match="no held-out rows"):
+        trainer.run(look)
+    assert [row["step"] for row in metrics(trainer)] == [0, 1, 2, 3]
+    resumed = trainers.make(tmp_path / "run", save_steps=1, resume_from_checkpoint="auto")
+    assert resumed.state.step == 3
+    resumed.run(look)
+    assert len(pictures) == 1, "three checkpoints within a minute"
+    assert (tmp_path / "run" / "curves.png").stat().st_mtime_ns not in pictures
+
+
 def test_a_step_that_fails_half_way_is_no_checkpoint(trainers, tmp_path, monkeypatch):
     """Weights that a part of a step has moved are no state to go on from."""
     trainer = trainers.make(tmp_path / "run", save_steps=1)

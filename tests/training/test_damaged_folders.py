@@ -93,29 +93,21 @@ def tokenizer(folder: Path, written: Written) -> Tensors:
 
 
 READERS: dict[str, tuple[str, str, Callable[[Path, Written], Tensors]]] = {
-    "checkpoint": ("rl/checkpoint-1", ".", checkpoint),
-    "checkpoint_as_model": ("rl/checkpoint-1", ".", whole),
-    "rl": ("rl/final", ".", whole),
-    "rl_actor": ("rl/final", ".", slot),
-    "rl_critic": ("rl/final", "slots/critic", slot),
-    "rl_critic_alone": ("rl/final/slots/critic", ".", slot),
-    "rl_tokenizer": ("rl/final", ".", tokenizer),
-    "full_ppo": ("full_ppo/final", ".", whole),
+    "checkpoint": ("rl/checkpoint-1", ".", checkpoint), "checkpoint_as_model": ("rl/checkpoint-1", ".", whole),
+    "rl": ("rl/final", ".", whole), "rl_actor": ("rl/final", ".", slot),
+    "rl_critic": ("rl/final", "slots/critic", slot), "rl_critic_alone": ("rl/final/slots/critic", ".", slot),
+    "rl_tokenizer": ("rl/final", ".", tokenizer), "full_ppo": ("full_ppo/final", ".", whole),
     "full_ppo_actor": ("full_ppo/final", ".", model),
     "full_ppo_critic": ("full_ppo/final", "backbones/critic", classifier),
     "full_ppo_critic_alone": ("full_ppo/final/backbones/critic", ".", classifier),
-    "sft_lora": ("sft_lora", ".", slot),
-    "sft_lora_head": ("sft_lora", ".", head),
-    "sft_full": ("sft_full", ".", model),
-    "sft_full_head": ("sft_full", ".", head),
-    "sft_full_tokenizer": ("sft_full", ".", tokenizer),
-    "reward_lora": ("reward_lora/final", ".", slot),
+    "sft_lora": ("sft_lora", ".", slot), "sft_lora_head": ("sft_lora", ".", head),
+    "sft_full": ("sft_full", ".", model), "sft_full_head": ("sft_full", ".", head),
+    "sft_full_tokenizer": ("sft_full", ".", tokenizer), "reward_lora": ("reward_lora/final", ".", slot),
     "reward_lora_head": ("reward_lora/final", ".", head),
     "reward_merged": ("reward_lora/final", CLASSIFIER_FOLDER, classifier),
     "reward_merged_alone": (f"reward_lora/final/{CLASSIFIER_FOLDER}", ".", classifier),
-    "reward_full": ("reward_full/final", ".", classifier),
-    "reward_full_head": ("reward_full/final", ".", head),
-}
+    "reward_full": ("reward_full/final", ".", classifier), "reward_full_head": ("reward_full/final", ".", head),
+}  # fmt: skip
 """What is read: the folder that was written, the part of it that is given, and the reader."""
 
 

@@ -19,8 +19,7 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.scoring.experience import score
 from rlhf_engine.training import rl
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.update import Schedule
-from rlhf_engine.training.update import update as learn
+from rlhf_engine.training.update import Schedule, update as learn
 from tests.conftest import random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import without_timings

@@ -13,8 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels.linear import native as linear_native
-from rlhf_kernels.linear import product_for
+from rlhf_kernels.linear import native as linear_native, product_for
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.runtime import autocast, native
 

@@ -28,17 +28,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_kernels.linear import product_for
-from rlhf_kernels.linear import reference as torch_products
+from rlhf_kernels.linear import product_for, reference as torch_products
 from rlhf_kernels.lora import triton as single
 from rlhf_kernels.lora.group import MOST
 from rlhf_kernels.lora.segments import LoraCall
 from rlhf_kernels.lora.tables import BATCHES, EXACT_CHUNK, EXACT_ROWS, TARGET_PROGRAMS, block_rows
-from rlhf_kernels.lora.triton import _ELEMENTS, EXACT_SPLITS, EXPAND_RANKS, ONE_READ_RANK
-from rlhf_kernels.lora.triton import _factor as factor_of
-from rlhf_kernels.lora.triton import _keep as keep_of
-from rlhf_kernels.lora.triton import _small_rows as small_rows
-from rlhf_kernels.lora.triton import _weight as weight_of
+from rlhf_kernels.lora.triton import (
+    _ELEMENTS,
+    EXACT_SPLITS,
+    EXPAND_RANKS,
+    ONE_READ_RANK,
+    _factor as factor_of,
+    _keep as keep_of,
+    _small_rows as small_rows,
+    _weight as weight_of,
+)
 from rlhf_kernels.runtime.device_tables import upload
 from rlhf_kernels.runtime.triton_math import dot
 from rlhf_kernels.runtime.triton_support import INTERPRETED, AotCase

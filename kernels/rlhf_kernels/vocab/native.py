@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kernels.linear import native as linear
-from rlhf_kernels.linear import packed
+from rlhf_kernels.linear import native as linear, packed
 from rlhf_kernels.lora.segments import OFF
 from rlhf_kernels.runtime import native
 from rlhf_kernels.vocab.logits import HeadLora, HeadOptions

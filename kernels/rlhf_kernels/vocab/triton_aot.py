@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from rlhf_kernels.runtime.triton_support import AotCase
-from rlhf_kernels.vocab import triton_by_row as by_row
-from rlhf_kernels.vocab import triton_kernels as kernels
+from rlhf_kernels.vocab import triton_by_row as by_row, triton_kernels as kernels
 from rlhf_kernels.vocab.triton_sweep import FLAGS, fused_tile, fused_warps
 
 _FLOATS = ("temperature", "logit_scale", "softcap", "scale")

@@ -29,9 +29,7 @@ from torch import Tensor
 from rlhf_kernels.linear.triton import product
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
-from rlhf_kernels.vocab import cost
-from rlhf_kernels.vocab import triton_by_row as by_row
-from rlhf_kernels.vocab import triton_kernels as kernels
+from rlhf_kernels.vocab import cost, triton_by_row as by_row, triton_kernels as kernels
 from rlhf_kernels.vocab.logits import HeadOptions, split_target
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 

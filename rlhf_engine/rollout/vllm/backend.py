@@ -5,23 +5,17 @@ training forward on canary prompts, and only then drawn from; the versions befor
 version and a digest of weights and scale, because the server keeps keys and values of prompts by adapter name: a run
 that goes back to a checkpoint and makes another version 7 must not meet those of the first.
 
-One request per answer, each with its own seed. The server is a process of its own (`vllm serve`); nothing here imports
-vllm.
-
-The canary: after every sync the server draws a few tokens after each canary prompt, at the run's temperature, and
-`HydraModel.score` gives our log-probs of the same tokens. Where they differ, the server holds another base or adapter,
-or it reports log-probs of another distribution than it draws from. The mean |difference| is bounded by dtype. One
-update moves log-probs by less than bf16 rounds, so an adapter that is one version old hides below that bound. It is
-found in another way: with the same seeds the server draws the tokens and the log-probs of the version before, to the
-last bit, although ours of these tokens have moved. Log-probs of given tokens (`prompt_logprobs`) would be one pass
-without drawing. With an adapter, vLLM computes them by the adapters of the other requests in its batch, and may end
-there (its issues 29955 and 51594).
+The canary: after every sync the server draws a few tokens after each canary prompt, and `HydraModel.score` gives our
+log-probs of them. The mean |difference| is bounded by dtype: beyond, the server holds another base or adapter, or
+reports log-probs of another distribution. One update moves log-probs by less than bf16 rounds, so an adapter that is
+one version old hides below that bound. It is found by its tokens and log-probs: with the same seeds they are those of
+the version before, to the last bit, although ours have moved. vLLM's own `prompt_logprobs` would not do: it computes
+them by the adapters of the other requests in its batch, and may end there (its issues 29955 and 51594).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -44,7 +38,7 @@ from rlhf_engine.hydra.model import HydraModel
 from rlhf_engine.hydra.modules import GatedHead
 from rlhf_engine.hydra.peft_io import write_adapter
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, require_role
-from rlhf_engine.io import put_in_place
+from rlhf_engine.io import lock, put_in_place
 from rlhf_engine.rollout.request import (
     FinishReason,
     PromptBatch,
@@ -292,13 +286,8 @@ class VllmRollouts:
         except OSError as error:
             raise ConfigError(f"vllm_adapter_dir: expected a folder that can be written to, got {error}") from error
         try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-                place = f"vllm_adapter_dir: {self.folder} is on a file system without locks ({error.strerror})"
-                warnings.warn(f"{place}; several ranks of a run may disturb each other there", stacklevel=2)
+            without = "several ranks of a run may disturb each other there"
+            lock(folder, fcntl.LOCK_EX, f"vllm_adapter_dir: {self.folder}", without)
             yield
         finally:
             os.close(folder)

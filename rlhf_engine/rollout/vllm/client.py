@@ -1,9 +1,8 @@
 """HTTP to a server that draws or judges, and the endpoints of a vLLM server.
 
-A whole answer comes by a deadline, a request is sent again after what passes, and several end together. httpx2 speaks
-the protocol. Its timeout is one of each read, so a server that sends a byte now and then never meets it. A timer
-therefore breaks off the connection at the request's deadline. Only connecting is looser: each address of a host has
-that time. Nothing is redirected, and proxies of the environment are not used.
+A whole answer comes by a deadline, a request is sent again after what passes, and several end together. The timeout of
+httpx2 is one of each read, which a server that sends a byte now and then never meets. A timer therefore breaks off the
+connection at the request's deadline. Nothing is redirected, and proxies of the environment are not used.
 
 A request may be sent again if it is independent of others and has its own seed: the answer is then the one that was
 lost. A late answer is not asked for again; from the same seed it would be as late.
@@ -13,10 +12,8 @@ Of a vLLM server (`vllm serve`, its `entrypoints/openai`):
 * An answer's ids stand in `token_ids` since 0.10.2 (asked for by `return_token_ids`), before that only in the names of
   its log-probs, `token_id:17` (`return_tokens_as_token_ids`). Both are asked for; where both come they must agree.
 * What a request leaves open is filled in from the model's `generation_config.json`, so every option is sent.
-* Log-probs of drawn tokens are of the distribution they were drawn from only where the server runs with
-  `--logprobs-mode processed_logprobs`.
-* Ids that end an answer are part of it; texts are found in the tokens that completed them. With `min_tokens` = m the
-  earliest end is token m + 1.
+* Log-probs are of the distribution that was drawn from only with `--logprobs-mode processed_logprobs`.
+* Ids that end an answer are part of it; texts are found in the tokens that completed them.
 """
 
 from __future__ import annotations

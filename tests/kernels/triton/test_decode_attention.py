@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.decode_attention import decode_attention
-from rlhf_kernels.decode_attention import triton as ours
+from rlhf_kernels.decode_attention import decode_attention, triton as ours
 from rlhf_kernels.runtime.testing import assert_ok, tier3
 
 from tests.kernels.checks import capture, each, in_any_company, same_bits

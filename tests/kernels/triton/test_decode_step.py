@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from rlhf_kernels.decode_step import DecodeStep, Projection, StepAdapter, join
-from rlhf_kernels.decode_step import triton as ours
+from rlhf_kernels.decode_step import DecodeStep, Projection, StepAdapter, join, triton as ours
 from rlhf_kernels.decode_step.model import side_by_side
 from rlhf_kernels.runtime import registry, testing
 

@@ -1,12 +1,12 @@
 """The Triton `gae`: properties of every backend, blocks of T with a carry; with `whiten` at large sizes."""
 
 import pytest
-from rlhf_kernels.gae import gae, masked_moments, whiten
-from rlhf_kernels.gae import triton as ours
+from rlhf_kernels.gae import gae, masked_moments, triton as ours, whiten
 
 from tests.kernels.checks import repeated_and_captured
 from tests.kernels.test_gae import (  # noqa: F401
     hold,
+    random_case as gae_case,
     test_coefficients,
     test_empty,
     test_layouts,
@@ -14,7 +14,6 @@ from tests.kernels.test_gae import (  # noqa: F401
     test_narrow_inputs_accumulate_and_come_out_in_fp32,
     test_tier1,
 )
-from tests.kernels.test_gae import random_case as gae_case
 
 
 @pytest.fixture(params=[32, ours.BLOCK_T], ids=["blocks of 32", "one block"])

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from rlhf_kernels.gather_logprob import gather_logprob
-from rlhf_kernels.gather_logprob import triton as ours
+from rlhf_kernels.gather_logprob import gather_logprob, triton as ours
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.vocab.logits import OUTPUTS

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rlhf_kernels.linear import _resolve, linear, product_for
-from rlhf_kernels.linear import triton as ours
+from rlhf_kernels.linear import _resolve, linear, product_for, triton as ours
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.testing import assert_ok
 from rlhf_kernels.runtime.triton_support import INTERPRETED

@@ -7,8 +7,7 @@ import torch
 from rlhf_kernels import BackendUnavailableError, linear_logprob
 from rlhf_kernels.runtime.testing import assert_ok, tier1, tier3
 from rlhf_kernels.runtime.triton_support import INTERPRETED
-from rlhf_kernels.vocab import cost
-from rlhf_kernels.vocab import triton_sweep as sweep
+from rlhf_kernels.vocab import cost, triton_sweep as sweep
 from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.checks import detached, repeated_and_captured

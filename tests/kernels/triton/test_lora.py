@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_linear, tables
-from rlhf_kernels.lora import triton as ours
+from rlhf_kernels.lora import DecodeLinear, Dropout, Segments, lora_linear, tables, triton as ours
 from rlhf_kernels.runtime import registry
 
 from tests.kernels.checks import detached, repeated_and_captured, same_bits

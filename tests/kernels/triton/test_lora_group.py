@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 import torch
 from rlhf_kernels import Dropout, Segments, linear, lora_linear, lora_linears
-from rlhf_kernels.lora import tables
-from rlhf_kernels.lora import triton as single
-from rlhf_kernels.lora import triton_group as ours
+from rlhf_kernels.lora import tables, triton as single, triton_group as ours
 from rlhf_kernels.lora.group import OP, Held, Reader
 from rlhf_kernels.runtime import registry
 

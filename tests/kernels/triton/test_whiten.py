@@ -1,8 +1,7 @@
 """The Triton `whiten`: properties of every backend, statistics in float64."""
 
 import torch
-from rlhf_kernels.gae import masked_moments
-from rlhf_kernels.gae import triton as ours
+from rlhf_kernels.gae import masked_moments, triton as ours
 
 from tests.kernels.checks import each
 from tests.kernels.test_whiten import (  # noqa: F401
