@@ -505,7 +505,7 @@ class RolloutEngine:
             hidden = self._admission.last_states(rows, new, hidden)
             live.append(rows)
             self.stats.most_rows = max(self.stats.most_rows, len(live))
-            self.stats.most_blocks = self._admission.pool.most_used
+            self.stats.most_blocks = max(self.stats.most_blocks, self._admission.pool.most_used)
             first = len(live) - len(rows)
             drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(rows))
             live.state.tokens_N[first:] = drawn.tokens
