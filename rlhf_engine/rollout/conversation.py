@@ -29,7 +29,11 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
 
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.data import Row
@@ -78,7 +82,7 @@ class Conversations:
         try:
             self.schemas: list[Any] = [get_json_schema(tool) for tool in named.values()]
             """JSON schemas of the tools, for the chat template."""
-        except Exception as error:  # of a docstring or of annotations that it does not know
+        except (DocstringParsingException, TypeHintParsingException) as error:
             raise ConfigError(f"tools: expected type hints and a Google docstring with `Args:`: {error}") from error
         self.has_reward = callable(getattr(probe, "get_reward", None))
         """Whether the environment scores conversations."""
@@ -169,22 +173,25 @@ class Conversations:
         before, after = self._closed(asked, **template), self.text([*asked, *results], **template)
         return encode(self.tokenizer, after.removeprefix(before))
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], *, ended: bool) -> Message:
-        """The message of a drawn turn, with its calls; those without the form of one have the type `malformed`."""
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], *, ended: bool) -> tuple[Message, list[dict[str, Any]]]:
+        """The message of a drawn turn, and all its calls; what has not the form of one has the type `malformed`."""
         tokenizer = self.tokenizer
         if getattr(tokenizer, "response_template", None) is not None:
             try:
                 parts = dict(tokenizer.parse_response(list(ids), prefix=list(prefix), tools=self.schemas))
                 content = str(parts.get("content") or "").removesuffix(str(tokenizer.eos_token))
-                return {"role": "assistant", **parts, "content": content}
+                return {"role": "assistant", **parts, "content": content}, list(parts.get("tool_calls") or [])
             except (ValueError, TypeError, KeyError) as error:
                 malformed = {"type": "malformed", "error": str(error)}
                 text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-                return {"role": "assistant", "content": text, "tool_calls": [malformed]}
+                return {"role": "assistant", "content": text}, [malformed]
         text = str(tokenizer.decode(list(ids[:-1] if ended else ids)))
         calls = [_parsed(written) for written in _CALL.findall(text)]
-        message: Message = {"role": "assistant", "content": _CALL.sub("", text).strip() if calls else text}
-        return {**message, "tool_calls": calls} if calls else message
+        good = [call for call in calls if call["type"] == "function"]
+        content = _CALL.sub("", text).strip() if calls and calls == good else text
+        return {"role": "assistant", "content": content} | (
+            {"tool_calls": good} if calls and calls == good else {}
+        ), calls
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Rows as prompts of conversations, whose template shows the tools; a string is the user's turn."""
@@ -305,9 +312,8 @@ class Conversation:
         self.versions += row.versions
         self._drawn += 1
         ended = row.finish_reason == "eos"
-        message = self.host.parse(row.tokens, row.prompt, ended=ended)
+        message, calls = self.host.parse(row.tokens, row.prompt, ended=ended)
         self.messages.append(message)
-        calls = message.get("tool_calls") or []
         goes_on = bool(calls) and row.finish_reason != "length" and self._drawn < self.host.max_turns
         results = [self._call(call) for call in calls] if goes_on else []
         if method := getattr(self.environment, "get_turn_reward", None):
@@ -348,15 +354,15 @@ class Conversation:
         return self.host._result(name, text)
 
     def _answer(self, results: list[Message], ended: bool, most: int) -> bool:
-        """Put results behind what was drawn; False where they do not fit, which ends the conversation as it is."""
-        kept = [*self.prompt, *self.tokens]
-        if self.host.rewrites:
-            whole = self.host.text([*self.messages, *results], **self.template)
-            after = encode(self.host.tokenizer, whole)
-        else:
-            end = [] if ended else [int(self.host.tokenizer.eos_token_id)]  # type: ignore[arg-type]
-            after = [*kept, *end, *self.host.suffix(results, self.template)]
+        """Put results behind what was drawn; False where they cannot stand there, which ends the conversation."""
+        kept, after = [*self.prompt, *self.tokens], list[int]()
         n = len(self.prompt)
+        with contextlib.suppress(TemplateError, TypeError, ValueError):  # of what no template or tokenizer takes
+            if self.host.rewrites:
+                after = encode(self.host.tokenizer, self.host.text([*self.messages, *results], **self.template))
+            else:
+                end = [] if ended else [int(self.host.tokenizer.eos_token_id)]  # type: ignore[arg-type]
+                after = [*kept, *end, *self.host.suffix(results, self.template)]
         if self.host.fits(len(after), most - (len(after) - n)) < 1 or after[:n] != kept[:n]:
             self.finish_reason = "length"
             return False

@@ -82,6 +82,17 @@ def test_a_result_that_does_not_fit_ends_the_conversation_as_it_is():
         assert talk.messages[-1]["role"] == "assistant"
 
 
+def test_a_result_that_no_tokenizer_takes_ends_the_conversation():
+    talk = begin(hold(make=type("Odd", (Tools,), {"nothing": half_a_character})))
+    assert not drawn(talk, call("nothing"))
+    assert (talk.finish_reason, talk.messages[-1]["role"]) == ("length", "assistant")
+
+
+def half_a_character(self) -> str:
+    """Return half of a surrogate pair."""
+    return "\ud800"
+
+
 def test_turns_are_limited_and_an_unfinished_turn_calls_nothing():
     talk = begin(hold(max_turns=2))
     assert drawn(talk, call("multiply", a=3, b=4))
@@ -118,6 +129,9 @@ def test_a_template_that_writes_turns_anew_is_found_and_what_differs_is_given():
     assert drawn(talk, call("multiply", a=5, b=4))
     assert not drawn(talk, "20")
     assert learned(talk) == [call("multiply", a=5, b=4) + "<|im_end|>", "20<|im_end|>"]
+    odd = begin(host)
+    assert drawn(odd, '<tool_call>{"name": 3}</tool_call>')  # which no template could write as a call
+    assert odd.messages[-2] == {"role": "assistant", "content": '<tool_call>{"name": 3}</tool_call>'}
     end = talk.end()
     assert end.turn_rewards == (1.5, 1.0)  # the first turn's 0.5 goes to the next that is there
     assert len(talk.logprobs) == len(talk.versions) == sum(end - first for first, end in talk.turns)
