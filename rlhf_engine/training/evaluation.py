@@ -69,7 +69,8 @@ class Evaluator:
             written, replies, ids, prompts.columns(indices), finished, rewards_N, rollout.environment_rewards
         )
         shown = [prompts.prompts[i] for i in indices]
-        if rollout.talks is not None:
+        if rollout.talks is not None:  # prompts with what `reset` has added
+            shown = [str(self._run.tokenizer.decode(rollout.batch.prompt_tokens(i))) for i in range(len(indices))]
             texts = [talk.text for talk in rollout.talks]
         return Answers(prompts=shown, completions=texts, scores=scored.totals, rollout=rollout, logged=scored.logged)
 

@@ -4,12 +4,13 @@ import sys
 import time
 from typing import Any
 
-from examples.environments.calculator import TEMPLATE, make_tokenizer
+from examples.environments.calculator import Calculator
+from examples.environments.tiny import TEMPLATE, make_tokenizer
 from rlhf_engine.rollout.conversation import Conversation, Conversations
 from rlhf_engine.rollout.request import SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
 
-TOKENIZER = make_tokenizer()
+TOKENIZER = make_tokenizer([Calculator.multiply])
 ASKED = [{"role": "user", "content": "3*4"}]
 THOUGHTS = TEMPLATE.replace(
     "{{ m.content or '' }}",
