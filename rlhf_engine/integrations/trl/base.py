@@ -433,22 +433,23 @@ class HydraTrainer(GRPOTrainer):
         """Tokens and log-probs of one turn of some answers, each by number of its draw and place of its prompt."""
         self.hydra.eval()
         flags, times = (False, *self.hidden), 1 + len(self.hidden)
-        left = [x.left(self.max_completion_length) if isinstance(x, Conversation) else None for x in prompts]
+        most, context = self.max_completion_length, self.hydra.backbone().context_length
+        left = [min(x.left(most), context - len(x)) if isinstance(x, Conversation) else None for x in prompts]
         requests = {
             row: Request(
                 prompt=tuple(ids),
                 sample_id=(self._first_id + row[1]) * times + row[0],
                 greedy=flags[row[0]],
                 keep=bool(self.tools),  # the next turn goes on from there
-                max_completion_length=most,
+                max_completion_length=room,
             )
-            for ids, row, most in zip(prompts, rows, left, strict=True)
-            if most != 0
+            for ids, row, room in zip(prompts, rows, left, strict=True)
+            if room != 0
         }
         if not requests:
             return [([], [])] * len(rows)
         sampling = SamplingConfig(
-            max_completion_length=self.max_completion_length,
+            max_completion_length=most,
             eos_token_ids=tuple(self.eos_token_ids),
             temperature=self.temperature,
             top_k=self.args.top_k if (self.args.top_k or 0) > 0 else None,
@@ -469,8 +470,9 @@ class HydraTrainer(GRPOTrainer):
     def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, *arguments: Any) -> Any:
         for i, ids in enumerate(completion_ids):  # of a `rollout_func`: among all words
             self._supports.setdefault((self._draw, i), [(None, len(ids))])
+        most = self.max_completion_length * max(map(len, self._tokenizer.get_vocab()))  # characters that find room
         for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
-            tools.update({name: text_only(tool) for name, tool in tools.items()})
+            tools.update({name: text_only(tool, most) for name, tool in tools.items()})
         rows = [Conversation(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
         return super()._tool_call_loop(prompts, rows, completion_ids, *arguments)
 

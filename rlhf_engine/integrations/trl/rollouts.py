@@ -39,16 +39,23 @@ class Conversation(list[int]):
         return most - (len(self) - self.start)
 
 
-def text_only(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """A tool whose result is text; another one is its failure, which TRL counts and tells the model."""
+def text_only(tool: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """A tool whose result is a text of at most so many characters; another one is its failure.
 
-    def require_text(result: Any) -> Any:
-        if not isinstance(result, list):
-            return str(result)
-        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in result]
-        if set(kinds) - {"text"}:
-            raise TypeError(f"expected text, got a list of {', '.join(sorted(set(map(str, kinds))))}")
-        return "".join(str(part.get("text", "")) for part in result)
+    TRL counts failures and tells the model of them. It would tokenize any text first, however long, and end the
+    conversation then.
+    """
+
+    def require_text(result: Any) -> str:
+        parts = result if isinstance(result, list) else [{"type": "text", "text": result}]
+        kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts}
+        if kinds - {"text"}:
+            raise TypeError(f"expected text, got a list of {', '.join(sorted(kinds))}")
+        text = "".join(str(part.get("text", "")) for part in parts)
+        if len(text) > most:
+            raise ValueError(f"expected a result of at most {most} characters, got {len(text)}")
+        text.encode()  # ValueError for half a character, which no tokenizer takes
+        return text
 
     async def awaited(result: Awaitable[Any]) -> Any:
         return require_text(await result)
