@@ -128,7 +128,7 @@ def write_caller(folder: Path) -> Path:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=640, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     ))  # fmt: skip
     embeddings = torch.nn.functional.normalize(torch.randn(len(tokenizer), 128), dim=1)
