@@ -18,8 +18,7 @@ Sizes are GRPO's: an optimizer step takes per_device_train_batch_size · gradien
 process, `steps_per_generation` micro-batches share a rollout, and `num_iterations` are epochs.
 
 Tools, environments and a user's `rollout_func` are GRPOTrainer's, which parses calls and runs its own loop. Every turn
-is drawn here; what a tool or a user gave is read and never learned from. Answers that TRL is not shown go the same way,
-in environments of their own.
+is drawn here, and what a tool gave is never learned from. Hidden answers have environments of their own.
 
 A checkpoint has two files of each process beside transformers' own:
 
@@ -141,8 +140,8 @@ class HydraTrainer(GRPOTrainer):
                 known.
             ConfigError: a PeftModel that is merged, switched off, rescaled, or has another active adapter.
             ConfigError: an optimizer without some trained parameter, or a reward model without a head.
-            ConfigError: tools for prompts that are no conversations, an environment that nobody made, or a
-                `rollout_func` for an algorithm with greedy answers.
+            ConfigError: tools for prompts that are no conversations, an unknown environment, or a `rollout_func` for an
+                algorithm with greedy answers.
             ValueError: what GRPOTrainer refuses, such as tools that the chat template has no place for.
         """
         require_trl()
@@ -165,10 +164,8 @@ class HydraTrainer(GRPOTrainer):
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
         roll_out = options.pop("rollout_func", None)
         if roll_out is not None and self._facts.with_greedy:
-            raise ConfigError(
-                f"rollout_func: expected None, because {args.algorithm} compares answers with greedy ones, which no "
-                "function can be asked for, got one"
-            )
+            why = f"{args.algorithm} compares answers with greedy ones, which no function can be asked for"
+            raise ConfigError(f"rollout_func: expected None, because {why}, got one")
         if reward_funcs is None:
             reward_funcs = [] if options.get("environment_factory") else REWARD_MODEL
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -186,27 +183,40 @@ class HydraTrainer(GRPOTrainer):
             )
         finally:
             args.beta = beta
+        self._require_served()
+        for i, f in enumerate(functions):  # environments' own rewards stand behind them
+            self.reward_func_names[i] = REWARD_MODEL if f == REWARD_MODEL else self.reward_func_names[i]
+        shown = getattr(self, "_environment_pool", {})
+        self._pools = [shown, *({name: [] for name in shown} for _ in self.hidden)]
+        self.hydra = self._build(source, args)
+        """Model of all roles, on the tensors of the PeftModel."""
+        if self.optimizer is not None:
+            self._require_all_trained(self.optimizer)
+
+    def _require_served(self) -> None:
+        """Raise ConfigError for processes or rows that nothing can be made of, of those that can be looked at."""
         if self.accelerator.distributed_type not in (DistributedType.NO, *_REPLICATED):
             raise ConfigError(
                 "accelerator: expected one process or data-parallel ones with the whole base each, got "
                 f"{self.accelerator.distributed_type.value}"
             )
-        prompts = args.generation_batch_size // args.num_generations
+        prompts = self.args.generation_batch_size // self.args.num_generations
         if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:  # TRL would do nothing
             raise ConfigError(
                 f"train_dataset: expected at least the {prompts} prompts of a rollout (generation_batch_size / "
                 f"num_generations), got {len(self.train_dataset)}"
             )
-        for i, f in enumerate(functions):  # environments' own rewards stand behind them
-            self.reward_func_names[i] = REWARD_MODEL if f == REWARD_MODEL else self.reward_func_names[i]
         for name, rows in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
-            self._require_served(name, rows)
-        shown, names = getattr(self, "_environment_pool", {}), self.environment_factories or {}
-        self._pools = [shown, *({name: [] for name in names} for _ in self.hidden)]
-        self.hydra = self._build(source, args)
-        """Model of all roles, on the tensors of the PeftModel."""
-        if self.optimizer is not None:
-            self._require_all_trained(self.optimizer)
+            if not isinstance(rows, Dataset) or not len(rows):
+                continue
+            if self.tools and "prompt" in rows.column_names and not is_conversational(rows[0]):
+                raise ConfigError(f"{name}: expected conversations as prompts, which tools are called in, got texts")
+            if self._multi_environment:
+                asked = set(rows["environment"]) if "environment" in rows.column_names else {None}
+                known = sorted(self.environment_factories)
+                others = sorted(map(str, asked - set(known)))
+                if others:
+                    raise ConfigError(f"{name}: expected environments of {known} in `environment`, got {others[:5]}")
 
     @property
     def has_critic(self) -> bool:
@@ -390,19 +400,6 @@ class HydraTrainer(GRPOTrainer):
         rewards = self._scores.rewards_N
         assert rewards is not None
         return [float(x) for x in rewards]
-
-    def _require_served(self, name: str, rows: Any) -> None:
-        """Raise ConfigError for rows that some tool or environment is not for, of those that can be looked at."""
-        if not isinstance(rows, Dataset) or not len(rows):
-            return
-        if self.tools and "prompt" in rows.column_names and not is_conversational(rows[0]):
-            raise ConfigError(f"{name}: expected conversations as prompts, which tools are called in, got texts")
-        if self.environment_factories and isinstance(self.environment_factories, dict) and self._multi_environment:
-            asked = set(rows["environment"]) if "environment" in rows.column_names else {None}
-            others = sorted(map(str, asked - self.environment_factories.keys()))
-            if others:
-                known = sorted(self.environment_factories)
-                raise ConfigError(f"{name}: expected environments of {known} in `environment`, got {others[:5]}")
 
     def _generate(self, prompts: list[Any]) -> Any:
         told = super()._generate(prompts)

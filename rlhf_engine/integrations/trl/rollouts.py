@@ -68,7 +68,7 @@ def text_only(tool: Callable[..., Any], most: int) -> Callable[..., Any]:
 
 
 def rolled_out(function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """What a user's `rollout_func` returns; ValueError unless there is one answer to each prompt that can be scored."""
+    """Ask a user's `rollout_func`; ValueError unless it returns one answer to each prompt that can be scored."""
     output: dict[str, Any] = function(prompts, trainer)
     ids, answers = output.get("prompt_ids", ()), output.get("completion_ids", ())
     if {"prompt_ids", "completion_ids"} <= output.keys() and not len(ids) == len(answers) == len(prompts):
@@ -96,13 +96,13 @@ def in_rows(batch: PackedBatch, x_M: torch.Tensor, width: int = 0) -> torch.Tens
 
 
 def to_columns(batch: PackedBatch, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What drew the tokens of a batch, as columns that `rows` spreads: see the module's text."""
+    """Make columns of what drew the tokens of a batch: see the module's text. rows: spreads numbers of tokens."""
     answer_NC = rows(torch.ones_like(batch.targets_M)).bool()
     columns = {"answer_mask": answer_NC}
     if batch.turns is not None:
-        ends_N = batch.last_rows_N - batch.last_rows_N.new_tensor(batch.prompt_lens)
-        ends_N -= batch.last_rows_N.new_tensor(batch.cu_seqlens[:-1])
-        columns["given_mask"] = (torch.arange(answer_NC.shape[1], device=ends_N.device) <= ends_N[:, None]) & ~answer_NC
+        lens_N = torch.tensor(batch.lengths, device=batch.device) - torch.tensor(batch.prompt_lens, device=batch.device)
+        real_NC = torch.arange(answer_NC.shape[1], device=batch.device) < lens_N[:, None]
+        columns["given_mask"] = real_NC & ~answer_NC
     if batch.supports is not None:
         sizes = batch.supports.offsets[torch.tensor(batch.completion_cu)].diff()
         columns["support_lens"] = rows(batch.supports.lengths.int().to(batch.device))
