@@ -231,7 +231,7 @@ def loss_by_hand(kind, trainer, inputs) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "GRPO"])
 def test_an_algorithm_learns_drawn_tokens_alone(kind, caller, tmp_path):
     method, changes = KINDS[kind]
-    trainer = make(method, caller, tmp_path, changes=changes, tools=[multiply, add])
+    trainer = make(method, caller, tmp_path, [results, "reward_model"], changes=changes, tools=[multiply, add])
     generator = torch.Generator().manual_seed(0)
     for name, p in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -510,6 +510,34 @@ def test_a_run_stopped_in_the_middle_of_a_rollout_goes_on_to_the_same_floats(kin
         found = trained(resumed)
         assert all(torch.equal(expected[name], found[name]) for name in expected), step
     assert json.loads((tmp_path / "whole" / "checkpoint-3" / "progress_0.json").read_text())["parts"] == 4
+
+
+@pytest.mark.parametrize("method", ["HydraGRPO", "HydraOnlineDPO"])
+def test_a_rollout_function_may_draw_from_the_engine_and_leave_the_tools_to_trl(method, caller, tmp_path):
+    """GRPOTrainer calls the tools that its answers ask for."""
+    drawn = []
+
+    def roll_out(prompts, trainer):
+        ids, *_ = trainer._tokenize_prompts(prompts)
+        first, logprobs = trainer._generate_single_turn(ids, None, {}, 4)
+        second, _ = trainer._generate_single_turn(ids, None, {}, 4)
+        drawn.append((first, second))
+        return {"prompt_ids": ids, "completion_ids": copy.deepcopy(first), "logprobs": logprobs}
+
+    changes = {**(GROUPS if method == "HydraGRPO" else SIZES), "top_p": 0.99, "max_steps": 1}
+    with registry.use_exact():
+        trainer = make(method, caller, tmp_path, changes=changes, tools=[multiply, add], rollout_func=roll_out)
+        trainer.train()
+    texts = {str(ids) for pair in drawn for each in pair for ids in each}
+    assert len(texts) > 8
+    assert all(first != second for first, second in drawn)
+    answers = [trainer._answers.completion_tokens(i) for i in range(8)]
+    assert [ids[: len(own)] for ids, own in zip(answers, drawn[-1][0], strict=True)] == drawn[-1][0]
+    assert any(len(turns) > 1 for turns in trainer._answers.turns)
+    sizes, turns = trainer._answers.supports.sizes, trainer._answers.turn_of_M
+    assert bool((sizes[turns == 0] == len(trainer.processing_class)).all())  # of which TRL is told no words
+    assert bool((sizes[turns > 0] < len(trainer.processing_class)).any())
+    assert float(rows(trainer)[0]["approx_kl"]) == 0.0
 
 
 @pytest.mark.parametrize("method", ["HydraGRPO", "HydraPPO", "HydraOnlineDPO"])

@@ -6,6 +6,7 @@ What it says next depends mostly on its last token, so that answers are tool cal
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
@@ -123,7 +124,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_caller(folder: Path) -> Path:
-    """The model and its tokenizer."""
+    """The model with a reward head, and its tokenizer."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
@@ -140,4 +141,5 @@ def write_caller(folder: Path) -> Path:
                 model.lm_head.weight[after] += logit / 128**0.5 * embeddings[before]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    save_file({"reward.weight": torch.randn(1, 128), "reward.bias": torch.zeros(1)}, folder / "heads.safetensors")
     return folder

@@ -107,8 +107,8 @@ class HydraTrainer(GRPOTrainer):
     _evaluated = (-1, 0)
     _draw = 0
     """Which answer to each prompt is asked for now: 0 for the one that TRL is shown, or one of `hidden` from 1 on."""
-    _turns: dict[tuple[int, int], tuple[list[int], list[float]]] | None
-    """Tokens and log-probs of all first turns of a rollout by draw and place; None before the first draw."""
+    _turns: list[tuple[list[int], list[float]]] | None
+    """Tokens and log-probs of all first turns of a rollout, one draw behind the other; None before they are drawn."""
     _prompt_ids: list[list[int]]
     _pools: list[dict[Any, list[Any]]]
     """Instances of environments by name, of each draw."""
@@ -186,6 +186,7 @@ class HydraTrainer(GRPOTrainer):
         self._require_served()
         for i, f in enumerate(functions):  # environments' own rewards stand behind them
             self.reward_func_names[i] = REWARD_MODEL if f == REWARD_MODEL else self.reward_func_names[i]
+        self._talks = bool(self.tools or self.rollout_func)
         shown = getattr(self, "_environment_pool", {})
         self._pools = [shown, *({name: [] for name in shown} for _ in self.hidden)]
         self.hydra = self._build(source, args)
@@ -414,14 +415,17 @@ class HydraTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list[Any], *arguments: Any, **options: Any) -> Any:
         """Answers from the rollout engine; random numbers are a function of seed, step, place and position."""
-        if not isinstance(prompt_ids[0], Conversation):
-            if self._turns is None:  # the first turns of hidden answers are drawn beside those that TRL is shown
-                rows = [(k, i) for k in range(1 + len(self.hidden)) for i in range(len(prompt_ids))]
-                drawn = self._draw_turns(prompt_ids * (1 + len(self.hidden)), rows)
-                self._turns = dict(zip(rows, drawn, strict=True))
-            turns = [self._turns[self._draw, i] for i in range(len(prompt_ids))]
-        else:
+        n = len(prompt_ids)
+        if isinstance(prompt_ids[0], Conversation):
             turns = self._draw_turns(prompt_ids, [(self._draw, ids.place) for ids in prompt_ids])
+        elif self.rollout_func is not None:  # which may ask for as many as it likes, each with its own random numbers
+            self._asked += 1
+            turns = self._draw_turns(prompt_ids, [(self._draw, (self._asked << 32) + i) for i in range(n)])
+        else:
+            if self._turns is None:  # the first turns of hidden answers are drawn beside those that TRL is shown
+                rows = [(k, i) for k in range(1 + len(self.hidden)) for i in range(n)]
+                self._turns = self._draw_turns(prompt_ids * (1 + len(self.hidden)), rows)
+            turns = self._turns[self._draw * n : (self._draw + 1) * n]
         return [ids for ids, _ in turns], [logprobs for _, logprobs in turns]
 
     def _draw_turns(
@@ -437,7 +441,7 @@ class HydraTrainer(GRPOTrainer):
                 prompt=tuple(ids),
                 sample_id=(self._first_id + row[1]) * times + row[0],
                 greedy=flags[row[0]],
-                keep=bool(self.tools),  # the next turn goes on from there
+                keep=self._talks,  # the next turn goes on from there
                 max_completion_length=room,
             )
             for ids, row, room in zip(prompts, rows, left, strict=True)
@@ -534,10 +538,10 @@ class HydraTrainer(GRPOTrainer):
         count = self._step // every if training else self._next_evaluated()
         most = n if training else self.args.per_device_eval_batch_size  # the last batch of an evaluation may be smaller
         self._first_id = (count * self.accelerator.num_processes + self.accelerator.process_index) * most
-        self._turns = None
+        self._turns, self._asked = None, 0
         self._supports: dict[tuple[int, int], list[tuple[Supports | None, int]]] = defaultdict(list)
         self._hidden = list[tuple[PackedBatch, torch.Tensor, torch.Tensor]]()
-        if self.tools:  # else a prompt might begin from what an evaluation kept, which a resumed run does not have
+        if self._talks:  # else a prompt might begin from what an evaluation kept, which a resumed run does not have
             engine, slot = RolloutEngine.of(self.hydra), self.hydra.roles["actor"].slot
             engine.renew(slot, engine.versions[slot] + 1)
 
