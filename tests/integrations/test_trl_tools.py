@@ -272,7 +272,7 @@ def test_hidden_answers_have_tools_and_environments_of_their_own(method, caller,
         for n, messages in zip(counts, talk, strict=True):
             said = [m["content"] for m in messages if m["role"] == "tool" and m["name"] == "multiply"]
             assert [text.partition(" of ")[2] for text in said] == [str(i + 1) for i in range(len(said))]
-            assert n - len(said) in (0, 1)  # the last one may have found no room
+            assert n == len(said) or "tool_calls" in messages[-1]  # whose results found no room
     assert sum(calls)
     assert len(trainer._logs["prompt"]) == 8
 

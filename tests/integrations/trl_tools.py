@@ -3,12 +3,14 @@
 What it says next depends mostly on its last token, so that answers are tool calls, good and bad ones, or plain words.
 """
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import get_json_schema
 from trl.chat_template_utils import qwen3_chat_template
 
 CALL, END = '<tool_call>\n{"name": "', "}\n</tool_call>"
@@ -115,8 +117,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([qwen3_chat_template, *QUESTIONS, *[multiply.__doc__ or ""] * 3], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet)
+    schemas = [json.dumps(get_json_schema(tool)) for tool in (multiply, add)]
+    tokenizer.train_from_iterator([qwen3_chat_template, *QUESTIONS, *schemas * 4], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
     fast.chat_template = qwen3_chat_template
