@@ -286,7 +286,7 @@ def test_pairs_are_of_one_question(caller, tmp_path):
             Moody.moods += 1
             return f" Mood {Moody.moods}."
 
-    with pytest.raises(ConfigError, match="expected the same prompt for every answer to a row, as online_dpo compares"):
+    with pytest.raises(ConfigError, match="expected one prompt for every answer to a row, as online_dpo compares"):
         make("HydraOnlineDPO", caller, tmp_path, None, environment_factory=Moody).train()
 
 

@@ -404,13 +404,13 @@ class HydraTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         told = super()._generate(prompts)
-        ids, _, masks, *_ = told
-        if self._draw != (1 if self.hidden else 0) and ids != self._prompt_ids:
+        ids, self._masks = [list(x) for x in told[0]], told[2]
+        if self._hidden and ids != self._prompt_ids:
+            why = f"as {self.args.algorithm} compares them"
             raise ConfigError(
-                f"environment_factory, rollout_func: expected the same prompt for every answer to a row, as "
-                f"{self.args.algorithm} compares them, got different ones"
+                f"environment_factory: expected one prompt for every answer to a row, {why}, got different ones"
             )
-        self._prompt_ids, self._masks = [list(x) for x in ids], masks
+        self._prompt_ids = ids
         return told
 
     def _generate_single_turn(self, prompt_ids: list[Any], *arguments: Any, **options: Any) -> Any:
@@ -480,9 +480,8 @@ class HydraTrainer(GRPOTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        asked = [REWARD_ROLE] * self._uses_reward_model
-        if not self._draw:
-            asked += ["actor", "reference", *["critic"] * self.has_critic]
+        asked = [] if self._draw else ["actor", "reference", *["critic"] * self.has_critic]
+        asked += [REWARD_ROLE] * self._uses_reward_model
         self._answers = self._packed(completion_ids_list)
         self.hydra.eval()
         with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1
