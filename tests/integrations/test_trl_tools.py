@@ -494,7 +494,7 @@ def test_a_turn_costs_its_own_tokens(caller, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", ["GRPO", "online DPO", *(pytest.param(k, marks=pytest.mark.long) for k in ("PPO", "ReMax"))]
+    "kind", ["GRPO", "online DPO", *(pytest.param(k, marks=pytest.mark.long) for k in ("PPO", "RLOO"))]
 )
 def test_a_run_stopped_in_the_middle_of_a_rollout_goes_on_to_the_same_floats(kind, caller, tmp_path):
     method, changes = KINDS[kind]
