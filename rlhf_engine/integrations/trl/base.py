@@ -60,7 +60,7 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
-from rlhf_engine.integrations.trl.rollouts import Conversation, from_columns, in_rows, rolled_out, text_only, to_columns
+from rlhf_engine.integrations.trl.rollouts import OpenAnswer, from_columns, in_rows, rolled_out, text_only, to_columns
 from rlhf_engine.rollout import Request, RolloutEngine, SamplingConfig, generate_requests
 
 require_trl()
@@ -416,7 +416,7 @@ class HydraTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: list[Any], *arguments: Any, **options: Any) -> Any:
         """Answers from the rollout engine; random numbers are a function of seed, step, place and position."""
         n = len(prompt_ids)
-        if isinstance(prompt_ids[0], Conversation):
+        if isinstance(prompt_ids[0], OpenAnswer):
             turns = self._draw_turns(prompt_ids, [(self._draw, ids.place) for ids in prompt_ids])
         elif self.rollout_func is not None:  # which may ask for as many as it likes, each with its own random numbers
             self._asked += 1
@@ -435,7 +435,7 @@ class HydraTrainer(GRPOTrainer):
         self.hydra.eval()
         flags, times = (False, *self.hidden), 1 + len(self.hidden)
         most, context = self.max_completion_length, self.hydra.backbone().context_length
-        left = [min(x.left(most), context - len(x)) if isinstance(x, Conversation) else None for x in prompts]
+        left = [min(x.left(most), context - len(x)) if isinstance(x, OpenAnswer) else None for x in prompts]
         requests = {
             row: Request(
                 prompt=tuple(ids),
@@ -474,7 +474,7 @@ class HydraTrainer(GRPOTrainer):
         most = self.max_completion_length * max(map(len, self._tokenizer.get_vocab()))  # characters that find room
         for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
             tools.update({name: text_only(tool, most) for name, tool in tools.items()})
-        rows = [Conversation(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
+        rows = [OpenAnswer(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
         return super()._tool_call_loop(prompts, rows, completion_ids, *arguments)
 
     def _calculate_rewards(

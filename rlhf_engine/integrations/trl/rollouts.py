@@ -23,7 +23,7 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout.request import check_ids, check_prompt
 
 
-class Conversation(list[int]):
+class OpenAnswer(list[int]):
     """Tokens of a conversation up to now; what TRL adds to them stays that of the same answer."""
 
     def __init__(self, ids: Sequence[int], *, place: int, start: int) -> None:
@@ -32,7 +32,7 @@ class Conversation(list[int]):
         self.place, self.start = place, start
 
     def __add__(self, ids: Any) -> Any:
-        return Conversation([*self, *ids], place=self.place, start=self.start)
+        return OpenAnswer([*self, *ids], place=self.place, start=self.start)
 
     def left(self, most: int) -> int:
         """Tokens that the answer may yet have, of so many in all."""
