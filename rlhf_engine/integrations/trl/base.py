@@ -436,17 +436,17 @@ class HydraTrainer(GRPOTrainer):
         self.hydra.eval()
         flags, times = (False, *self.hidden), 1 + len(self.hidden)
         most, context = self.max_completion_length, self.hydra.backbone().context_length
-        left = [min(x.left(most), context - len(x)) if isinstance(x, rollouts.Conversation) else None for x in prompts]
+        ends = [x.start + most if isinstance(x, rollouts.Conversation) else None for x in prompts]
         requests = {
             row: Request(
                 prompt=tuple(ids),
                 sample_id=(self._first_id + row[1]) * times + row[0],
                 greedy=flags[row[0]],
                 keep=self._talks,  # the next turn goes on from there
-                max_completion_length=room,
+                max_completion_length=None if end is None else min(end, context) - len(ids),
             )
-            for ids, row, room in zip(prompts, rows, left, strict=True)
-            if room != 0
+            for ids, row, end in zip(prompts, rows, ends, strict=True)
+            if end != len(ids)
         }
         if not requests:
             return [([], [])] * len(rows)

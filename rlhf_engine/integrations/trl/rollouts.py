@@ -35,10 +35,6 @@ class Conversation(list[int]):
     def __add__(self, ids: Any) -> Any:
         return Conversation([*self, *ids], place=self.place, start=self.start)
 
-    def left(self, most: int) -> int:
-        """Tokens that the answer may yet have, of so many in all."""
-        return most - (len(self) - self.start)
-
 
 def text_only(tool: Callable[..., Any], most: int) -> Callable[..., Any]:
     """A tool whose result or error is a text of at most so many characters; anything else is its failure.
