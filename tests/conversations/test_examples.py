@@ -38,7 +38,9 @@ def test_the_calculator_trains(tmp_path, monkeypatch):
 def test_the_reward_of_an_example_climbs(name, tmp_path):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
-    done = subprocess.run([sys.executable, FOLDER / f"{name}.py", tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py", tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = rewards(tmp_path)
     assert math.fsum(found[-5:]) > math.fsum(found[:5]) + 0.5, found
