@@ -33,11 +33,11 @@ def several(h, v, *, dtype=torch.float32, ranks=RANKS, grad=False):
     return HeadLoras(SEGMENTS, tuple(made))
 
 
-def rows_of(lora, slot):
+def rows_of(lora, slot, n=N):
     """Rows of a slot; −1: of none."""
     rows = {i: [] for i in range(-1, len(lora.loras))}
     at = 0
-    for start, end, run in [*runs_of(lora), (N, N, -1)]:
+    for start, end, run in [*runs_of(lora), (n, n, -1)]:
         rows[-1] += range(at, start)
         rows[run] += range(start, end)
         at = end

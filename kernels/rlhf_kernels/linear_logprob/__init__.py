@@ -48,7 +48,7 @@ from rlhf_kernels.vocab.logits import (
     grads_needed,
     widest,
 )
-from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, joined, slot_names
+from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, is_one_sweep, joined, slot_names
 
 __all__ = ["HeadLora", "HeadLoras", "LogprobOutputs", "linear_logprob"]
 
@@ -138,15 +138,19 @@ def _linear_logprob(
     ahead: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = registry.implementation("linear_logprob", backend).forward
+    served = registry.implementation("linear_logprob", backend)
+    run = served.forward
     rest = (ignore_index, outputs, ahead)
     with autocast.off(hidden):
         if not runs.run_A:
             return run(hidden, weight, target, head, *rest)
         if backend == "cpu":  # which knows runs
             return run(hidden, weight, target, head, *rest, runs)
-        heads = runs.heads(head, len(hidden), hidden.device)
-        parts = [run(hidden[one.rows], weight, target[one.rows], one.head, *rest) for one in heads]
+        together = served.together(hidden, weight, head) if backend == "triton" and is_one_sweep() else None
+        heads, parts = runs.heads(head, len(hidden), hidden.device, together), []
+        for one in heads:
+            shared = () if one.runs is None else (one.runs,)
+            parts.append(run(hidden[one.rows], weight, target[one.rows], one.head, *rest, *shared))
         made = [joined(heads, column, len(hidden)) for column in zip(*parts, strict=True)]
         return tuple(made)  # type: ignore[return-value]
 

@@ -15,7 +15,10 @@ from torch import Tensor
 from rlhf_kernels.runtime.triton_support import AotCase
 from rlhf_kernels.vocab import triton_aot
 from rlhf_kernels.vocab.logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
-from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
+from rlhf_kernels.vocab.runs import HeadRuns, joined
+from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep, together
+
+__all__ = ["aot_cases", "backward", "forward", "together"]
 
 
 def forward(
@@ -26,15 +29,23 @@ def forward(
     ignore_index: int,
     outputs: str,
     ahead: bool,
+    runs: HeadRuns | None = None,
 ) -> tuple[Tensor, ...]:
     """Statistics [N] in the order of `OUTPUTS`, empty where not wanted, then E [N, H], empty unless `ahead`.
 
     logprob and lse are always made, for backward.
     """
-    sweep = Sweep(hidden, weight, target, options, ignore_index)
+    sweep = Sweep(hidden, weight, target, options, ignore_index, runs=runs)
     if sweep.n_rows == 0:
         return (*(sweep.empty(0) for _ in OUTPUTS), sweep.empty(*((0, sweep.hidden_size) if ahead else (0,))))
-    stats = sweep.statistics(outputs, "logprob" if ahead else "")
+    stats = sweep.statistics(outputs, "logprob" if ahead and runs is None else "")
+    if ahead and runs is not None:
+        heads, parts = runs.heads(options, sweep.n_rows, hidden.device), []
+        for rows, head, *_ in heads:
+            own = Sweep(hidden[rows], weight, target[rows], head, ignore_index).expected("logprob")[0]
+            assert own is not None
+            parts.append(own)
+        stats.expected = joined(heads, parts, sweep.n_rows)
     everything = (*(stats.values.get(name) for name in OUTPUTS), stats.expected)
     return tuple(sweep.empty(0) if x is None else x for x in everything)
 

@@ -19,7 +19,7 @@ elements (or 2²³). That is 1/8 of the fp32 logits, or 128 MiB.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ from rlhf_kernels.vocab import cost
 from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab import triton_kernels as kernels
 from rlhf_kernels.vocab.logits import HeadOptions, split_target
+from rlhf_kernels.vocab.runs import HeadRuns, Together
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 
 # The defaults, all in one place. Numbers of rows and columns are powers of two.
@@ -63,6 +64,41 @@ def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
 def fused_warps(rows: int, dtype: torch.dtype) -> int:
     """Warps of the fused kernel; more rows need more registers for their sums."""
     return 4 if rows < 64 and dtype.itemsize == 2 else 8
+
+
+def fused_tiles(n_rows: int, dtype: torch.dtype, plain: bool, rank: int) -> dict[str, int]:
+    """Constants of the fused kernel, and the most shares of the vocabulary (`PROGRAMS`); plain: see `is_plain`."""
+    if registry.is_exact():
+        return by_row.tile_sizes(dtype.itemsize, plain=plain, rank=rank) | {"PROGRAMS": cost.SHARES}
+    block_n = min(128, max(16, triton.next_power_of_2(n_rows)))
+    block_v, block_k = fused_tile(block_n, dtype, rank)
+    return {
+        "BN": block_n,
+        "BV": block_v,
+        "BK": block_k,
+        "RANKS": kernels.padded_rank(rank),
+        "num_warps": fused_warps(block_n, dtype),
+        "num_stages": STAGES,
+        "PROGRAMS": FUSED_PROGRAMS,
+    }
+
+
+def is_fused(n_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether statistics come from the fused kernel."""
+    return registry.is_exact() or (weight.dtype == dtype and n_rows <= FUSED_ROWS[dtype])
+
+
+def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
+    """Which slots share a launch of the fused kernel: those that it gives the same tiles. None where it serves not."""
+    dtype, bare = torch.promote_types(hidden.dtype, weight.dtype), options.bias is None and not options.softcap
+
+    def key(n_rows: int, rank: int | None) -> Hashable | None:
+        if not is_fused(n_rows, dtype, weight):
+            return None
+        tiles = fused_tiles(n_rows, dtype, bare and rank is None, rank or 0)
+        return tuple(n for name, n in tiles.items() if name != "RANKS")
+
+    return key
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -121,9 +157,10 @@ class Sweep(HeadInputs):
         options: HeadOptions,
         ignore_index: int,
         hidden_r: Tensor | None = None,
+        runs: HeadRuns | None = None,
     ) -> None:
         keep, index = split_target(target, weight.shape[0], ignore_index)
-        super().__init__(hidden, weight, options, keep, hidden_r)
+        super().__init__(hidden, weight, options, keep, hidden_r, runs)
         self.index = torch.where(keep, index, -1)
         self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab)
 
@@ -132,18 +169,21 @@ class Sweep(HeadInputs):
     @functools.cached_property
     def down(self) -> Tensor | None:
         """scale · h Aᵀ [N, r] fp32."""
-        if self.lora_A is None:
-            return None
         if registry.is_exact():
             return by_row.down(self)
+        if self.runs is not None:  # torch's products, as each slot has them alone
+            made = self.empty(self.n_rows, self.runs.width)
+            for A, scale, rows in self.runs.slots():
+                made[rows, : A.shape[0]] = (self.hidden[rows].float() @ A.float().T).mul_(scale)
+            return made
+        if self.lora_A is None:
+            return None
         return (self.hidden.float() @ self.lora_A.T).mul_(self.options.lora_scale)
 
     @property
     def fused(self) -> bool:
         """Whether statistics come from the fused kernel."""
-        if registry.is_exact():
-            return True
-        return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
+        return is_fused(self.n_rows, self.dtype, self.weight)
 
     def columns(self) -> Iterator[slice]:
         for start in range(0, self.n_vocab, self.tile_columns):
@@ -178,31 +218,20 @@ class Sweep(HeadInputs):
             return self._tiled(flags, outputs, ahead)
         stats, _ = self._finish(self._fused_state(flags), outputs)
         if ahead:
-            # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
-            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead)
-            stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
+            stats.expected, stats.expected_kl = self.expected(ahead)
         return stats
 
-    def _fused_tiles(self, rank: int) -> dict[str, int]:
-        """Constants of the fused kernel, and the most shares of the vocabulary (`PROGRAMS`)."""
-        if registry.is_exact():
-            sizes = by_row.tile_sizes(self.dtype.itemsize, plain=by_row.is_plain(self), rank=rank)
-            return sizes | {"PROGRAMS": cost.SHARES}
-        block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
-        block_v, block_k = fused_tile(block_n, self.dtype, rank)
-        return {
-            "BN": block_n,
-            "BV": block_v,
-            "BK": block_k,
-            "RANKS": kernels.padded_rank(rank),
-            "num_warps": fused_warps(block_n, self.dtype),
-            "num_stages": STAGES,
-            "PROGRAMS": FUSED_PROGRAMS,
-        }
+    def expected(self, ahead: str) -> tuple[Tensor | None, Tensor | None]:
+        """E and D, with the maxima and sums of tiled products: those of the fused kernel are rounded otherwise."""
+        tiled = self._tiled(dict.fromkeys(FLAGS, False), "", ahead)
+        return tiled.expected, tiled.expected_kl
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
-        rank = 0 if self.down is None else self.down.shape[1]
-        tiles = self._fused_tiles(rank)
+        n_rows, rank = self.n_rows, 0 if self.down is None else self.down.shape[1]
+        if self.runs is not None:  # what they have alone, and all of them the same: see `together`
+            n_rows, rank = self.runs.rows_and_rank()
+        tiles = fused_tiles(n_rows, self.dtype, by_row.is_plain(self), rank)
+        down, lora_B, table, rank, wide = self.lora(self.down, tiles["BN"])
         n_tiles = triton.cdiv(self.n_vocab, tiles["BV"])
         per_split = triton.cdiv(n_tiles, tiles.pop("PROGRAMS"))
         splits = triton.cdiv(n_tiles, per_split)
@@ -213,8 +242,9 @@ class Sweep(HeadInputs):
             self.weight,
             self.index,
             self.bias,
-            self.down if rank else None,
-            self.lora_B,
+            down,
+            lora_B,
+            table,
             self.temperature,
             state,
             self.n_rows,
@@ -228,6 +258,7 @@ class Sweep(HeadInputs):
             **self.transform(),
             **flags,
             UPCAST=INTERPRETED,
+            WIDE=wide,
             **tiles,
             **kernels.SAME_ROUNDING,
         )
