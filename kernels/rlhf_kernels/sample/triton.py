@@ -319,6 +319,6 @@ def aot_cases() -> list[AotCase]:
         head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
         head_case("bf16, r16", by_row.down_kernel, BR=RANK_TILE.value, **down),
         head_case("fp32, r128", by_row.down_kernel, types=fp32, BR=RANK_TILE.value, **down),
-        head_case("bf16, runs", by_row.down_kernel, runs=True, BR=RANK_TILE.value, **down),
-        head_case("fp32, runs", by_row.down_kernel, types=fp32, runs=True, BR=RANK_TILE.value, **down),
+        head_case("bf16, runs", by_row.down_runs_kernel, runs=True, BR=RANK_TILE.value, **down),
+        head_case("fp32, runs", by_row.down_runs_kernel, types=fp32, runs=True, BR=RANK_TILE.value, **down),
     ]

@@ -24,37 +24,10 @@ DOWN_ROWS, DOWN_DEPTH = 16, 64
 _RUN_WIDTH = tl.constexpr(RUN_WIDTH)
 
 
-@triton.jit
-def _scaled(
-    h_ptr,
-    a_ptr,
-    rows,
-    live,
-    j,
-    hidden_size,
-    rank,
-    h_stride,
-    a_stride,
-    scale,
-    down,
-    UPCAST: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """scale · h Aᵀ [BN, BR] of these rows and ranks, from sums that are 0."""
-    for k0 in range(0, hidden_size, BK):
-        k = k0 + tl.arange(0, BK)
-        in_k = k < hidden_size
-        h = load_operand(h_ptr, rows.to(tl.int64)[:, None], h_stride, live[:, None], k[None, :], in_k[None, :], True)
-        a = load_operand(a_ptr, j.to(tl.int64)[None, :], a_stride, (j < rank)[None, :], k[:, None], in_k[:, None], True)
-        down = dot(h, a, down, UPCAST)
-    return down * scale
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def down_kernel(
     h_ptr,  # [N, H]
-    a_ptr,  # [rank, H] fp32; with runs, one of theirs, for its dtype
-    runs_ptr,  # `run_table`, or None: one LoRA
+    a_ptr,  # [rank, H] fp32
     down_ptr,  # out [N, rank] fp32: scale · h Aᵀ
     n_rows,
     hidden_size,
@@ -71,18 +44,52 @@ def down_kernel(
     inside = rows < n_rows
     j = tl.program_id(1) * BR + tl.arange(0, BR)
     down = tl.zeros((BN, BR), tl.float32)
-    if runs_ptr is None:
-        down = _scaled(h_ptr, a_ptr, rows, inside, j, hidden_size, rank, h_stride, a_stride, scale, down, UPCAST, BK)
-    else:
-        block = runs_ptr + tl.program_id(0) * _RUN_WIDTH
-        for i in range(tl.load(block).to(tl.int32), tl.load(block + 1).to(tl.int32)):
-            own, its_rank, run = run_of(runs_ptr, i, rows, inside)
-            a, factor = tl.load(run + 4).to(a_ptr.dtype), tl.load(run + 5).to(tl.int32).to(tl.float32, bitcast=True)
-            made = tl.zeros((BN, BR), tl.float32)
-            made = _scaled(h_ptr, a, rows, own, j, hidden_size, its_rank, h_stride, a_stride, factor, made, UPCAST, BK)
-            down = tl.where(own[:, None], made, down)
+    for k0 in range(0, hidden_size, BK):
+        k = k0 + tl.arange(0, BK)
+        in_k = k < hidden_size
+        h = load_operand(h_ptr, rows.to(tl.int64)[:, None], h_stride, inside[:, None], k[None, :], in_k[None, :], True)
+        a = load_operand(a_ptr, j.to(tl.int64)[None, :], a_stride, (j < rank)[None, :], k[:, None], in_k[:, None], True)
+        down = dot(h, a, down, UPCAST)
     place = rows.to(tl.int64)[:, None] * rank + j[None, :]
-    tl.store(down_ptr + place, down, mask=inside[:, None] & (j < rank)[None, :])
+    tl.store(down_ptr + place, down * scale, mask=inside[:, None] & (j < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def down_runs_kernel(
+    h_ptr,  # [N, H]
+    a_ptr,  # A of one of the runs, for its dtype
+    runs_ptr,  # `RunInputs.table` for blocks of BN rows
+    down_ptr,  # out [N, width] fp32: scale · h Aᵀ with the scale and A of each row's run
+    n_rows,
+    hidden_size,
+    width,
+    h_stride,
+    UPCAST: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """The sums of `down_kernel` for each run that a block of rows meets; 0 beyond a run's rank and in rows of none."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = rows < n_rows
+    lines = rows.to(tl.int64)[:, None]
+    j = tl.program_id(1) * BR + tl.arange(0, BR)
+    down = tl.zeros((BN, BR), tl.float32)
+    block = runs_ptr + tl.program_id(0) * _RUN_WIDTH
+    for i in range(tl.load(block).to(tl.int32), tl.load(block + 1).to(tl.int32)):
+        own, rank, run = run_of(runs_ptr, i, rows, inside)
+        a_of_run = tl.load(run + 4).to(a_ptr.dtype)
+        made = tl.zeros((BN, BR), tl.float32)
+        for k0 in range(0, hidden_size, BK):
+            k = k0 + tl.arange(0, BK)
+            in_k = k < hidden_size
+            h = load_operand(h_ptr, lines, h_stride, own[:, None], k[None, :], in_k[None, :], True)
+            places = j.to(tl.int64)[None, :]
+            a = load_operand(a_of_run, places, hidden_size, (j < rank)[None, :], k[:, None], in_k[:, None], True)
+            made = dot(h, a, made, UPCAST)
+        scale = tl.load(run + 5).to(tl.int32).to(tl.float32, bitcast=True)
+        down = tl.where(own[:, None], made * scale, down)
+    tl.store(down_ptr + lines * width + j[None, :], down, mask=inside[:, None] & (j < width)[None, :])
 
 
 def is_plain(head: HeadInputs) -> bool:
@@ -105,21 +112,25 @@ def tile_sizes(item: int, *, plain: bool, rank: int) -> dict[str, int]:
 def down(head: HeadInputs) -> Tensor | None:
     """scale · h Aᵀ [N, r] fp32, in tiles of one size: torch's product may round a row by what it is batched with.
 
-    Of runs r is their highest rank; beyond its own a row holds anything.
+    Of several LoRAs r is the highest rank.
     """
-    A, runs = head.lora_A, head.runs
+    A, runs, block_r = head.lora_A, head.runs, RANK_TILE.value
+    tiles = {"UPCAST": INTERPRETED, "BN": DOWN_ROWS, "BK": DOWN_DEPTH, "BR": block_r}
     if runs is not None:
-        A, rank = runs.A[0], runs.width
-    elif A is not None:
-        A, rank = A if A.stride(1) == 1 else A.contiguous(), A.shape[0]
-    else:
+        made = head.empty(head.n_rows, runs.width)
+        table = runs.table(head.n_rows, DOWN_ROWS)
+        sizes = (head.n_rows, head.hidden_size, runs.width, head.hidden.stride(0))
+        grid = triton.cdiv(head.n_rows, DOWN_ROWS), triton.cdiv(runs.width, block_r)
+        down_runs_kernel[grid](head.hidden, runs.A[0], table, made, *sizes, **tiles)
+        return made
+    if A is None:
         return None
-    block_r = RANK_TILE.value
+    A = A if A.stride(1) == 1 else A.contiguous()
+    rank = A.shape[0]
     made = head.empty(head.n_rows, rank)
     down_kernel[(triton.cdiv(head.n_rows, DOWN_ROWS), triton.cdiv(rank, block_r))](
         head.hidden,
         A,
-        None if runs is None else runs.table(head.n_rows, DOWN_ROWS),
         made,
         head.n_rows,
         head.hidden_size,
@@ -127,9 +138,6 @@ def down(head: HeadInputs) -> Tensor | None:
         head.hidden.stride(0),
         A.stride(0),
         head.options.lora_scale,
-        UPCAST=INTERPRETED,
-        BN=DOWN_ROWS,
-        BK=DOWN_DEPTH,
-        BR=block_r,
+        **tiles,
     )
     return made

@@ -41,6 +41,7 @@ FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up 
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
 # Rows: columns, bytes of depth, and of depth beside a loop over ranks
 FUSED_TILES = {16: (128, 256, 128), 32: (128, 128, 64), 64: (128, 128, 32), 128: (128, 128, 32)}
+MOST_TOGETHER = {2: 64, 4: 16}  # rows of a block of several runs: it holds its sums twice, and registers are few
 FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
 FOLD_WARPS = 8
 WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
@@ -89,13 +90,15 @@ def is_fused(n_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
 
 
 def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
-    """Which slots share a launch of the fused kernel: those that it gives the same tiles. None where it serves not."""
+    """Which slots share a launch of the fused kernel: those that it gives the same tiles, if it serves them."""
     dtype, bare = torch.promote_types(hidden.dtype, weight.dtype), options.bias is None and not options.softcap
 
     def key(n_rows: int, rank: int | None) -> Hashable | None:
         if not is_fused(n_rows, dtype, weight):
             return None
         tiles = fused_tiles(n_rows, dtype, bare and rank is None, rank or 0)
+        if tiles["BN"] > MOST_TOGETHER[dtype.itemsize]:
+            return None
         return tuple(n for name, n in tiles.items() if name != "RANKS")
 
     return key

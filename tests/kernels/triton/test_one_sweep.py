@@ -5,7 +5,6 @@ import torch
 from rlhf_kernels import HeadLora, HeadLoras, Segments, linear_logprob, sample
 from rlhf_kernels.runtime import registry
 from rlhf_kernels.vocab import runs as head_runs
-from rlhf_kernels.vocab import triton_kernels
 from rlhf_kernels.vocab.logits import OUTPUTS
 
 from tests.kernels.checks import each, same_bits
@@ -72,6 +71,8 @@ def test_a_row_has_the_bits_that_it_has_alone(on_triton, exact, dtype, adapter, 
     for slot in (-1, 0, 1, 2, 3):
         rows, one = rows_of(lora, slot, N), None if slot < 0 else lora.loras[slot]
         alone, (dh, *dAB) = call(rows, one)
-        same_bits(*([x.nan_to_num(7.0) for x in found] for found in ([x[rows] for x in (*out, d_hidden)], [*alone, dh])))
+        same_bits(
+            *([x.nan_to_num(7.0) for x in found] for found in ([x[rows] for x in (*out, d_hidden)], [*alone, dh]))
+        )
         if slot >= 0 and trained:
             same_bits(*([x.nan_to_num(7.0) for x in found] for found in (grads[2 * slot : 2 * slot + 2], dAB)))
