@@ -19,8 +19,10 @@ elements (or 2²³). That is 1/8 of the fp32 logits, or 128 MiB.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+import heapq
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import triton
@@ -47,6 +49,10 @@ FOLD_WARPS = 8
 WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
+
+T = TypeVar("T")
+Sweeping = Generator[int, None, T]
+"""A sweep that stops before each tile, whose first column it names."""
 
 FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
 
@@ -102,6 +108,26 @@ def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
         return tuple(n for name, n in tiles.items() if name != "RANKS")
 
     return key
+
+
+def side_by_side(sweeps: Sequence[Sweeping[T]]) -> Sweeping[list[T]]:
+    """Sweeps of several slots as one: the one that is furthest behind goes on, so they read a part of W together."""
+    found: dict[int, T] = {}
+
+    def kept(i: int, sweep: Sweeping[T]) -> Sweeping[None]:
+        found[i] = yield from sweep
+
+    yield from heapq.merge(*(kept(i, sweep) for i, sweep in enumerate(sweeps)))
+    return [found[i] for i in range(len(sweeps))]
+
+
+def finished(sweep: Sweeping[T]) -> T:
+    """Run a sweep to its end."""
+    while True:
+        try:
+            next(sweep)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -161,10 +187,13 @@ class Sweep(HeadInputs):
         ignore_index: int,
         hidden_r: Tensor | None = None,
         runs: HeadRuns | None = None,
+        buffers: dict[str, Tensor] | None = None,
     ) -> None:
+        """buffers: memory of tiles that sweeps side by side share; it grows as they need."""
         keep, index = split_target(target, weight.shape[0], ignore_index)
         super().__init__(hidden, weight, options, keep, hidden_r, runs)
         self.index = torch.where(keep, index, -1)
+        self.buffers: dict[str, Tensor] = {} if buffers is None else buffers
         self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab)
 
     # --- pieces -------------------------------------------------------------------------------------------------
@@ -196,8 +225,11 @@ class Sweep(HeadInputs):
         for start in range(0, self.n_rows, self.tile_rows):
             yield slice(start, min(start + self.tile_rows, self.n_rows))
 
-    def tile_buffer(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.empty(min(self.tile_rows, self.n_rows), self.tile_columns, dtype=dtype)
+    def tile_buffer(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        shape = min(self.tile_rows, self.n_rows), self.tile_columns
+        if name not in self.buffers or self.buffers[name].numel() < shape[0] * shape[1]:
+            self.buffers[name] = self.empty(shape[0] * shape[1], dtype=dtype)
+        return self.buffers[name][: shape[0] * shape[1]].view(shape)
 
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.dtype)
@@ -216,17 +248,21 @@ class Sweep(HeadInputs):
 
     def statistics(self, outputs: str, ahead: str = "") -> Stats:
         """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl")."""
+        return finished(self.sweeping_statistics(outputs, ahead))
+
+    def sweeping_statistics(self, outputs: str, ahead: str = "") -> Sweeping[Stats]:
+        """`statistics`, tile by tile."""
         flags = {flag: name in outputs.split(",") for flag, name in FLAGS.items()}
         if not self.fused:
-            return self._tiled(flags, outputs, ahead)
+            return (yield from self._tiled(flags, outputs, ahead))
         stats, _ = self._finish(self._fused_state(flags), outputs)
         if ahead:
-            stats.expected, stats.expected_kl = self.expected(ahead)
+            stats.expected, stats.expected_kl = yield from self.expected(ahead)
         return stats
 
-    def expected(self, ahead: str) -> tuple[Tensor | None, Tensor | None]:
+    def expected(self, ahead: str) -> Sweeping[tuple[Tensor | None, Tensor | None]]:
         """E and D, with the maxima and sums of tiled products: those of the fused kernel are rounded otherwise."""
-        tiled = self._tiled(dict.fromkeys(FLAGS, False), "", ahead)
+        tiled = yield from self._tiled(dict.fromkeys(FLAGS, False), "", ahead)
         return tiled.expected, tiled.expected_kl
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
@@ -267,17 +303,20 @@ class Sweep(HeadInputs):
         )
         return state
 
-    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str) -> Stats:
+    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str) -> Sweeping[Stats]:
         state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
         state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
-        z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
         made = [name in ahead for name in ("logprob", "kl")]
-        factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
         unused = self.empty(0, dtype=self.dtype)  # the kernel takes a pointer of this type whether it writes or not
-        p, q = (unused if factor is None else factor for factor in factors)
         width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
         sums = [self.empty(self.n_rows, width) if make else None for make in made]
         for columns in self.columns():
+            yield columns.start
+            z, z_r = self.tile_buffer("z"), None if self.hidden_r is None else self.tile_buffer("z_r")
+            factors = [
+                self.tile_buffer(name, self.dtype) if make else None for name, make in zip("pq", made, strict=True)
+            ]
+            p, q = (unused if factor is None else factor for factor in factors)
             weight = self.weight_tile(columns)
             for rows in self.chunks():
                 y = self.products(z, weight, rows, columns, reference=False)
@@ -401,6 +440,12 @@ class Sweep(HeadInputs):
     def gradients(
         self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
     ) -> dict[str, Tensor]:
+        """Return what `sweeping_gradients` makes."""
+        return finished(self.sweeping_gradients(stats, grads, needs, dtypes))
+
+    def sweeping_gradients(
+        self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
+    ) -> Sweeping[dict[str, Tensor]]:
         """Gradients of the inputs named in `needs`, from products that are made again tile by tile.
 
         dtypes: of the results, fp32 where not given. A row's gradient is 0 where it does not count.
@@ -422,9 +467,10 @@ class Sweep(HeadInputs):
         down = None
         if "lora_B" in names and self.down is not None:
             down = self.down.masked_fill(~self.keep[:, None], 0).to(self.dtype)
-        z, z_r = self.tile_buffer(), None if grads.kl is None else self.tile_buffer()
-        g = z if self.dtype == torch.float32 else self.tile_buffer(self.dtype)
         for columns in self.columns():
+            yield columns.start
+            z, z_r = self.tile_buffer("z"), None if grads.kl is None else self.tile_buffer("z_r")
+            g = z if self.dtype == torch.float32 else self.tile_buffer("g", self.dtype)
             weight = self.weight_tile(columns)
             tile = {
                 name: self.empty(columns.stop - columns.start, *sums[name].shape[1:])

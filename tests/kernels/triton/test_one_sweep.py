@@ -14,7 +14,7 @@ from tests.kernels.test_head_runs import frozen, keys, rows_of
 RANKS = (4, 16, 33, 64, 8)
 # Runs that begin and end within a block of rows, one that is off, rows of none before, between and behind, a slot twice
 SEGMENTS = Segments(starts=(1, 4, 9, 14, 19, 23), ends=(4, 9, 13, 19, 23, 35), slots=(2, 0, 1, -1, 2, 3))
-N, H, V = 38, 24, 150
+N, H, V = 38, 24, 130
 
 
 def several(dtype, ranks=RANKS):
