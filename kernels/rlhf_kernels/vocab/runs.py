@@ -153,15 +153,13 @@ class HeadRuns(NamedTuple):
 
     def _side_by_side(self, slots: list[int], stretches: dict[int, list[tuple[int, int]]]) -> HeadRuns:
         """The runs of these slots alone, one for each, where their rows follow each other."""
-        made, at = HeadRuns.none(), 0
+        lines, at = [], 0
         for slot in slots:
             end = at + sum(end - start for start, end in stretches[slot])
             if slot != OFF:
-                lora = (self.run_A[slot], self.run_B[slot], self.run_scales[slot])
-                for column, value in zip(made, (*lora, at, end, len(made.run_A)), strict=True):
-                    column.append(value)
+                lines.append((self.run_A[slot], self.run_B[slot], self.run_scales[slot], at, end, len(lines)))
             at = end
-        return made
+        return HeadRuns(*map(list, zip(*lines, strict=True)))
 
 
 class OneHead(NamedTuple):
