@@ -186,6 +186,17 @@ def test_a_slot_without_rows_has_no_gradient(backend):
     assert [x.A.grad is not None for x in loras] == [False, True, False, False, True]
 
 
+def test_gradients_where_torch_watches_the_call():
+    """A function mode is on, so torch's own autograd of the op runs: it expects lists of runs back as they were."""
+    hidden, weight, target = make(6, 8, 20)
+    loras = several(8, 20, grad=True).loras
+    for lora in (loras[0], HeadLoras(Segments(starts=(0, 3), ends=(3, 6), slots=(0, 1)), loras)):
+        plain = torch.autograd.grad(linear_logprob(hidden, weight, target, lora=lora).logprob.sum(), loras[0][:2])
+        with torch.device("cpu"):
+            watched = torch.autograd.grad(linear_logprob(hidden, weight, target, lora=lora).logprob.sum(), loras[0][:2])
+        same_bits(watched, plain)
+
+
 def test_a_frozen_slot_costs_no_gradient_beside_a_trained_one(backend):
     hidden, weight, target = make(6, 8, 20)
     trained, other = several(8, 20, grad=True).loras[:2]

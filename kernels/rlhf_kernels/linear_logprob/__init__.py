@@ -291,7 +291,8 @@ def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_pr
     made = _linear_logprob_backward(hidden, weight, target, *rest)
     given = [g if need else None for g, need in zip(made, wanted, strict=True)]
     named = dict(zip(HeadGrads.names, given, strict=False))
-    return _linear_logprob.gradients(**named, run_A=given[5::2], run_B=given[6::2])
+    lists = {} if n else dict.fromkeys(HeadRuns._fields, [])  # of an empty list torch expects one back, also of numbers
+    return _linear_logprob.gradients(**named, **(lists | {"run_A": given[5::2], "run_B": given[6::2]}))
 
 
 _linear_logprob.register_autograd(_backward, setup_context=_setup_context)

@@ -300,7 +300,7 @@ def aot_cases() -> list[AotCase]:
         **flags: bool,
     ) -> AotCase:
         plain = "bias_ptr" in absent and not rank and not flags["SOFTCAP"] and not flags.get("runs")
-        sizes = by_row.tile_sizes(item, plain=plain, rank=rank)
+        sizes: dict[str, Any] = by_row.tile_sizes(item, plain=plain, rank=rank)
         kinds = (types if item == 2 else fp32) | (more or {})
         return head_case(name, sample_kernel, absent=absent, types=kinds, UPCAST=False, **flags, **sizes)
 

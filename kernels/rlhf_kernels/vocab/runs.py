@@ -153,10 +153,11 @@ class HeadRuns(NamedTuple):
 
     def _side_by_side(self, slots: list[int], stretches: dict[int, list[tuple[int, int]]]) -> HeadRuns:
         """The runs of these slots alone, one for each, where their rows follow each other."""
-        lines, at = [], 0
+        lines: list[tuple[Tensor, Tensor, float, int, int, int]] = []
+        at = 0
         for slot in slots:
             end = at + sum(end - start for start, end in stretches[slot])
-            if slot != OFF:
+            if slot > OFF:
                 lines.append((self.run_A[slot], self.run_B[slot], self.run_scales[slot], at, end, len(lines)))
             at = end
         return HeadRuns(*map(list, zip(*lines, strict=True)))
