@@ -419,8 +419,7 @@ class LiveRows:
         for i in sorted(range(len(rows)), key=heads.__getitem__):
             row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
-            # No GPU has drawn for several heads in one call, so there it has to be asked for
-            apart = heads[i] if is_gpu(self._device) and not is_one_sweep() else None
+            apart = heads[i] if is_gpu(self._device) and not is_one_sweep() else None  # by default: no GPU has run it
             places, temperatures = members.setdefault((apart, how.top_k, how.top_p, how.min_p, ends), ([], set()))
             places.append(i)
             temperatures.add(how.temperature)

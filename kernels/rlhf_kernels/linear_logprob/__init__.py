@@ -291,7 +291,8 @@ def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_pr
     made = _linear_logprob_backward(hidden, weight, target, *rest)
     given = [g if need else None for g, need in zip(made, wanted, strict=True)]
     named = dict(zip(HeadGrads.names, given, strict=False))
-    lists = {} if n else dict.fromkeys(HeadRuns._fields, [])  # of an empty list torch expects one back, also of numbers
+    # Of an empty list torch expects one back, also of numbers
+    lists: dict[str, list[Tensor | None]] = {} if n else {name: [] for name in HeadRuns._fields}
     return _linear_logprob.gradients(**named, **(lists | {"run_A": given[5::2], "run_B": given[6::2]}))
 
 

@@ -6,6 +6,8 @@ needs no gradient is neither computed nor allocated.
 Dtypes: bf16 and fp16 operands give fp32 products; dL/dy is rounded to the operands' dtype for its own products, whose
 sums are fp32. LoRA's part of the logits is computed in fp32. Mixed dtypes of hidden and weight are promoted tile by
 tile. Determinism: bitwise, and capturable in a CUDA graph after a first call that compiles.
+Several LoRAs take a sweep each, or by `vocab.runs.use_variant` one for all, which no GPU has run; where W is trained,
+the gradients take one each in any case.
 """
 
 from __future__ import annotations

@@ -174,6 +174,14 @@ def linear_logprob_cases() -> list[AotCase]:
             **_flags(),
             **_exact(4, plain=True),
         ),
+        head_case(
+            "16 rows, fp32",
+            fused,
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_fused(16, dtype=torch.float32),
+        ),
         *(
             head_case(f"{rows} rows, runs", fused, absent=("h_r_ptr", *PLAIN), runs=True, **_flags(), **_fused(rows))
             for rows in (64, 16)

@@ -9,6 +9,9 @@ nothing but states leaves the chip; a pair shares every tile of W. E then takes 
 log-prob has the same bits whether a gradient is wanted or not. In exact mode that kernel serves any number of rows,
 with the tiles of `sample` (`triton_by_row`).
 
+Several LoRAs, by `vocab.runs.use_variant`: few rows share a launch of the fused kernel, and tiles of all slots take one
+part of W after another, each with the products that it has alone. No GPU has run that.
+
 Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum. It is the same for the
 three ops: equal inputs give equal bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads
 back from the device.
@@ -270,6 +273,7 @@ class Sweep(HeadInputs):
         if self.runs is not None:  # what they have alone, and all of them the same: see `together`
             n_rows, rank = self.runs.rows_and_rank()
         tiles = fused_tiles(n_rows, self.dtype, by_row.is_plain(self), rank)
+        tiles |= {} if self.runs is None else {"RANKS": 0}  # read from the table: one binary for all
         down, lora_B, table, rank, wide = self.lora(self.down, tiles["BN"])
         n_tiles = triton.cdiv(self.n_vocab, tiles["BV"])
         per_split = triton.cdiv(n_tiles, tiles.pop("PROGRAMS"))
