@@ -35,7 +35,7 @@ def forward(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def forwards(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
-    """What `forward` gives for the arguments of each call, by sweeps side by side."""
+    """Return the results of `forward` for the arguments of each call, by sweeps side by side."""
     buffers: dict[str, Tensor] = {}
     return finished(side_by_side([_forward(buffers, *call) for call in calls]))
 
@@ -72,7 +72,7 @@ def backward(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def backwards(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
-    """What `backward` gives for the arguments of each call, by sweeps side by side."""
+    """Return the results of `backward` for the arguments of each call, by sweeps side by side."""
     buffers: dict[str, Tensor] = {}
     return finished(side_by_side([_backward(buffers, *call) for call in calls]))
 

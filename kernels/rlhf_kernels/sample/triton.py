@@ -196,7 +196,7 @@ def finish_kernel(
 
 
 def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
-    """Which slots share a sweep: those whose rows have the same tiles, so rows without LoRA may have their own."""
+    """Let slots share a sweep whose rows have the same tiles; so rows without LoRA may have one of their own."""
     item = torch.promote_types(hidden.dtype, weight.dtype).itemsize
     bare = options.bias is None and not options.softcap
     return lambda _, rank: by_row.COLUMNS[item][0 if bare and rank is None else 1]

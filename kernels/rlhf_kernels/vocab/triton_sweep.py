@@ -99,7 +99,7 @@ def is_fused(n_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
 
 
 def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
-    """Which slots share a launch of the fused kernel: those that it gives the same tiles, if it serves them."""
+    """Let slots share a launch of the fused kernel that it serves with the same tiles."""
     dtype, bare = torch.promote_types(hidden.dtype, weight.dtype), options.bias is None and not options.softcap
 
     def key(n_rows: int, rank: int | None) -> Hashable | None:
