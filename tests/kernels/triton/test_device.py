@@ -22,8 +22,7 @@ from rlhf_kernels.runtime import aot, registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.sample import sample
 from rlhf_kernels.vocab.logits import HeadLora
-from rlhf_kernels.vocab.runs import HeadLoras
-from rlhf_kernels.vocab.runs import use_variant as one_sweep
+from rlhf_kernels.vocab.runs import HeadLoras, use_variant as one_sweep
 
 from tests.kernels.checks import each
 from tests.kernels.decode_step_cases import SIZES, make_adapters, make_call, make_decoder
