@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,15 +26,17 @@ from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
 from rlhf_engine.hydra import HydraModel, RoleSpec
+from rlhf_engine.policy import joint
+from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
 from rlhf_engine.runs.folder import METRICS_FILE, locked, require_unlocked
 from rlhf_engine.runs.headline import numbers
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 from rlhf_engine.runs.page import PAGE_FILE, LivePage, groups_of
 from rlhf_engine.runs.progress import StopSignals, SweepProgress
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.update import Results, Turns, Wanted
 
 SWEEP_FILE = "sweep.json"
-_ENDED = object()
 
 
 def run(config: SweepConfig) -> int:
@@ -70,12 +73,15 @@ class Sweep:
         first = next(iter(self.runs.values()))
         self.base = HydraModel.from_pretrained(
             first.model_name_or_path,
-            roles={"reference": RoleSpec()},
+            roles={BASE: RoleSpec()},
             dtype=DTYPES[first.dtype],
             device=resolve_device(first.device),
             quantization=first.quantization,
         )
         self.base.backbone().base_hash()  # once for all
+        self._policies, self._numbers = Policies(self.base, exact=first.exact), itertools.count()
+        self._joint: dict[str, LivePolicy] = {}
+        """Policies on the base whose bits do not depend on who learns beside them, by the names of their runs."""
         self._ready: dict[str, RlTrainer] = {}
         self.progress, reports = SweepProgress(), dict[str, Any]()
         for name in self._left():
@@ -133,38 +139,66 @@ class Sweep:
 
     def _advance(self, until: int | None, stop: Callable[[], bool], page: LivePage) -> None:
         """Let runs take turns until each has made so many steps, or all; a few at once."""
-        waiting, turns = deque(self._left()), dict[str, Generator[None, None, None]]()
+        waiting, turns = deque(self._left()), dict[str, Turns[None]]()
         with contextlib.ExitStack() as stack:
             while waiting or turns:
                 while waiting and len(turns) < self.at_once:
                     name = waiting.popleft()
                     turns[name] = stack.enter_context(contextlib.closing(self._turns(name, until, stop)))
-                for name, turn in list(turns.items()):
-                    try:
-                        next(turn)
-                        page.refresh()
-                        continue
-                    except (StopIteration, RunStopped):
-                        pass
-                    except (EngineError, OSError) as error:
-                        self.failed.add(name)
-                        fail(f"sweep, run {name}", error, 1)
-                    del turns[name]
-                    gc.collect()
+                self._step(turns)
+                page.refresh()
 
-    def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Generator[None, None, None]:
+    def _step(self, turns: dict[str, Turns[None]]) -> None:
+        """Let each run make a step, and drop those that end. Passes that they wait for at a time are made together."""
+        given = dict[str, Results].fromkeys(turns)
+        while given:
+            wanted, ended = dict[str, Wanted](), len(turns)
+            for name, results in given.items():
+                try:
+                    asked = turns[name].send(results)
+                    if asked is not None:
+                        wanted[name] = asked
+                    continue
+                except (StopIteration, RunStopped):
+                    pass
+                except (EngineError, OSError) as error:
+                    self.failed.add(name)
+                    fail(f"sweep, run {name}", error, 1)
+                del turns[name]
+            if len(turns) < ended:
+                gc.collect()
+            given = self._make(wanted)
+
+    def _make(self, wanted: dict[str, Wanted]) -> dict[str, Results]:
+        """What becomes of the passes that runs want."""
+        given = dict[str, Results].fromkeys(wanted)
+        passes = {name: joint.Pass(policy=p, **wanted[name]._asdict()) for name, p in self._joint.items() if name in wanted}
+        if len(passes) > 1:
+            given |= zip(passes, joint.attempt(self.base, list(passes.values())), strict=True)
+        return given
+
+    def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Turns[None]:
         """The turns of one run, whose policy is in memory until it ends."""
         trainer = self._ready.pop(name, None) or RlTrainer(self.runs[name], base=self.base)
         if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
             return
         asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
         note = functools.partial(self.progress.note, name, trainer.total_steps)
-        with contextlib.closing(trainer.turns(note, asked)) as turns:
+        with contextlib.ExitStack() as stack:
+            # no GPU has run passes of several runs at once
+            if trainer.kernels.exact and self.base.backbone().kernels.exact and self.base.device.type == "cpu":
+                policy = self._policies.adopt(f"run-{next(self._numbers)}", trainer.model)
+                stack.callback(self._policies.remove, policy.name)
+                self._joint[name] = policy
+                stack.callback(self._joint.pop, name)
+            turns, results = stack.enter_context(contextlib.closing(trainer.turns(note, asked))), None
             while True:
                 with trainer.kernels.used():
-                    if next(turns, _ENDED) is _ENDED:
+                    try:
+                        wanted = turns.send(results)
+                    except StopIteration:
                         return
-                yield
+                results = yield wanted
 
     def _halve(self, step: int) -> None:
         """Drop the groups of runs that did worse than others in the steps since the last time."""
