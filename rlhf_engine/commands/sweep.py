@@ -1,8 +1,10 @@
 """`rlhf-engine sweep`: many runs of `train` on one base in one process, which take turns of a step.
 
-Each run is what `train` makes of the same options: the same floats, folder and page. The folder of the sweep has these
-folders, a page of all, and sweep.json with the options of every run and what was dropped. Whatever ends a sweep, the
-same command goes on with the runs that are not done.
+Each run is what `train` makes of the same options: the same floats, folder and page. Passes of updates that runs wait
+for at the same time are made together where that leaves the floats as they are. A run whose method has several
+backbones, or trains them, has its own. The folder of the sweep has these folders, a page of all, and sweep.json with
+the options of every run and what was dropped. Whatever ends a sweep, the same command goes on with the runs that are
+not done.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Sweep:
         self._ready: dict[str, RlTrainer] = {}
         self.progress, reports = SweepProgress(), dict[str, Any]()
         for name in self._left():
-            trainer = RlTrainer(self.runs[name], base=self.base)
+            trainer = self._trainer(name)
             last = self.halving.at[-1] if self.halving else 0
             if last >= trainer.total_steps:
                 raise ConfigError(f"halving: expected at below the {trainer.total_steps} steps of {name}, got {last}")
@@ -148,6 +150,10 @@ class Sweep:
                 self._step(turns)
                 page.refresh()
 
+    def _trainer(self, name: str) -> RlTrainer:
+        shares = self.runs[name].method in ("hydra_ppo", "j_hydra_ppo")
+        return RlTrainer(self.runs[name], base=self.base if shares else None)
+
     def _step(self, turns: dict[str, Turns[None]]) -> None:
         """Let each run make a step, and drop those that end. Passes that they wait for at a time are made together."""
         given = dict[str, Results].fromkeys(turns)
@@ -172,21 +178,23 @@ class Sweep:
     def _make(self, wanted: dict[str, Wanted]) -> dict[str, Results]:
         """What becomes of the passes that runs want."""
         given = dict[str, Results].fromkeys(wanted)
-        passes = {name: joint.Pass(policy=p, **wanted[name]._asdict()) for name, p in self._joint.items() if name in wanted}
-        if len(passes) > 1:
-            given |= zip(passes, joint.attempt(self.base, list(passes.values())), strict=True)
+        names = [name for name in wanted if name in self._joint]
+        if len(names) > 1:
+            passes = [joint.Pass(policy=self._joint[name], **wanted[name]._asdict()) for name in names]
+            given |= zip(names, joint.attempt(self.base, passes), strict=True)
         return given
 
     def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Turns[None]:
         """The turns of one run, whose policy is in memory until it ends."""
-        trainer = self._ready.pop(name, None) or RlTrainer(self.runs[name], base=self.base)
+        trainer = self._ready.pop(name, None) or self._trainer(name)
         if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
             return
         asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
         note = functools.partial(self.progress.note, name, trainer.total_steps)
         with contextlib.ExitStack() as stack:
-            # no GPU has run passes of several runs at once
-            if trainer.kernels.exact and self.base.backbone().kernels.exact and self.base.device.type == "cpu":
+            shared = trainer.model.backbone().model is self.base.backbone().model
+            exact = trainer.kernels.exact and self.base.backbone().kernels.exact
+            if shared and exact and self.base.device.type == "cpu":  # no GPU has run passes of several runs at once
                 policy = self._policies.adopt(f"run-{next(self._numbers)}", trainer.model)
                 stack.callback(self._policies.remove, policy.name)
                 self._joint[name] = policy

@@ -113,8 +113,6 @@ def _check_shared(runs: Sequence[TrainConfig]) -> None:
         if len(different) > 1:
             raise ConfigError(f"{name}: expected one value for all runs, which share a base, got {different}")
     for run in runs:
-        one = run.method in ("hydra_ppo", "j_hydra_ppo")
-        run.require("method", one, "hydra_ppo or j_hydra_ppo in a sweep, whose roles share one base")
         run.require("async_mode", run.async_mode != "ray", "a run in this process in a sweep")
         run.require_unset(_UNSET, "in a sweep")
         local = set(run.report_to) <= {"tensorboard"}

@@ -514,10 +514,11 @@ class HydraModel(nn.Module):
         Returns:
             What outputs compute from.
         """
-        for name, states in hidden.items() if watch is not None else ():
-            if states.requires_grad:
-                hidden[name] = states.view_as(states)  # its own among the roles of a lane
-                hidden[name].register_hook(functools.partial(watch, name))
+        if watch is not None:
+            for name, states in hidden.items():
+                if states.requires_grad:
+                    hidden[name] = states.view_as(states)  # its own among the roles of a lane
+                    hidden[name].register_hook(functools.partial(watch, name))
         lm_heads, scalar_heads = dict[str, LmHead](), dict[str, ScalarHead]()
         for name in hidden:
             role = self.roles[name]

@@ -163,7 +163,7 @@ class RlPolicy(Policy[TrainerState]):
         return self.config if beta is None else dataclasses.replace(self.config, beta=beta)
 
     def learn(self, experience: Experience, *, n_answers: int) -> Turns[dict[str, float]]:
-        """Make one step, in turns of a pass: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
+        """Make one step in turns: all epochs over an experience; metrics by name. What fails is not applied."""
         state, options = self.state, self.options
         algorithm = make_algorithm(options)
         learned, metrics = algorithm.learn_from(experience)

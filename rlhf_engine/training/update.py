@@ -298,7 +298,7 @@ class _Minibatch:
         """Add the gradients of a micro-batch times a factor, its terms one after another or `joint`; what it tells."""
         micro = self._micro(chosen)
         terms, together, rows = self._terms(micro, joint)
-        measured, results = Measured(), []
+        measured, results = Measured(), list[Any]()
         options: dict[str, Any] = {"dropout_seed": self.dropout_seed, "token_budget": self.budget.tokens}
 
         def watch(role: str, gradient_T: torch.Tensor) -> None:
