@@ -176,7 +176,7 @@ class Sweep:
             given = self._make(wanted)
 
     def _make(self, wanted: dict[str, Wanted]) -> dict[str, Results]:
-        """What becomes of the passes that runs want."""
+        """Make the passes that runs want where it is several that can share one; what becomes of all."""
         given = dict[str, Results].fromkeys(wanted)
         names = [name for name in wanted if name in self._joint]
         if len(names) > 1:
