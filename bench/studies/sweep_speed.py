@@ -115,7 +115,8 @@ def main() -> None:
             for arm, times in found.items():
                 times.append(measure(arm, grid, options.threads))
         record: dict[str, Any] = {**vars(options), "load": os.getloadavg()[0], "memory": memory(grid)}
-        record["model_name_or_path"] = Path(options.model_name_or_path).name
+        shown = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+        record |= {"model_name_or_path": shown[0], "command": " ".join(["bench/studies/sweep_speed.py", *shown])}
     for arm_name, times in found.items():
         seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
         record[arm_name] = {"seconds": seconds, "cpu": cpu, "runs an hour": 4 * 3600 / seconds, "all": times}
