@@ -158,7 +158,7 @@ class Sweep:
         """Let each run make a step, and drop those that end. Passes that they wait for at a time are made together."""
         given = dict[str, Results].fromkeys(turns)
         while given:
-            wanted, ended = dict[str, Wanted](), len(turns)
+            wanted, before = dict[str, Wanted](), len(turns)
             for name, results in given.items():
                 try:
                     asked = turns[name].send(results)
@@ -171,7 +171,7 @@ class Sweep:
                     self.failed.add(name)
                     fail(f"sweep, run {name}", error, 1)
                 del turns[name]
-            if len(turns) < ended:
+            if len(turns) < before:
                 gc.collect()
             given = self._make(wanted)
 
@@ -180,7 +180,7 @@ class Sweep:
         given = dict[str, Results].fromkeys(wanted)
         names = [name for name in wanted if name in self._joint]
         if len(names) > 1:
-            passes = [joint.Pass(policy=self._joint[name], **wanted[name]._asdict()) for name in names]
+            passes = [joint.Pass(policy=self._joint[name], **wanted[name]) for name in names]
             given |= zip(names, joint.attempt(self.base, passes), strict=True)
         return given
 

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,21 +21,14 @@ from rlhf_engine.algorithms.base import Algorithm, Measured, MicroBatch, Term, T
 from rlhf_engine.data import pack, side_by_side
 from rlhf_engine.devices import Budget, World, balanced, is_out_of_memory, release_memory
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
-from rlhf_engine.hydra import HydraModel, Output, PackedBatch
+from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.roles import fold_lanes
 
 T = TypeVar("T")
 
 
-class Wanted(NamedTuple):
-    """A forward and backward pass that an update goes on after."""
-
-    batch: PackedBatch  # sequences
-    outputs: tuple[Output, ...]  # what is computed of them, by roles of the run's model
-    loss: Callable[[tuple[Any, ...]], torch.Tensor]  # results of the outputs to the 0-d loss
-    watch: Callable[[str, torch.Tensor], None] | None  # hears of gradients, see `HydraModel.forward`
-
-
+Wanted = dict[str, Any]
+"""A forward and backward pass that an update goes on after: fields of `policy.joint.Pass` without the policy."""
 Results = tuple[Any, ...] | Exception | None
 """Results of a pass, or what it raised; None: it was not made."""
 Turns = Generator[Wanted | None, Results, T]
@@ -305,15 +298,16 @@ class _Minibatch:
             norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
             measured.add(Measured(sums={f"hidden_grad_sq/{role}": norm.square()}))
 
+        watching = watch if len(terms) > 1 else None
         with self.budget.measured(rows):
             for group in [terms] if together else [[term] for term in terms]:
                 outputs, loss = tuple(term.output for term in group), functools.partial(_loss, group, times)
-                wanted = Wanted(micro.batch, outputs, loss, watch if len(terms) > 1 else None)
+                wanted = {"batch": micro.batch, "outputs": outputs, "loss": loss, "watch": watching}
                 outs = None if self.model.drops else (yield wanted)  # masks are of one seed a call
                 if isinstance(outs, Exception):
                     raise outs
                 if outs is None:
-                    outs = self.model(micro.batch, outputs, watch=wanted.watch, **options)
+                    outs = self.model(micro.batch, outputs, watch=watching, **options)
                     loss(outs).backward()
                 measured.add(Measured(sums={"loss": loss(outs).detach()}))
                 results.extend(outs)
