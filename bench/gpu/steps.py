@@ -38,7 +38,7 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss, hydra_roles
 from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
-from rlhf_engine.training.update import Schedule, update
+from rlhf_engine.training.update import Schedule, alone, update
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "flash-attn")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -171,7 +171,7 @@ def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, name: str)
     def learning() -> None:
         model.train()
         schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=policy.micro)
-        update(model, algorithm, held["answers"], schedule, optimizer.step, seed=0)
+        alone(update(model, algorithm, held["answers"], schedule, optimizer.step, seed=0))
 
     phases = {"generation": generation, "scoring": scoring, "update": learning}
     ways = {"default": None, "copied": False, "shared": True} if name == "grpo" else {"default": None}
