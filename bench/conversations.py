@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""What a conversation costs: 8 turns of 32 drawn tokens with 16 given ones between them, behind a prompt of 512.
+"""Measure what a conversation costs.
+
+It has 8 turns of 32 drawn tokens with 16 given ones between them, behind a prompt of 512.
 
     python bench/conversations.py --out bench/results/avx512_bf16/conversations
     python bench/conversations.py --quick --out runs/conversations                                       # a tiny model
