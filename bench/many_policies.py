@@ -104,8 +104,10 @@ def in_turns(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Fo
     for name, pairs in samples.items():
         cpus, walls = zip(*pairs, strict=True)
         found[name] = {"cpu_ms": statistics.median(cpus), "wall_ms": statistics.median(walls), "samples_cpu_ms": cpus}
-    floor, _ = fastest_floor({name: value["cpu_ms"] for name, value in found.items()})
     floors = [name for name in found if name.startswith("floor")]
+    if not floors:
+        return found
+    floor, _ = fastest_floor({name: value["cpu_ms"] for name, value in found.items()})
     return {**{name: found[name] for name in found if name not in floors}, "floor": found[f"floor: {floor}"]}
 
 

@@ -266,6 +266,12 @@ class PackedBatch:
         return queued(torch.cat([torch.arange(0), *rows]), self.device)
 
     @cached_property
+    def places_M(self) -> torch.Tensor:
+        """int64 [M], place of each completion token behind its prompt, among those that were given as well."""
+        prompts_N = queued(self.prompt_lens, self.device)
+        return self.positions_T[self.predict_rows_M] + 1 - prompts_N[self.sequence_of_M]
+
+    @cached_property
     def turn_of_M(self) -> torch.Tensor:
         """int64 [M], number of the turn within its conversation that each completion token belongs to."""
         turns = self.turns or [((0, n),) for n in self.completion_lens]

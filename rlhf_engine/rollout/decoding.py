@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 from rlhf_kernels.decode_step import Decoder, DecoderLayer, DecodeStep, Projection, StepAdapter, join
 from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.device_tables import queued
 from rlhf_kernels.runtime.eager import eager
 from torch import nn
 
@@ -54,7 +55,7 @@ from rlhf_engine.rollout.rows import (
     slot_table,
 )
 
-EXTENDED = 512  # most tokens of one call that extend a prompt
+EXTENDED = 512  # most tokens of one call that extend prompts
 
 
 class RolloutStep(ABC):
@@ -70,18 +71,26 @@ class RolloutStep(ABC):
     def prefill(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Put prompts into their blocks of the cache; hidden states [N, H] of the last tokens."""
 
-    def extend(self, prompt: Prompt, slot_number: int) -> torch.Tensor:
-        """Put the rest of a prompt into its blocks, each token a row; the hidden state [H] of the last one."""
-        hidden = torch.empty(0)
-        for first in range(prompt.cached, len(prompt.prompt), EXTENDED):
-            tokens = prompt.prompt[first : first + EXTENDED]
-            state = RowState.idle(len(tokens), len(prompt.blocks), self.backbone.device)
-            state.tokens_N.copy_(torch.tensor(tokens))
-            state.lengths_N.copy_(torch.arange(first, first + len(tokens)))
-            state.table_NB.copy_(torch.tensor(prompt.blocks))
-            state.slots_N.fill_(slot_number)
-            hidden = self.decode(state, SlotTable.uniform(prompt.slot, len(tokens)), first + len(tokens) - 1)
-        return hidden[-1]
+    def extend(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> torch.Tensor:
+        """Put the rests of prompts into their blocks, each token a row; hidden states [N, H] of the last tokens.
+
+        numbers: N numbers of their slots, as in `RowState.slots_N`.
+        """
+        lengths_N = torch.tensor([len(prompt.prompt) - prompt.cached for prompt in prompts])
+        state = RowState.idle(int(lengths_N.sum()), max(len(prompt.blocks) for prompt in prompts), torch.device("cpu"))
+        state.tokens_N = torch.tensor([token for prompt in prompts for token in prompt.prompt[prompt.cached :]])
+        state.lengths_N = torch.cat([torch.arange(prompt.cached, len(prompt.prompt)) for prompt in prompts])
+        state.slots_N = torch.tensor(numbers).repeat_interleave(lengths_N)
+        tables = [torch.tensor(prompt.blocks) for prompt in prompts]
+        state.table_NB = nn.utils.rnn.pad_sequence(tables, batch_first=True).repeat_interleave(lengths_N, 0)
+        slots = [prompt.slot for prompt, n in zip(prompts, lengths_N.tolist(), strict=True) for _ in range(n)]
+        hidden = list[torch.Tensor]()
+        for first in range(0, len(slots), EXTENDED):
+            at = slice(first, first + EXTENDED)
+            table = slot_table(slots[at], [1] * len(slots[at]))
+            longest = int(state.lengths_N[at].max())
+            hidden.append(self.decode(state.at(at).to(self.backbone.device), table, longest))
+        return torch.cat(hidden)[queued(lengths_N.cumsum(0) - 1, self.backbone.device)]
 
     @abstractmethod
     def decode(self, state: RowState, table: SlotTable, longest: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from typing import get_args
 
 import torch
 from rlhf_kernels.runtime import registry
+from rlhf_kernels.runtime.device_tables import queued
 
 from rlhf_engine.config.rollout import StepName
 from rlhf_engine.devices import is_eager, is_gpu, is_out_of_memory
@@ -510,7 +511,7 @@ class RolloutEngine:
             hidden = self._admission.last_states(rows, new, hidden)
             live.append(rows)
             self.stats.most_rows = max(self.stats.most_rows, len(live))
-            self.stats.most_blocks = self._admission.pool.most_used
+            self.stats.most_blocks = max(self.stats.most_blocks, self._admission.pool.most_used)
             first = len(live) - len(rows)
             drawn = self._sampler(hidden, live.state.at(slice(first, None)), live.draw_groups(rows))
             live.state.tokens_N[first:] = drawn.tokens
@@ -523,16 +524,15 @@ class RolloutEngine:
         step, hidden = self._make_step(), list[torch.Tensor]()  # rows without a new prompt may need it as well
         if not rows:
             return None
-        whole = [row for row in rows if not row.cached]
-        states = iter(step.prefill(whole) if whole else ())
-        for row in rows:
-            self.stats.prompt_tokens += len(row.prompt) - row.cached
-            if row.cached:
-                hidden.append(step.extend(row, -1 if row.slot is None else self._live.slots[row.slot]))
-            else:
-                hidden.append(next(states))
+        whole, rest = ([row for row in rows if bool(row.cached) == begun] for begun in (False, True))
+        if whole:
+            hidden.append(step.prefill(whole))
+        if rest:
+            hidden.append(step.extend(rest, [-1 if row.slot is None else self._live.slots[row.slot] for row in rest]))
+        self.stats.prompt_tokens += sum(len(row.prompt) - row.cached for row in rows)
         self.stats.prompts += len(rows)
-        return torch.stack(hidden)
+        place = {row: i for i, row in enumerate((*whole, *rest))}
+        return torch.cat(hidden)[queued([place[row] for row in rows], self.backbone.device)]
 
     def _advance(self) -> list[AnswerRow]:
         """A token more for every live row, or a few where looking at them costs a wait."""

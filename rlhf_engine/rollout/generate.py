@@ -259,19 +259,22 @@ class LocalRollouts:
         sampling: SamplingConfig,
     ) -> None:
         """Draw the turns of conversations, each as soon as the results of the one before are there."""
-        waiting, held = dict(first), dict[int, Conversation]()
-        while waiting or held:
-            if waiting:
-                numbers = engine.submit(list(waiting.values()), sampling)
-                held |= dict(zip(numbers, waiting, strict=True))
-                waiting = {}
-            engine.renew(slot, *self.look())
-            for row in engine.step():
-                talk = held.pop(row.index)
-                if talk.take(row, sampling.max_completion_length):
-                    waiting[talk] = talk.request(first[talk], sampling)
-                self.look()  # a tool may have taken long, and who waits for tokens is to know that this is at work
-        engine.drop_kept()
+        waiting, held, stats = dict(first), dict[int, Conversation](), None
+        try:
+            while waiting or held:
+                if waiting:
+                    numbers = engine.submit(list(waiting.values()), sampling)
+                    held |= dict(zip(numbers, waiting, strict=True))
+                    waiting = {}
+                    stats = engine.stats = stats or engine.stats  # it has begun anew where all rows had ended
+                engine.renew(slot, *self.look())
+                for row in engine.step():
+                    talk = held.pop(row.index)
+                    if talk.take(row, sampling.max_completion_length):
+                        waiting[talk] = talk.request(first[talk], sampling)
+                    self.look()  # a tool may have taken long, and who waits for tokens is to know that this is at work
+        finally:
+            engine.drop_kept()
 
     def close(self) -> None:
         """Give back what the run has put elsewhere: nothing."""

@@ -122,7 +122,8 @@ class Admission:
         self._read_by: dict[str | None, object] = {}
         """Weights by which the slots' blocks were written."""
         self.kept: OrderedDict[bytes, tuple[str | None, int]] = OrderedDict()
-        """Slot and block by what is in the block and before it, the least recently used first."""
+        """Slot and block by what is in the block and before it, the least recently used first. A block that is not
+        full goes to the first row that goes on from it, which writes behind what is kept."""
 
     def add(self, rows: Sequence[AnswerRow]) -> None:
         """Let rows wait; those with a prompt in common follow each other."""
@@ -230,9 +231,12 @@ class Admission:
         """Give a row its blocks if there are enough, and note what has to be copied into them."""
         prefix, need = self._prefixes.get(row.prefix), row.blocks_needed
         full, held = len(row.prompt) // BLOCK, -(-len(row.prompt) // BLOCK)
-        blocks = self._take(self._found(row) if prefix is None else prefix[:full], need)
+        names = self._found(row) if prefix is None else []
+        blocks = self._take([self.kept[name][1] for name in names] if prefix is None else prefix[:full], need)
         if blocks is None:
             return False
+        if names and row.cached % BLOCK and names[-1] in self.kept:
+            self.pool.give_back([self.kept.pop(names[-1])[1]])
         row.blocks, row.read_by = blocks, self._read_by[row.slot]
         if prefix is None and self._members[row.prefix] > 1:
             self._prefixes[row.prefix] = blocks[:held]
@@ -252,21 +256,36 @@ class Admission:
             return None
         return [*held, *self.pool.take(own)]
 
-    def _found(self, row: AnswerRow) -> list[int]:
-        """The blocks that are kept of a row's prompt, from the first on; its last token always goes through again."""
-        keys = list(itertools.takewhile(self.kept.__contains__, _chain(row.slot, row.prompt[:-1]))) if row.keep else []
-        for key in reversed(keys):
-            self.kept.move_to_end(key)
-        row.cached = len(keys) * BLOCK
-        return [self.kept[key][1] for key in keys]
+    def _found(self, row: AnswerRow) -> list[bytes]:
+        """Names of the blocks that are kept of a row's prompt, whose last token always goes through again."""
+        names, tokens, name, row.cached = list[bytes](), row.prompt[:-1], _first_name(row.slot), 0
+        while row.keep and row.cached % BLOCK == 0:
+            rest = tokens[row.cached : row.cached + BLOCK]
+            named = {_name(name, rest[:n]): n for n in range(len(rest), 0, -1)}
+            found = next((name for name in named if name in self.kept), None)
+            if found is None:
+                break
+            row.cached += named[found]
+            names.append(name := found)
+        for name in reversed(names):
+            self.kept.move_to_end(name)
+        return names
+
+
+def _first_name(slot: str | None) -> bytes:
+    return repr(slot).encode()
+
+
+def _name(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a block of tokens behind a block of this name."""
+    return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
 
 
 def _chain(slot: str | None, tokens: Sequence[int]) -> Iterator[bytes]:
-    """Names of whole blocks of tokens: the slot, and every token up to the block's last."""
-    digest = repr(slot).encode()
-    for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        digest = hashlib.sha256(digest + array("q", tokens[i : i + BLOCK]).tobytes()).digest()
-        yield digest
+    """Names of the blocks of tokens: the slot, and every token up to the block's last."""
+    name = _first_name(slot)
+    for i in range(0, len(tokens), BLOCK):
+        yield (name := _name(name, tokens[i : i + BLOCK]))
 
 
 def blocks_of_each(rows: Iterable[AnswerRow]) -> list[int]:
@@ -301,6 +320,10 @@ class RowState:
     def at(self, rows: slice | torch.Tensor) -> RowState:
         """Some of the rows: a view for a slice, a copy for indices."""
         return RowState(**{name: getattr(self, name)[rows] for name in _STATE})
+
+    def to(self, device: torch.device) -> RowState:
+        """These rows on a device."""
+        return RowState(**{name: getattr(self, name).to(device) for name in _STATE})
 
     def followed_by(self, other: RowState) -> RowState:
         """These rows and then others."""

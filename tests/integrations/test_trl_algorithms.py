@@ -233,7 +233,7 @@ def test_the_best_against_the_worst_and_the_first_loss(folder, tmp_path, loss_ty
     seen = rollouts(trainer)
     trainer.train()
     for out in seen:
-        lengths = out["pair_mask"].sum(-1)
+        lengths = out["pair_answer_mask"].sum(-1)
         assert torch.equal(out["keep"], lengths[:, 0] > lengths[:, 1])
         assert (lengths[:, 0] >= lengths[:, 1]).all()
     first = rows(trainer)[0]
@@ -297,6 +297,6 @@ def test_answers_without_a_score_are_in_no_pair(folder, tmp_path):
     assert len(calls) == 3
     shown = [trainer._answers.completion_tokens(i) for i in range(8)]
     for i, ids in enumerate(shown):
-        pair = [seen[0]["pair_ids"][i][j][seen[0]["pair_mask"][i][j]].tolist() for j in range(2)]
-        others = [hidden[i] for hidden in trainer._hidden_ids]
+        pair = [seen[0]["pair_completion_ids"][i][j][seen[0]["pair_answer_mask"][i][j]].tolist() for j in range(2)]
+        others = [answers.completion_tokens(i) for answers, *_ in trainer._hidden]
         assert all(answer in others for answer in pair), (ids, pair)

@@ -18,7 +18,7 @@ from trl import TrlParser
 
 import rlhf_engine.integrations.trl as ours
 from rlhf_engine.data.tokenize import load_tokenizer
-from rlhf_engine.rollout import generate
+from rlhf_engine.rollout import generate_requests
 from tests.integrations.trl_runs import LORA, QUICK, make_trainer, rollouts, rows, trained, words
 from tests.training.test_data import PROMPTS
 
@@ -60,7 +60,6 @@ def test_hidden_answers_are_read_as_the_others(folder, tmp_path, monkeypatch):
         return {"role": "assistant", "content": tokenizer.decode(ids), "reasoning_content": str(len(prefix))}
 
     monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", read)
-    monkeypatch.setattr("rlhf_engine.integrations.trl.base.parse_response", read)
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer.response_schema = {"type": "object"}
@@ -98,7 +97,7 @@ def test_truncated_answers_are_in_no_pair_if_asked_for(folder, tmp_path):
         kept[masked] = [
             [ids[real].tolist()[-1] in ends for ids, real in zip(pair, reals, strict=True)]
             for out in seen
-            for pair, reals, keep in zip(out["pair_ids"], out["pair_mask"], out["keep"], strict=True)
+            for pair, reals, keep in zip(out["pair_completion_ids"], out["pair_answer_mask"], out["keep"], strict=True)
             if keep
         ]
     assert any(not all(ended) for ended in kept[False])
@@ -110,11 +109,11 @@ def test_no_two_answers_of_an_evaluation_are_drawn_alike(folder, tmp_path, monke
     """The last batch is smaller than the others."""
     ids = []
 
-    def drawn(*arguments, sample_ids, **options):
-        ids.extend(sample_ids)
-        return generate(*arguments, sample_ids=sample_ids, **options)
+    def drawn(model, requests, sampling):
+        ids.extend(request.sample_id for request in requests)
+        return generate_requests(model, requests, sampling)
 
-    monkeypatch.setattr("rlhf_engine.integrations.trl.base.generate", drawn)
+    monkeypatch.setattr("rlhf_engine.integrations.trl.base.generate_requests", drawn)
     trainer = make("ReMax", folder, tmp_path, per_device_eval_batch_size=8)
     trainer.evaluate(Dataset.from_list([{"prompt": PROMPTS[i % 4]} for i in range(20)]))
     assert len(ids) == len(set(ids)) >= 40

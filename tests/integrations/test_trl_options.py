@@ -148,18 +148,18 @@ def test_values_that_cannot_be_served(tmp_path):
             HydraPPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
 
 
-def beside(ours, kind, config, folder):
+def beside(ours, kind, config, folder, reward_funcs=words, *, std=0.3, **options):
     """TRL's own trainer with the weights of one of ours, whose adapters get random ones first."""
     theirs = kind(
-        model=str(folder), reward_funcs=words, args=config, train_dataset=ours.train_dataset,
-        processing_class=ours.processing_class, peft_config=copy.deepcopy(LORA),
+        model=str(folder), reward_funcs=reward_funcs, args=config, train_dataset=ours.train_dataset,
+        processing_class=ours.processing_class, peft_config=copy.deepcopy(LORA), **options,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     mine, their = dict(ours.model.named_parameters()), dict(theirs.model.named_parameters())
     with torch.no_grad():
         for name, p in mine.items():
             if "lora_B.default" in name:
-                p.normal_(std=0.3, generator=generator)
+                p.normal_(std=std, generator=generator)
             if name in their:
                 their[name].copy_(p)
     for trainer in (ours, theirs):

@@ -270,7 +270,10 @@ def test_a_prompt_that_older_weights_have_read_goes_through_the_model_again(step
 
 
 def test_a_turn_costs_its_own_tokens(step):
-    """A prompt that extends a kept answer begins behind its whole blocks, until weights or the room are gone."""
+    """A prompt that extends a kept answer begins behind what is kept of it, until weights or the room are gone.
+
+    A block that is not full is for the first one alone.
+    """
     model, how = build(), sampling(eos_token_ids=(), max_completion_length=30)
     model.backbone().context_length = 512
 
@@ -291,9 +294,13 @@ def test_a_turn_costs_its_own_tokens(step):
                 list(engine.run())
             then = (*first, 8, 9)
             found = drawn(engine, then)
-            cached = (len(first) - 1) // BLOCK * BLOCK  # the last token of an answer is in no cache
+            cached = len(first) - 1  # the last token of an answer is in no cache
+            assert cached % BLOCK
             assert found[2] == len(then) - (0 if whole else cached)
             assert found[:2] == drawn(RolloutEngine(model), then, keep=False)[:2]
+            again = drawn(engine, (*first, 9))
+            assert again[2] == len(then) - 1 - cached // BLOCK * BLOCK
+            assert again[:2] == drawn(RolloutEngine(model), (*first, 9), keep=False)[:2]
             assert drawn(engine, then, keep=False)[2] == len(then)  # who does not ask for them gets none
 
 

@@ -17,10 +17,8 @@ one backbone forward. A checkpoint's root loads with plain PEFT, and `heads.safe
 Sizes are GRPO's: an optimizer step takes per_device_train_batch_size · gradient_accumulation_steps answers of each
 process, `steps_per_generation` micro-batches share a rollout, and `num_iterations` are epochs.
 
-Rollouts are rows of tensors, which are shuffled, cut up and saved. Supports of answers are columns among them:
-
-    support_lens   int32 [N, C], stored numbers of each token, right-padded like the N answers
-    support_words  int32 [N, K], the stored numbers of each answer, right-padded (see `rlhf_engine.hydra.supports`)
+Tools, environments and a user's `rollout_func` are GRPOTrainer's, which parses calls and runs its own loop. Every turn
+is drawn here, and what a tool gave is never learned from. Hidden answers have environments of their own.
 
 A checkpoint has two files of each process beside transformers' own:
 
@@ -31,20 +29,21 @@ A checkpoint has two files of each process beside transformers' own:
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import json
 import shutil
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DistributedType, gather_object
+from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, Measured, MicroBatch, find_algorithm
@@ -53,6 +52,7 @@ from rlhf_engine.algorithms.sequences import group_sums, sequence_sums
 from rlhf_engine.data.tokenize import warn_of_unknown
 from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch, hydra_roles, peft_io, reward_model
+from rlhf_engine.hydra.batch import spans_of
 from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.optimizer import warn_without_masters
 from rlhf_engine.hydra.roles import OFF
@@ -60,11 +60,12 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
-from rlhf_engine.rollout import SamplingConfig, generate
+from rlhf_engine.integrations.trl.rollouts import Conversation, from_columns, in_rows, rolled_out, text_only, to_columns
+from rlhf_engine.rollout import Request, RolloutEngine, SamplingConfig, generate_requests
 
 require_trl()
 from trl import GRPOTrainer  # noqa: E402
-from trl.chat_template_utils import parse_response  # noqa: E402
+from trl.data_utils import is_conversational  # noqa: E402
 
 _REPLICATED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REWARD_MODEL = "reward_model"  # the learned reward among `reward_funcs`
@@ -74,11 +75,13 @@ REFERENCE = "reference"  # slot of the adapter that a run started from, which is
 REWARD_ROLE = "reward"  # role that `reward_model` stands for
 _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
+    "_generate": ("prompts",),
+    "_generate_single_turn": ("prompt_ids",),
+    "_tool_call_loop": ("prompts", "prompt_ids", "completion_ids"),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
     "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
     "_get_train_sampler": ("dataset",),
-    "_tokenize_prompts": ("prompts",),
     "_save": ("output_dir", "state_dict"),
     "_save_rng_state": ("output_dir",),
     "_push_from_checkpoint": ("checkpoint_folder",),
@@ -102,6 +105,13 @@ class HydraTrainer(GRPOTrainer):
     _name = "Hydra"
     _paper: ClassVar[dict[str, str]] = {}
     _evaluated = (-1, 0)
+    _draw = 0
+    """Which answer to each prompt is asked for now: 0 for the one that TRL is shown, or one of `hidden` from 1 on."""
+    _turns: list[tuple[list[int], list[float]]] | None
+    """Tokens and log-probs of all first turns of a rollout, one draw behind the other; None before they are drawn."""
+    _prompt_ids: list[list[int]]
+    _pools: list[dict[Any, list[Any]]]
+    """Instances of environments by name, of each draw."""
 
     def __init__(
         self,
@@ -117,24 +127,26 @@ class HydraTrainer(GRPOTrainer):
         Args:
             model: path of a base, a causal LM, or a PeftModel with the adapter `default`.
             reward_funcs: one source of rewards or a list; `reward_model` is the learned reward, and None means that
-                one. It is the reward of `reward_adapter`, or of the base's own head. Others are as in GRPOTrainer.
+                one, or with an `environment_factory` none beside the environment's own. It is the reward of
+                `reward_adapter`, or of the base's own head. Others are as in GRPOTrainer.
             args: options, of `config_class`; None: the defaults.
             peft_config: LoRA of the actor; None only where `model` is a PeftModel.
-            options: further arguments of GRPOTrainer. `optimizers` may hold functions in place of objects. The first
-                gets the list of trained parameters, some of which are made here, the second the optimizer.
+            options: further arguments of GRPOTrainer, `tools`, `environment_factory` and `rollout_func` among them.
+                `optimizers` may hold functions in place of objects. The first gets the list of trained parameters,
+                some of which are made here, the second the optimizer.
 
         Raises:
             ConfigError: a model without LoRA, options that cannot be served, too few prompts, or a TRL that is not
                 known.
             ConfigError: a PeftModel that is merged, switched off, rescaled, or has another active adapter.
             ConfigError: an optimizer without some trained parameter, or a reward model without a head.
+            ConfigError: tools for prompts that are no conversations, an unknown environment, or a `rollout_func` for an
+                algorithm with greedy answers.
+            ValueError: what GRPOTrainer refuses, such as tools that the chat template has no place for.
         """
         require_trl()
         for name, parameters in _OVERRIDDEN.items():
             require_parameters(f"GRPOTrainer.{name}", getattr(GRPOTrainer, name), parameters)
-        for name in ("tools", "environment_factory", "rollout_func"):
-            if options.get(name):
-                raise ConfigError(f"{name}: expected None, which {type(self).__name__} has no place for, got one")
         if args is not None and not isinstance(args, self.config_class):
             raise ConfigError(f"args: expected a {self.config_class.__name__}, got a {type(args).__name__}")
         if isinstance(model, PeftModel):
@@ -150,41 +162,62 @@ class HydraTrainer(GRPOTrainer):
         sizes = {"temperature": args.temperature, "max_completion_length": args.max_completion_length}
         self.algorithm = find_algorithm(args.algorithm)(args.algorithm_options(), **sizes)
         ready, self._makers = _sorted_out(options.pop("optimizers", (None, None)))
-        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs or REWARD_MODEL]
+        roll_out = options.pop("rollout_func", None)
+        if roll_out is not None and self._facts.with_greedy:
+            why = f"{args.algorithm} compares answers with greedy ones, which no function can be asked for"
+            raise ConfigError(f"rollout_func: expected None, because {why}, got one")
+        if reward_funcs is None:
+            reward_funcs = [] if options.get("environment_factory") else REWARD_MODEL
+        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self._uses_reward_model = REWARD_MODEL in functions
         beta, args.beta = args.beta, 0.0  # the reference is asked here, beside everything else
         try:
-            with warnings.catch_warnings():
-                # which is this package's choice
-                warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
-                super().__init__(
-                    model=model,
-                    reward_funcs=[self._model_rewards if f == REWARD_MODEL else f for f in functions],
-                    args=args,
-                    peft_config=peft_config,
-                    rollout_func=_draw,
-                    optimizers=ready,
-                    **options,
-                )
+            super().__init__(
+                model=model,
+                reward_funcs=[self._model_rewards if f == REWARD_MODEL else f for f in functions],
+                args=args,
+                peft_config=peft_config,
+                rollout_func=roll_out and functools.partial(rolled_out, roll_out),
+                optimizers=ready,
+                **options,
+            )
         finally:
             args.beta = beta
+        self._require_served()
+        for i, f in enumerate(functions):  # environments' own rewards stand behind them
+            self.reward_func_names[i] = REWARD_MODEL if f == REWARD_MODEL else self.reward_func_names[i]
+        self._talks = bool(self.tools or self.rollout_func)
+        shown = getattr(self, "_environment_pool", {})
+        self._pools = [shown, *({name: [] for name in shown} for _ in self.hidden)]
+        self.hydra = self._build(source, args)
+        """Model of all roles, on the tensors of the PeftModel."""
+        if self.optimizer is not None:
+            self._require_all_trained(self.optimizer)
+
+    def _require_served(self) -> None:
+        """Raise ConfigError for processes or rows that nothing can be made of, of those that can be looked at."""
         if self.accelerator.distributed_type not in (DistributedType.NO, *_REPLICATED):
             raise ConfigError(
                 "accelerator: expected one process or data-parallel ones with the whole base each, got "
                 f"{self.accelerator.distributed_type.value}"
             )
-        prompts = args.generation_batch_size // args.num_generations
+        prompts = self.args.generation_batch_size // self.args.num_generations
         if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:  # TRL would do nothing
             raise ConfigError(
                 f"train_dataset: expected at least the {prompts} prompts of a rollout (generation_batch_size / "
                 f"num_generations), got {len(self.train_dataset)}"
             )
-        names = zip(functions, self.reward_func_names, strict=True)
-        self.reward_func_names = [REWARD_MODEL if f == REWARD_MODEL else name for f, name in names]
-        self.hydra = self._build(source, args)
-        """Model of all roles, on the tensors of the PeftModel."""
-        if self.optimizer is not None:
-            self._require_all_trained(self.optimizer)
+        for name, rows in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
+            if not isinstance(rows, Dataset) or not len(rows):
+                continue
+            if self.tools and "prompt" in rows.column_names and not is_conversational(rows[0]):
+                raise ConfigError(f"{name}: expected conversations as prompts, which tools are called in, got texts")
+            if self._multi_environment:
+                asked = set(rows["environment"]) if "environment" in rows.column_names else {None}
+                known = sorted(self.environment_factories)
+                others = sorted(map(str, asked - set(known)))
+                if others:
+                    raise ConfigError(f"{name}: expected environments of {known} in `environment`, got {others[:5]}")
 
     @property
     def has_critic(self) -> bool:
@@ -369,49 +402,104 @@ class HydraTrainer(GRPOTrainer):
         assert rewards is not None
         return [float(x) for x in rewards]
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        told = super()._generate(prompts)
+        ids, self._masks = [list(x) for x in told[0]], told[2]
+        if self._hidden and ids != self._prompt_ids:
+            why = f"as {self.args.algorithm} compares them"
+            raise ConfigError(
+                f"environment_factory: expected one prompt for every answer to a row, {why}, got different ones"
+            )
+        self._prompt_ids = ids
+        return told
+
+    def _generate_single_turn(self, prompt_ids: list[Any], *arguments: Any, **options: Any) -> Any:
+        """Answers from the rollout engine; random numbers are a function of seed, step, place and position."""
+        n = len(prompt_ids)
+        if isinstance(prompt_ids[0], Conversation):
+            turns = self._draw_turns(prompt_ids, [(self._draw, ids.place) for ids in prompt_ids])
+        elif self.rollout_func is not None:  # which may ask for as many as it likes, each with its own random numbers
+            self._asked += 1
+            turns = self._draw_turns(prompt_ids, [(self._draw, (self._asked << 32) + i) for i in range(n)])
+        else:
+            if self._turns is None:  # the first turns of hidden answers are drawn beside those that TRL is shown
+                rows = [(k, i) for k in range(1 + len(self.hidden)) for i in range(n)]
+                self._turns = self._draw_turns(prompt_ids * (1 + len(self.hidden)), rows)
+            turns = self._turns[self._draw * n : (self._draw + 1) * n]
+        return [ids for ids, _ in turns], [logprobs for _, logprobs in turns]
+
+    def _draw_turns(
+        self, prompts: Sequence[list[int]], rows: Sequence[tuple[int, int]]
+    ) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of one turn of some answers, each by number of its draw and place of its prompt."""
+        self.hydra.eval()
+        flags, times = (False, *self.hidden), 1 + len(self.hidden)
+        most, context = self.max_completion_length, self.hydra.backbone().context_length
+        left = [min(x.left(most), context - len(x)) if isinstance(x, Conversation) else None for x in prompts]
+        requests = {
+            row: Request(
+                prompt=tuple(ids),
+                sample_id=(self._first_id + row[1]) * times + row[0],
+                greedy=flags[row[0]],
+                keep=self._talks,  # the next turn goes on from there
+                max_completion_length=room,
+            )
+            for ids, row, room in zip(prompts, rows, left, strict=True)
+            if room != 0
+        }
+        if not requests:
+            return [([], [])] * len(rows)
+        sampling = SamplingConfig(
+            max_completion_length=most,
+            eos_token_ids=tuple(self.eos_token_ids),
+            temperature=self.temperature,
+            top_k=self.args.top_k if (self.args.top_k or 0) > 0 else None,
+            top_p=self.args.top_p,
+            min_p=self.args.min_p or None,
+            seed=2 * self.args.seed + (not self.model.training),
+        )
+        rollout = generate_requests(self.hydra, list(requests.values()), sampling)
+        batch, drawn = rollout.batch, dict.fromkeys(rows, (list[int](), list[float]()))
+        for i, row in enumerate(requests):
+            own = slice(*batch.completion_cu[i : i + 2])
+            drawn[row] = batch.completion_tokens(i), rollout.logprobs_M[own].tolist()
+            support = None if batch.supports is None else batch.supports.select(own)
+            self._supports[row].append((support, batch.completion_lens[i]))
+        warn_of_unknown(self._tokenizer, [ids for ids, _ in drawn.values()])
+        return list(drawn.values())
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, *arguments: Any) -> Any:
+        for i, ids in enumerate(completion_ids):  # of a `rollout_func`: among all words
+            self._supports.setdefault((self._draw, i), [(None, len(ids))])
+        most = self.max_completion_length * max(map(len, self._tokenizer.get_vocab()))  # characters that find room
+        for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
+            tools.update({name: text_only(tool, most) for name, tool in tools.items()})
+        rows = [Conversation(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
+        return super()._tool_call_loop(prompts, rows, completion_ids, *arguments)
+
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        asked = ["actor", "reference", *["critic"] * self.has_critic, *[REWARD_ROLE] * self._uses_reward_model]
-        self._hidden_totals = [self._score_hidden(ids, inputs, prompts, completions) for ids in self._hidden_ids]
-        supports = None if self._supports is None else self._supports.select(slice(sum(map(len, completion_ids_list))))
-        self._answers, self._scores = self._score(completion_ids_list, asked, supports)
+        asked = [] if self._draw else ["actor", "reference", *["critic"] * self.has_critic]
+        asked += [REWARD_ROLE] * self._uses_reward_model
+        self._answers = self._packed(completion_ids_list)
+        self.hydra.eval()
+        with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1
+            self._scores = self.hydra.score(self._answers, asked, temperature=self.temperature) if asked else Scores()
         gathered: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._totals, self._scored = self._weigh(gathered, self._answers)
         return gathered
 
-    def _score_hidden(
-        self, ids: list[list[int]], inputs: Any, prompts: Any, completions: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Total rewards [N], and whether there is one [N]."""
-        shown = self._as_rewarded(ids, talks=not isinstance(completions[0], str))
-        answers, self._scores = self._score(ids, [REWARD_ROLE] if self._uses_reward_model else [])
-        # what reward functions tell of answers that TRL knows nothing of would stand beside others in its tables
-        told = {name: getattr(self, name) for name in ("_pending_extra_logs", "_pending_metrics")}
-        self.__dict__.update({name: defaultdict(list) for name in told})
-        try:
-            gathered = super()._calculate_rewards(inputs, prompts, shown, ids)
-        finally:
-            self.__dict__.update(told)
-        return self._weigh(gathered, answers)
-
-    def _as_rewarded(self, ids: list[list[int]], *, talks: bool) -> list[Any]:
-        """Answers as reward functions get them: decoded as TRL decodes those that it knows."""
-        if talks and any(getattr(self._tokenizer, name, None) for name in ("response_template", "response_schema")):
-            pairs = zip(self._prompt_ids, ids, strict=True)
-            return [[parse_response(self._tokenizer, answer, prefix=prompt)] for prompt, answer in pairs]
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts] if talks else list(texts)
-
-    def _score(
-        self, answers: list[list[int]], roles: list[str], supports: Supports | None = None
-    ) -> tuple[PackedBatch, Scores]:
-        self.hydra.eval()
-        batch = PackedBatch.from_lists(self._prompt_ids, answers, device=self.accelerator.device, supports=supports)
-        if not roles:
-            return batch, Scores()
-        with self.accelerator.autocast():  # as the forward that learns: a ratio of the same policy is 1
-            return batch, self.hydra.score(batch, roles, temperature=self.temperature)
+    def _packed(self, answers: list[list[int]]) -> PackedBatch:
+        """Prompts and answers of the present draw, with what drew them."""
+        parts = [part for i in range(len(answers)) for part in self._supports.get((self._draw, i), ())]
+        turns = None
+        if self._masks is not None:
+            pairs = zip(self._prompt_ids, self._masks, strict=True)
+            turns = [tuple((len(p) + a, len(p) + b) for a, b in spans_of(mask)) for p, mask in pairs]
+        return PackedBatch.from_lists(
+            self._prompt_ids, answers, device=self.accelerator.device, supports=Supports.join(parts), turns=turns
+        )
 
     def _weigh(self, gathered: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(total [N], whether there is one [N]) of this process's answers, from the rewards of all processes."""
@@ -430,7 +518,40 @@ class HydraTrainer(GRPOTrainer):
         """Nothing: TRL asks for these log-probs before it scores answers, and scoring brings them."""
         return None, None, None
 
+    @contextlib.contextmanager
+    def _untold(self) -> Iterator[None]:
+        """A block whose answers stand in none of TRL's tables, which knows nothing of them."""
+        names = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
+        told, seen = {name: getattr(self, name) for name in names}, self.state.num_input_tokens_seen
+        self.__dict__.update(copy.deepcopy(told))
+        try:
+            yield
+        finally:
+            self.__dict__.update(told)
+            self.state.num_input_tokens_seen = seen
+
+    def _begin_rollout(self, n: int) -> None:
+        """Settle what keys the random numbers of n answers, and forget what the last rollout has left."""
+        training = self.model.training
+        every = self.args.steps_per_generation * self.num_iterations
+        count = self._step // every if training else self._next_evaluated()
+        most = n if training else self.args.per_device_eval_batch_size  # the last batch of an evaluation may be smaller
+        self._first_id = (count * self.accelerator.num_processes + self.accelerator.process_index) * most
+        self._turns, self._asked = None, 0
+        self._supports: dict[tuple[int, int], list[tuple[Supports | None, int]]] = defaultdict(list)
+        self._hidden = list[tuple[PackedBatch, torch.Tensor, torch.Tensor]]()
+        if self._talks:  # else a prompt might begin from what an evaluation kept, which a resumed run does not have
+            engine, slot = RolloutEngine.of(self.hydra), self.hydra.roles["actor"].slot
+            engine.renew(slot, engine.versions[slot] + 1)
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._begin_rollout(len(inputs))
+        for draw in range(1, 1 + len(self.hidden)):
+            self._draw, self._environment_pool = draw, self._pools[draw]
+            with self._untold():
+                super()._generate_and_score_completions(inputs)
+            self._hidden.append((self._answers, self._totals, self._scored))
+        self._draw, self._environment_pool = 0, self._pools[0]
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         batch, scores = self._answers, self._scores
@@ -441,7 +562,7 @@ class HydraTrainer(GRPOTrainer):
         self._require_finite("KL of an answer is not finite; no update was made from it", kl_M)
         together = int(self.num_generations if mode == "train" else self.num_generations_eval)
         groups_N = torch.arange(batch.n_sequences, device=kl_M.device) // together
-        greedy_N = self._hidden_totals[0][0] if self._facts.with_greedy else None
+        greedy_N = self._hidden[0][1] if self._facts.with_greedy else None
         experience = Experience(
             batch=batch,
             groups_N=groups_N,
@@ -452,12 +573,7 @@ class HydraTrainer(GRPOTrainer):
             kl_M=kl_M,
             values_M=scores.values_M,
         )
-        width = output["completion_ids"].shape[1]
-
-        def padded(x_M: torch.Tensor) -> torch.Tensor:
-            x = batch.pad(x_M)
-            return torch.nn.functional.pad(x, (0, width - x.shape[1]))
-
+        padded = functools.partial(in_rows, batch, width=output["completion_ids"].shape[1])
         self._note(mode, "kl", kl_M)
         if batch.supports is not None:
             self._note(mode, "support/mean", batch.supports.sizes.to(kl_M.device))
@@ -479,16 +595,14 @@ class HydraTrainer(GRPOTrainer):
             "num_items_in_batch": self.accelerator.reduce(mask_M.sum(), reduction="sum"),
             "num_units_in_batch": self.accelerator.reduce(learned_N.sum(), reduction="sum"),
             **{f"of_{name}": padded(x_M) for name, x_M in columns.items()},
-            "answer_mask": padded(torch.ones_like(kl_M)).bool(),
-            "loss_mask": padded(mask_M.float()).bool(),
+            "loss_mask": padded(mask_M),
             **to_columns(batch, padded),
         }
 
     def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
         """Mask of the answers that can be learned from, [N] bool: with a score, a baseline, or k in the group."""
         if self._facts.with_greedy:
-            ((_, scored_N),) = self._hidden_totals
-            keep_N = keep_N & scored_N
+            keep_N = keep_N & self._hidden[0][2]
         n = len(keep_N)
         if n % k:
             raise ConfigError(
@@ -602,11 +716,8 @@ class HydraTrainer(GRPOTrainer):
         """The loss of a micro-batch, whose metrics are logged. counts: 0 for one that is not to be learned from."""
         mode = "train" if self.model.training else "eval"
         answer = inputs["answer_mask"]
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        real = torch.cat([inputs["prompt_mask"].bool(), answer], 1)
-        batch = PackedBatch.from_padded(ids, real, inputs["prompt_mask"].sum(1).tolist())
         micro = MicroBatch(
-            batch=replace(batch, supports=from_columns(inputs, answer, self.hydra.backbone().n_words)),
+            batch=from_columns(inputs, self.hydra.backbone().n_words),
             mask_M=inputs["loss_mask"][answer],
             n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
             n_answers=self._denominator(inputs["num_units_in_batch"], mode),
@@ -668,59 +779,3 @@ def _thaw(peft_model: PeftModel, hydra: HydraModel) -> None:
     if not is_on_same_tensors(hydra, peft_model):
         said = "the adapters of the PeftModel were replaced by others: what is trained would not be what runs"
         raise EngineError(said)
-
-
-def _draw(prompts: list[Any], trainer: HydraTrainer) -> dict[str, Any]:
-    """Answers from the rollout engine; random numbers are a function of seed, step and place."""
-    trainer.hydra.eval()
-    ids, *_ = trainer._tokenize_prompts(prompts)
-    trainer._prompt_ids = [list(x) for x in ids]
-    n, training = len(ids), trainer.model.training
-    every = trainer.args.steps_per_generation * trainer.num_iterations
-    count = trainer._step // every if training else trainer._next_evaluated()
-    most = n if training else trainer.args.per_device_eval_batch_size  # the last batch of an evaluation may be smaller
-    first = (count * trainer.accelerator.num_processes + trainer.accelerator.process_index) * most
-    sampling = SamplingConfig(
-        max_completion_length=trainer.max_completion_length,
-        eos_token_ids=tuple(trainer.eos_token_ids),
-        temperature=trainer.temperature,
-        top_k=trainer.args.top_k if (trainer.args.top_k or 0) > 0 else None,
-        top_p=trainer.args.top_p,
-        min_p=trainer.args.min_p or None,
-        seed=2 * trainer.args.seed + (not training),
-    )
-    times = 1 + len(trainer.hidden)
-    rollout = generate(
-        trainer.hydra,
-        trainer._prompt_ids * times,
-        sampling,
-        greedy=[flag for flag in (False, *trainer.hidden) for _ in range(n)],
-        sample_ids=[(first + i) * times + j for j in range(times) for i in range(n)],
-    )
-    trainer._supports = rollout.batch.supports
-    answers = [list(rollout.batch.completion_tokens(i)) for i in range(n * times)]
-    warn_of_unknown(trainer._tokenizer, answers)
-    trainer._hidden_ids = [answers[j * n : (j + 1) * n] for j in range(1, times)]
-    logprobs = [x.tolist() for x in rollout.logprobs_M.split([len(answer) for answer in answers])]
-    return {"prompt_ids": trainer._prompt_ids, "completion_ids": answers[:n], "logprobs": logprobs[:n]}
-
-
-def to_columns(batch: PackedBatch, padded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Spread the supports of a batch over rows by `padded`; no columns where tokens were drawn among all words."""
-    supports = batch.supports
-    if supports is None:
-        return {}
-    sizes = supports.offsets[torch.tensor(batch.completion_cu)].diff()
-    return {
-        "support_lens": padded(supports.lengths.int().to(batch.device)),
-        "support_words": pad_sequence(supports.words.split(sizes.tolist()), batch_first=True),
-    }
-
-
-def from_columns(columns: Mapping[str, Any], answer_NC: torch.Tensor, vocabulary: int) -> Supports | None:
-    """Take the supports of answers (bool, answer_NC) out of columns; None where there are none."""
-    if "support_lens" not in columns:
-        return None
-    lens_NC, words_NK = columns["support_lens"] * answer_NC, columns["support_words"]
-    stored_NK = torch.arange(words_NK.shape[1], device=words_NK.device) < lens_NC.sum(1)[:, None]
-    return Supports.of_lengths(words_NK[stored_NK], lens_NC[answer_NC], vocabulary)

@@ -25,8 +25,9 @@ _SERVED = (
     "eval_delay eval_on_start eval_steps eval_strategy fp16 full_determinism generation_batch_size "
     "gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better "
     "ignore_data_skip learning_rate load_best_model_at_end loss_type lr_scheduler_kwargs lr_scheduler_type "
-    "mask_truncated_completions max_completion_length max_grad_norm max_steps metric_for_best_model min_p "
-    "model_init_kwargs num_generations num_generations_eval num_iterations num_train_epochs optim optim_args "
+    "mask_truncated_completions max_completion_length max_grad_norm max_steps max_tool_calling_iterations "
+    "metric_for_best_model min_p model_init_kwargs num_generations num_generations_eval num_iterations "
+    "num_train_epochs optim optim_args "
     "optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size remove_unused_columns "
     "restore_callback_states_from_checkpoint reward_weights save_on_each_node save_only_model save_steps save_strategy "
     "save_total_limit seed shuffle_dataset steps_per_generation temperature tf32 top_k top_p torch_compile "
@@ -54,7 +55,6 @@ _REFUSED = {
     ),
     "`num_tokens` counts them": "include_num_input_tokens_seen",
     "a rollout is cut up by fixed sizes": "auto_find_batch_size",
-    "answers call no tools": "max_tool_calling_iterations",
     "answers come from this package's rollout engine": (
         "cache_implementation generation_kwargs transformers_continuous_batching_config "
         "use_transformers_continuous_batching use_transformers_paged use_vllm vllm_enable_sleep_mode "
@@ -215,6 +215,10 @@ class HydraConfig(GRPOConfig):
             "loss_type": (self.loss_type in kinds, " or ".join(map(repr, kinds))),
             "kl_estimator": (self.kl_estimator in ("k1", "k3"), "'k1' or 'k3'"),
             "max_completion_length": (isinstance(length, int) and length > 0, "an integer > 0"),
+            "max_tool_calling_iterations": (
+                self.max_tool_calling_iterations is None or self.max_tool_calling_iterations >= 0,
+                "None or an integer >= 0",
+            ),
             "num_iterations": (self.num_iterations >= 1, "an integer > 0"),
             "temperature": (self.temperature > 0, "a number > 0"),
             "top_k": (self.top_k is None or self.top_k >= -1, "None or an integer >= -1; 0 and -1 mean all tokens"),

@@ -8,14 +8,15 @@ of a micro-batch is a prompt, and its two answers go through the base together.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_engine.algorithms.base import Experience
 from rlhf_engine.hydra import PackedBatch
-from rlhf_engine.hydra.supports import Supports
-from rlhf_engine.integrations.trl.base import HydraTrainer, to_columns
+from rlhf_engine.integrations.trl.base import HydraTrainer
 from rlhf_engine.integrations.trl.config import (
     HydraBestOfNConfig,
     HydraGRPOConfig,
@@ -25,6 +26,7 @@ from rlhf_engine.integrations.trl.config import (
     HydraRLOOConfig,
     ReMaxConfig,
 )
+from rlhf_engine.integrations.trl.rollouts import in_rows, to_columns
 
 
 def _paper(arxiv: str, title: str, authors: str) -> dict[str, str]:
@@ -124,57 +126,41 @@ class HydraOnlineDPOTrainer(HydraTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        shown = [self._answers.completion_tokens(i) for i in range(self._answers.n_sequences)]
-        drawn = [shown, *self._hidden_ids]
-        totals_KN = torch.stack([self._totals, *(totals for totals, _ in self._hidden_totals)])
-        scored_KN = torch.stack([self._scored, *(scored for _, scored in self._hidden_totals)])
+        batches, totals, scored = zip((self._answers, self._totals, self._scored), *self._hidden, strict=True)
+        totals_KN, scored_KN = torch.stack(totals), torch.stack(scored)
         if self.mask_truncated_completions:
             ends = set(self.eos_token_ids)
-            ended = [[ids[-1] in ends for ids in answers] for answers in drawn]
+            ended = [[x.completion_tokens(i)[-1] in ends for i in range(x.n_sequences)] for x in batches]
             scored_KN &= torch.tensor(ended, device=scored_KN.device)
         best_N = totals_KN.masked_fill(~scored_KN, -torch.inf).argmax(0)
         worst_N = totals_KN.masked_fill(~scored_KN, torch.inf).argmin(0)
-        at = torch.arange(len(shown), device=best_N.device)
+        n = len(best_N)
+        at = torch.arange(n, device=best_N.device)
         keep_N = (scored_KN.sum(0) >= 2) & (totals_KN[best_N, at] > totals_KN[worst_N, at])
         mode = "train" if self.model.training else "eval"
         self._note(mode, "pairs/tied_ratio", (~keep_N).float())
-        chosen = [(int(k), i) for i in at.tolist() for k in (best_N[i], worst_N[i])]
-        pairs = [drawn[k][i] for k, i in chosen]
-        prompts = [prompt for prompt in self._prompt_ids for _ in range(2)]
-        device = self.accelerator.device
-        batch = PackedBatch.from_lists(prompts, pairs, device=device, supports=self._supports_of(drawn, chosen))
+        chosen = [int(k) * n + i for i in at.tolist() for k in (best_N[i], worst_N[i])]
+        batch = PackedBatch.concat(batches).select(chosen)
         with self.accelerator.autocast():  # as the forward that learns
             scores = self.hydra.score(batch, ("actor", "reference"), temperature=self.temperature)
         assert scores.logprobs_M is not None
         assert scores.ref_logprobs_M is not None
-        ids = torch.tensor([x for row in pairs for x in row], device=batch.device)
         keep_M = keep_N.repeat_interleave(2)[batch.sequence_of_M]
-
-        def of_pairs(x_M: torch.Tensor) -> torch.Tensor:
-            return batch.pad(x_M).view(len(shown), 2, -1)
-
+        ids = [torch.tensor(batch.completion_tokens(i), device=batch.device) for i in range(2 * n)]
+        rows = functools.partial(in_rows, batch)
+        columns = {
+            "completion_ids": pad_sequence(ids, batch_first=True),
+            "of_old_logprobs_M": rows(scores.logprobs_M),
+            "of_ref_logprobs_M": rows(scores.ref_logprobs_M),
+            **to_columns(batch, rows),
+        }
         return {
             **{name: output[name] for name in ("prompt_ids", "prompt_mask")},
-            "pair_ids": of_pairs(ids),
-            "pair_mask": of_pairs(torch.ones_like(ids)).bool(),
-            "of_old_logprobs_M": of_pairs(scores.logprobs_M),
-            "of_ref_logprobs_M": of_pairs(scores.ref_logprobs_M),
-            **{
-                name: x if name == "support_lens" else x.view(len(shown), 2, -1)
-                for name, x in to_columns(batch, of_pairs).items()
-            },
+            **{f"pair_{name}": x.view(n, 2, -1) for name, x in columns.items()},
             "keep": keep_N,
             "num_items_in_batch": self.accelerator.reduce(keep_M.sum(), reduction="sum"),
             "num_units_in_batch": self.accelerator.reduce(2 * keep_N.sum(), reduction="sum"),
         }
-
-    def _supports_of(self, drawn: list[list[list[int]]], chosen: list[tuple[int, int]]) -> Supports | None:
-        """Supports of some answers, by draw and prompt. drawn: all of them, in the order that they were drawn in."""
-        if self._supports is None:
-            return None
-        answers = [ids for every in drawn for ids in every]
-        batch = PackedBatch.from_lists(self._prompt_ids * len(drawn), answers, supports=self._supports)
-        return batch.select([k * len(drawn[0]) + i for k, i in chosen]).supports
 
     def _prepare(
         self, mode: str, experience: Experience, keep_N: torch.Tensor
@@ -186,9 +172,8 @@ class HydraOnlineDPOTrainer(HydraTrainer):
         # a process without a pair takes part with one that counts nothing, because others wait for its gradient
         counts = float(bool(inputs["keep"].any()))
         kept = inputs["keep"].nonzero()[:, 0] if counts else torch.zeros(1, dtype=torch.int64)
-        columns = {n: x for n, x in inputs.items() if n.startswith(("of_", "support_"))}
-        columns |= {"completion_ids": inputs["pair_ids"], "answer_mask": inputs["pair_mask"]}
-        answers = {name: x[kept].flatten(0, 1) for name, x in columns.items()}
+        pairs = {name.removeprefix("pair_"): x for name, x in inputs.items() if name.startswith("pair_")}
+        answers = {name: x[kept].flatten(0, 1) for name, x in pairs.items()}
         prompts = {name: inputs[name][kept].repeat_interleave(2, 0) for name in ("prompt_ids", "prompt_mask")}
         rows = {**inputs, **prompts, **answers, "loss_mask": answers["answer_mask"]}
         return super()._compute_loss(model, rows, counts=counts)
