@@ -63,7 +63,8 @@ def test_the_calculator_trains_and_samples_show_what_reset_adds(tmp_path, monkey
 def test_the_reward_of_an_example_climbs(name, tmp_path):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
-    done = subprocess.run([sys.executable, FOLDER / f"{name}.py", tmp_path], capture_output=True, text=True, check=False)
+    command = [sys.executable, FOLDER / f"{name}.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = rewards(tmp_path)
     assert math.fsum(found[-5:]) > math.fsum(found[:5]) + 0.5, found
