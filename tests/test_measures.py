@@ -183,7 +183,7 @@ class Watch:
             self.records.add(record)
 
     def _above(self, frame: types.FrameType) -> Iterator[types.FrameType]:
-        """The frames between a call and `RlTrainer.step`."""
+        """The frames between a call and the step."""
         above = frame.f_back
         while above is not None and above.f_back is not self.start:
             yield above
@@ -201,8 +201,9 @@ def watch_step(folder: Path) -> Watch:
         trainer.begin()
         for _ in range(2):
             trainer.step()
-        with Watch() as watch:
-            trainer.step()
+        with trainer.kernels.used(), Watch() as watch:
+            for _ in trainer.step_in_turns():  # as the loop of a run does
+                pass
     return watch
 
 

@@ -69,6 +69,7 @@ PARTS = (
         calls=("decode 1b 64 + native", "decode 1b 64 + rounded", "decode 1b 64 + native + rounded"),
     ),
     Part("short", 60, calls=("decode 1b 64 160", "decode 1b 64 160 + whole")),
+    Part("heads", 60, calls=("heads 1b", "heads 1b + one_sweep")),
     Part("updates", 120, calls=("micro_batch 1b + lora_group", "whole_step 1b grpo + attention")),
     *(Part(f"op-{op}", 45, f"-m rlhf_engine bench {op}") for op in OPS),  # beside Liger and FlexAttention
     Part("trl", 120, "bench/studies/trl_patch.py", package="trl"),

@@ -24,8 +24,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from rlhf_kernels import HeadLora, HeadLoras, linear_logprob, sample
 from rlhf_kernels.decode_attention import triton as attention
 from rlhf_kernels.runtime import cuda_native, native, registry
+from rlhf_kernels.vocab import runs
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,7 +38,7 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.hydra import HydraModel, PackedBatch, PolicyLoss, SlotConfig, ValueLoss, hydra_roles
 from rlhf_engine.hydra.optimizer import RoleOptimizer
 from rlhf_engine.rollout import EngineOptions, SamplingConfig, generate
-from rlhf_engine.training.update import Schedule, update
+from rlhf_engine.training.update import Schedule, alone, update
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "flash-attn")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -59,8 +61,18 @@ WAYS: dict[str, Callable[[], Any]] = {  # taken by name alone; a tree before may
     "native": lambda: mock.patch.dict(drawn_by, options=EngineOptions(decode_step="native")),
     "rounded": lambda: attention.use_variant(rounded=True),
     "whole": lambda: attention.use_variant(whole=True),
+    "one_sweep": lambda: runs.use_variant(one_sweep=True),
     **{op: lambda op=op: registry.use_op_backend(op, "triton") for op in ("attention", "lora_group")},
 }
+
+
+def clocked(device: torch.device, run: Callable[[], Any]) -> float:
+    """Seconds of a call, with everything that it queued."""
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return round(time.perf_counter() - began, 5)
 
 
 class Policy:
@@ -90,11 +102,7 @@ class Policy:
 
     def clocked(self, run: Callable[[], Any]) -> float:
         """Seconds of a call, with everything that it queued."""
-        began = time.perf_counter()
-        run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return round(time.perf_counter() - began, 5)
+        return clocked(self.device, run)
 
     def kernels(self, run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
         """Kernels of a call by name: how often, and µs. Nothing on a CPU."""
@@ -163,7 +171,7 @@ def whole_step(say: Callable[..., None], rehearsed: bool, shape: str, name: str)
     def learning() -> None:
         model.train()
         schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=policy.micro)
-        update(model, algorithm, held["answers"], schedule, optimizer.step, seed=0)
+        alone(update(model, algorithm, held["answers"], schedule, optimizer.step, seed=0))
 
     phases = {"generation": generation, "scoring": scoring, "update": learning}
     ways = {"default": None, "copied": False, "shared": True} if name == "grpo" else {"default": None}
@@ -237,6 +245,37 @@ def micro_batch(say: Callable[..., None], rehearsed: bool, shape: str) -> None:
             say(answers=micro, terms=len(terms), **found, **policy.peaks())
 
 
+def heads(say: Callable[..., None], rehearsed: bool, shape: str) -> None:
+    """Draws, log-probs and gradients for rows of several LoRAs on the head: ms, and ms with one LoRA for all rows."""
+    sizes, vocab = SHAPES["tiny" if rehearsed else shape]
+    device = torch.device("cpu" if rehearsed else "cuda")
+    dtype, backend = (torch.float32, "auto") if rehearsed else (torch.bfloat16, "triton")
+    torch.manual_seed(0)
+    weight = torch.randn(vocab, sizes[0], dtype=dtype, device=device)
+    for slots, each in ((8, 16), (32, 4), (4, 512)):
+        n = slots * each
+        hidden, at = torch.randn(n, sizes[0], dtype=dtype, device=device), torch.arange(n, device=device)
+        leaf = partial(torch.randn, device=device, requires_grad=True)
+        loras = [HeadLora(leaf(16, sizes[0]), leaf(vocab, 16), 1.0) for _ in range(slots)]
+        starts = range(0, n, each)
+        several = HeadLoras.of_runs(starts, [start + each for start in starts], loras)
+
+        def draw(lora: Any, hidden: Any = hidden, at: Any = at) -> None:
+            with torch.no_grad():
+                sample(hidden, weight, seed=at, position=at, lora=lora, backend=backend)
+
+        def learn(lora: Any, hidden: Any = hidden, at: Any = at) -> None:
+            linear_logprob(hidden, weight, at % vocab, lora=lora, backend=backend).logprob.sum().backward()
+
+        for call in (draw, learn):
+            found = {}
+            for name, lora in (("several", several), ("one", loras[0])):
+                run = partial(call, lora)
+                run()
+                found[name] = round(1e3 * min(clocked(device, run) for _ in range(1 if rehearsed else 5)), 3)
+            say(slots=slots, rows=each, what=call.__name__, ms=found)
+
+
 def peft_step(say: Callable[..., None], rehearsed: bool, shape: str) -> None:
     """The same GRPO step by PEFT and transformers: `generate`, log-probs from logits, the clipped loss."""
     from peft import LoraConfig, get_peft_model
@@ -289,7 +328,7 @@ def peft_step(say: Callable[..., None], rehearsed: bool, shape: str) -> None:
 
 
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    found.__name__: found for found in (environment, whole_step, decode, micro_batch, peft_step)
+    found.__name__: found for found in (environment, whole_step, decode, micro_batch, heads, peft_step)
 }
 
 

@@ -51,7 +51,7 @@ from rlhf_engine.hydra.roles import needs_lm_head
 from rlhf_engine.rollout import Rollout, SamplingConfig, generate
 from rlhf_engine.runs.metrics import git_commit, write_json_atomic
 from rlhf_engine.tools.memory import Formula, Setting, find_config
-from rlhf_engine.training.update import Schedule, update
+from rlhf_engine.training.update import Schedule, alone, update
 
 RESULTS = "hydra_table.json"
 PHASES = ("generation", "inference", "update")
@@ -136,7 +136,7 @@ class Method:
     def update(self, experience: Experience) -> None:
         """All epochs; every minibatch is the whole batch."""
         schedule = Schedule(num_epochs=self.arguments.epochs, num_mini_batches=1, micro_batch_size=self.micro)
-        found = update(self.model.train(), self.algorithm, experience, schedule, self.optimizer.step, seed=0)
+        found = alone(update(self.model.train(), self.algorithm, experience, schedule, self.optimizer.step, seed=0))
         self.model.eval()
         if found["micro_batch_size"] < self.micro:
             raise MemoryError(f"micro: expected {self.micro} sequences to fit, {found['micro_batch_size']} did")

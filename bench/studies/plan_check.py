@@ -39,7 +39,7 @@ from rlhf_engine.hydra.roles import base_is_trained, needs_lm_head
 from rlhf_engine.rollout import SamplingConfig, exactness, generate
 from rlhf_engine.runs.metrics import git_commit
 from rlhf_engine.tools.memory import FULL_SFT, PHASES, Formula, Setting, roles_of
-from rlhf_engine.training.update import Schedule, update
+from rlhf_engine.training.update import Schedule, alone, update
 
 _COMMON = {"num_attention_heads": 8, "max_position_embeddings": 1024}
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, **_COMMON}
@@ -135,7 +135,7 @@ def run_phase(phase: str, model: HydraModel, optimizer: RoleOptimizer, s: Settin
         returns_M=per_token,
     )
     schedule = Schedule(num_epochs=1, num_mini_batches=s.num_mini_batches, micro_batch_size=s.micro_batch)
-    update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0)
+    alone(update(model, Ppo(AlgorithmOptions()), answers, schedule, optimizer.step, seed=0))
 
 
 def measure(method: str, shape: str, device: str, options: dict[str, Any]) -> dict[str, int]:

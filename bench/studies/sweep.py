@@ -3,7 +3,7 @@
 
     python bench/studies/sweep.py bench/studies/sweeps/sharing_demo.yaml --out bench/results/cpu/sharing_demo
     python bench/studies/sweep.py bench/studies/sweeps/sharing_stories.yaml --out DIR -- --model_name_or_path MODEL
-    python bench/studies/sweep.py GRID.yaml --out DIR --jobs 2  # two seeds side by side, half the cores each
+    python bench/studies/sweep.py GRID.yaml --out DIR --jobs 2  # two seeds of a demo or recipe side by side
     python bench/studies/sweep.py GRID.yaml --out DIR --summary  # only the table and the plot of what is there
 
 A grid file names the command (`train`, `demo` or `recipe`), flags that all runs share, and the axes of the grid. It
@@ -29,11 +29,12 @@ stage's last step, `MODEL/FIGURE` of the evaluation, and `STAGE.METRIC` of the s
 
     python bench/studies/sweep.py bench/studies/sweeps/async_ticketing.yaml --out DIR -- --data DIR2 --base MODEL
 
-Flags after `--` go to every run and stay out of the records (folders of this machine). Each run is a process of its own
-in runs/sweeps/<grid>; its record OUT/<run>.json is written when it ends, and a run with a record is not repeated.
-A `train` run that was stopped resumes from its last checkpoint. `demo` runs of one seed share the supervised model that
-the first of them trains. --jobs divides seeds, not runs. Writes OUT/summary.md and OUT/curves.png: lines are means over
-the seeds, bands span them.
+Flags after `--` go to every run and stay out of the records (folders of this machine). `rlhf-engine sweep` makes the
+runs of `train` in one process in runs/sweeps/<grid>: all at once, or one after another where `seconds/step` is among
+the curves, since passes of several runs together would be timed as each one's. A `demo` or `recipe` is several commands
+and has a process of its own. The record OUT/<run>.json is written when a run ends; a run that has one is not repeated.
+`demo` runs of one seed share the supervised model that the first of them trains. --jobs divides seeds, not runs. Writes
+OUT/summary.md and OUT/curves.png: lines are means over the seeds, bands span them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,14 +58,16 @@ from typing import Any
 
 import yaml
 
+from rlhf_engine.config.parser import config_of
+from rlhf_engine.config.sweep import SEED, GridFile, run_name
 from rlhf_engine.runs.curves import smooth
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 from rlhf_engine.runs.statistics import mean_of_runs
 
 WORK = Path("runs/sweeps")
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
-SEED = "seed"
-_FIELDS = {"command", "flags", "grid", "curves", "final", "with", "against", "reach"}
+_OWN = {"command", "curves", "final", "against", "reach"}
+"""Fields of a grid file that `rlhf-engine sweep` has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +91,13 @@ class Grid:
     def read(cls, path: Path) -> Grid:
         """Read a grid file. Raises ValueError for fields that are missing, unknown or empty."""
         found = yaml.safe_load(path.read_text())
-        if not isinstance(found, dict) or not set(found) <= _FIELDS or not found.get("grid"):
-            raise ValueError(f"{path}: expected the fields {sorted(_FIELDS)} with a grid, got {found!r}")
+        file = config_of(GridFile, {name: value for name, value in found.items() if name not in _OWN}, str(path))
+        flags, presets = file.flags or {}, file.with_value or {}
         if found.get("command") not in ("train", "demo", "recipe"):
             raise ValueError(f"{path}: expected command train, demo or recipe, got {found.get('command')!r}")
-        flags = found.get("flags") or {}
-        recipes = found["grid"].get("recipe") or [flags[name] for name in ("recipe",) if name in flags]
+        recipes = file.grid.get("recipe") or [flags[name] for name in ("recipe",) if name in flags]
         if found["command"] == "recipe" and (not recipes or ("from" in flags and len(recipes) > 1)):
             raise ValueError(f"{path}: recipe: expected a flag or an axis, of one value with `from`, got {recipes}")
-        for axis, values in found["grid"].items():
-            if not isinstance(values, list) or not values:
-                raise ValueError(f"{path}: grid.{axis}: expected a list of values, got {values!r}")
-        presets = found.get("with") or {}
-        for axis, by_value in presets.items():
-            unknown = [value for value in by_value if value not in found["grid"].get(axis, ())]
-            if unknown:
-                raise ValueError(f"{path}: with.{axis}: expected values of the grid, got {unknown}")
         curves = found.get("curves") or []
         known = {"seconds"} if "seconds/step" in curves else set()
         for pair in found.get("against") or []:
@@ -121,8 +115,8 @@ class Grid:
         return cls(
             name=path.stem,
             command=found["command"],
-            flags=found.get("flags") or {},
-            axes=found["grid"],
+            flags=flags,
+            axes=file.grid,
             curves=curves,
             final=found.get("final") or [],
             presets=presets,
@@ -138,7 +132,7 @@ class Grid:
 
     def run_name(self, point: Mapping[str, Any]) -> str:
         """A file's name for a point, in the order of the grid file."""
-        return "_".join(f"{axis}-{point[axis]}".replace("/", "-") for axis in self.axes)
+        return run_name(self.axes, point)
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
@@ -183,6 +177,24 @@ def work_folder(grid: Grid, point: dict[str, Any], extra: list[str]) -> Path:
     return WORK / grid.name / f"{grid.run_name(point)}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
+def run_sweep(grid: Grid, lacking: Mapping[Path, dict[str, Any]], extra: list[str]) -> None:
+    """Let `rlhf-engine sweep` make the runs, given by the paths of their records, which it goes on with."""
+    folder, file = WORK / grid.name, WORK / f"{grid.name}.yaml"
+    values = {axis: [v for v in vs if any(p[axis] == v for p in lacking.values())] for axis, vs in grid.axes.items()}
+    given = {flag.removeprefix("--"): yaml.safe_load(value) for flag, value in zip(*[iter(extra)] * 2, strict=True)}
+    presets = {a: {v: more for v, more in found.items() if v in values[a]} for a, found in grid.presets.items()}
+    at_once = {"runs_at_once": 1} if "seconds/step" in grid.curves else {}
+    WORK.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump({"flags": grid.flags | given, "grid": values, "with": presets, **at_once}))
+    try:
+        run_command(grid, ["sweep", str(file)], folder)
+    finally:
+        for path, point in lacking.items():
+            if (folder / grid.run_name(point) / "final").is_dir():
+                write_record(grid, point, path, folder / grid.run_name(point), {})
+    shutil.rmtree(folder)
+
+
 def run_seed(grid: Grid, runs: Mapping[Path, dict[str, Any]], extra: list[str], jobs: int) -> None:
     """Run one seed's points, given by the paths of their records, one after the other.
 
@@ -206,70 +218,59 @@ def run_point(
     """Make one run in a process of its own and write its record. Returns the run's folder."""
     print(grid.run_name(point), file=sys.stderr)
     folder, shown = work_folder(grid, point, extra), command_of(grid, point)
-    argv = [*shown, "--output_dir", str(folder), *extra]
-    if grid.command == "train":
-        argv += ["--resume_from_checkpoint", "auto"]
-    elif grid.command == "demo" and folder.exists():
+    if grid.command == "demo" and folder.exists():
         shutil.rmtree(folder)  # a demo resumes nothing
-    if start is not None:
-        argv += ["--start", str(start)]
     began = time.perf_counter()
-    share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
-    done = subprocess.run(
-        [sys.executable, *program(grid), *argv],
-        env=os.environ | share,
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(
-            f"{grid.run_name(point)}: the run ended with exit code {done.returncode}; run this again to go on"
-        )
-    inner = training_folder(grid, shown[0], folder)
+    run_command(grid, [*shown, *extra, *([] if start is None else ["--start", str(start)])], folder, jobs)
+    if grid.command == "demo":
+        inner, found = folder / "rl", json.loads((folder / "result.json").read_text())
+    else:
+        stage = [stage for stage, found in stages_of(shown[0]).items() if found["command"] == "train"][-1]
+        inner, found = folder / stage, recipe_numbers(shown[0], folder)
+    write_record(grid, point, record_path, inner, found, seconds=time.perf_counter() - began, side_by_side=jobs)
+    return folder
+
+
+def write_record(
+    grid: Grid, point: dict[str, Any], path: Path, inner: Path, numbers: Mapping[str, Any], **more: Any
+) -> None:
+    """Write the record of a run whose RL is in `inner`. numbers: those beside the metrics of its last step."""
     rows = read_metrics(inner / "metrics.jsonl")
     facts = json.loads((inner / "run.json").read_text())
-    final: dict[str, Any] = dict(rows[-1])
-    if grid.command == "demo":
-        final |= json.loads((folder / "result.json").read_text())
-    elif grid.command == "recipe":
-        final |= recipe_numbers(shown[0], folder)
+    final: dict[str, Any] = {**rows[-1], **numbers}
     lacking = [name for name in grid.final if name not in final]
     if lacking:
         raise SystemExit(f"final: expected names among {sorted(final)}, got {lacking}")
     write_json_atomic(
-        record_path,
+        path,
         {
             "run": point,
             "command": shown_command(grid, point),
             "final": {name: final[name] for name in grid.final},
             "curves": {"step": [row["step"] for row in rows], **{n: [row.get(n) for row in rows] for n in grid.curves}},
-            "seconds": time.perf_counter() - began,
-            "side_by_side": jobs,
+            **more,
             "git_commit": facts["git_commit"],
             "versions": facts["versions"],
             "device": facts["device_name"],
             "resumed_at_step": facts["resumed_at_step"],
         },
     )
-    return folder
 
 
-def program(grid: Grid) -> list[str]:
-    """Arguments of the interpreter before a command of the grid."""
-    return [str(RECIPES / "run.py")] if grid.command == "recipe" else ["-m", "rlhf_engine"]
+def run_command(grid: Grid, argv: list[str], folder: Path, jobs: int = 1) -> None:
+    """Run a command of the grid in its folder, with its share of the cores."""
+    program = [str(RECIPES / "run.py")] if grid.command == "recipe" else ["-m", "rlhf_engine"]
+    share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} if jobs > 1 else {}
+    command = [sys.executable, *program, *argv, "--output_dir", str(folder)]
+    done = subprocess.run(command, env=os.environ | share, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{folder}: `{argv[0]}` ended with exit code {done.returncode}; run this again to go on")
 
 
 def stages_of(recipe: str) -> dict[str, dict[str, Any]]:
     """Stages of a recipe, by name."""
     found: dict[str, dict[str, Any]] = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["stages"]
     return found
-
-
-def training_folder(grid: Grid, name: str, folder: Path) -> Path:
-    """The folder of RL in that of a run; `name` is the recipe's, where there is one."""
-    if grid.command == "recipe":
-        return folder / [stage for stage, found in stages_of(name).items() if found["command"] == "train"][-1]
-    return folder / "rl" if grid.command == "demo" else folder
 
 
 def recipe_numbers(recipe: str, folder: Path) -> dict[str, Any]:
@@ -293,9 +294,7 @@ def run_start(grid: Grid, extra: list[str]) -> Path:
     whole = replace(grid, flags={name: value for name, value in grid.flags.items() if name != "from"})
     argv = command_of(whole, {"recipe": grid.axes["recipe"][0]} if "recipe" in grid.axes else {})
     folder = WORK / grid.name / "start"
-    done = subprocess.run([sys.executable, *program(grid), *argv, "--output_dir", str(folder), *extra], check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{folder}: the recipe ended with exit code {done.returncode}; run this again to go on")
+    run_command(grid, [*argv, *extra], folder)
     return folder
 
 
@@ -385,15 +384,24 @@ def _times(found: list[float | None]) -> str:
     return f"{statistics.fmean(times):.1f}{spread} ({', '.join(f'{seconds:.1f}' for seconds in times)})"
 
 
-def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
-    """One panel per pair: smoothed means of each group's runs, y over x, a dot at the end; thin lines are the runs."""
+def _panels(grid: Grid, count: int, size: tuple[float, float], path: Path) -> Iterator[Any]:
+    """Axes of panels side by side, whose picture is written after the last."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.0 * len(grid.against), 4.2), layout="constrained")
+    figure = Figure(figsize=(size[0] * count, size[1]), layout="constrained")
     FigureCanvasAgg(figure)
-    for i, (x, y) in enumerate(grid.against):
-        axes = figure.add_subplot(1, len(grid.against), i + 1)
+    for i in range(count):
+        axes = figure.add_subplot(1, count, i + 1)
+        yield axes
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
+    """One panel per pair: smoothed means of each group's runs, y over x, a dot at the end; thin lines are the runs."""
+    for axes, (x, y) in zip(_panels(grid, len(grid.against), (6.0, 4.2), path), grid.against, strict=True):
         for name, members in groups(grid, records).items():
             if x in grid.final and y in grid.final:
                 _plot_points(axes, name, [[member["final"][metric] for member in members] for metric in (x, y)])
@@ -408,9 +416,6 @@ def plot_against(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
                 axes.plot(line_x, line_y, color=drawn.get_color(), alpha=0.25, linewidth=0.7)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
-    figure.savefig(path, dpi=130)
 
 
 def _plot_points(axes: Any, name: str, values: list[list[float]]) -> None:
@@ -432,31 +437,16 @@ def _curve(record: dict[str, Any], name: str) -> list[float]:
 
 def plot(grid: Grid, records: list[dict[str, Any]], path: Path) -> None:
     """One panel per curve: smoothed mean of each group's runs over the steps, within the span of its runs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.0 * len(grid.curves), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for i, metric in enumerate(grid.curves):
-        axes = figure.add_subplot(1, len(grid.curves), i + 1)
+    for axes, metric in zip(_panels(grid, len(grid.curves), (5.0, 3.6), path), grid.curves, strict=True):
         for name, members in groups(grid, records).items():
             steps = members[0]["curves"]["step"]
             lines = [smooth(member["curves"][metric]) for member in members]
             columns = list(zip(*lines, strict=True))
             (drawn,) = axes.plot(steps, [statistics.fmean(column) for column in columns], label=name)
-            axes.fill_between(
-                steps,
-                [min(c) for c in columns],
-                [max(c) for c in columns],
-                color=drawn.get_color(),
-                alpha=0.2,
-                linewidth=0,
-            )
+            span = ([min(column) for column in columns], [max(column) for column in columns])
+            axes.fill_between(steps, *span, color=drawn.get_color(), alpha=0.2, linewidth=0)
         axes.set_title(metric, fontsize=11)
         axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, title=_axes(grid), title_fontsize=8)
-    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -468,9 +458,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="seeds side by side, which share the cores")
     parser.add_argument("--summary", action="store_true", help="start no runs")
     arguments = parser.parse_args(argv[: len(argv) - len(extra) - (1 if "--" in argv else 0)])
-    if arguments.jobs < 1:
-        raise SystemExit(f"--jobs: expected a number above 0, got {arguments.jobs}")
     grid = Grid.read(arguments.grid)
+    if arguments.jobs < 1 or (arguments.jobs > 1 and grid.command == "train"):
+        raise SystemExit(f"--jobs: expected a number above 0, and 1 for train, got {arguments.jobs}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     points = grid.runs()
     paths = [arguments.out / f"{grid.run_name(point)}.json" for point in points]
@@ -481,7 +471,9 @@ def main() -> None:
         if lacking and "from" in grid.flags:
             run_start(grid, extra)
         seeds: dict[Any, dict[Path, dict[str, Any]]] = {}
-        for path, point in lacking.items():
+        if lacking and grid.command == "train":
+            run_sweep(grid, lacking, extra)
+        for path, point in lacking.items() if grid.command != "train" else ():
             seeds.setdefault(point.get(SEED), {})[path] = point
         with ThreadPoolExecutor(arguments.jobs) as pool:
             try:

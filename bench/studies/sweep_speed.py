@@ -41,7 +41,7 @@ def grid_of(options: argparse.Namespace, folder: Path) -> Path:
         "model_name_or_path": options.model_name_or_path, "algorithm": options.algorithm, "device": "cpu",
         "dataset_name": str(TEMPLATES / "story_prompts.jsonl"), "max_completion_length": options.tokens,
         "reward_funcs": f"{TEMPLATES / 'happy_endings.py'}:reward", "max_steps": options.steps, "save_steps": 0,
-        "generation_batch_size": 4,
+        "generation_batch_size": 4, "dtype": options.dtype,
     } | ({"num_generations": 4} if options.algorithm == "grpo" else {})  # fmt: skip
     path = folder / "grid.yaml"
     path.write_text(yaml.safe_dump({"flags": flags, "grid": GRID}))
@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_name_or_path")
     parser.add_argument("--algorithm", default="ppo")
+    parser.add_argument("--dtype", default="float32")
     for name, default in (("steps", 40), ("tokens", 48), ("rounds", 3), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path, help="file for the record")
@@ -113,10 +114,17 @@ def main() -> None:
         for _ in range(options.rounds):
             for arm, times in found.items():
                 times.append(measure(arm, grid, options.threads))
-        record: dict[str, Any] = {"memory": memory(grid), **vars(options), "load": os.getloadavg()[0]}
+        record: dict[str, Any] = {**vars(options), "load": os.getloadavg()[0], "memory": memory(grid)}
+        shown = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+        record |= {"model_name_or_path": shown[0], "command": " ".join(["bench/studies/sweep_speed.py", *shown])}
     for arm_name, times in found.items():
         seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
         record[arm_name] = {"seconds": seconds, "cpu": cpu, "runs an hour": 4 * 3600 / seconds, "all": times}
+    before, now = record["processes"], record["sweep"]
+    record["times as many"] = {
+        "by the clock": before["seconds"] / now["seconds"],
+        "by CPU seconds, of two idle cores": before["cpu"] / 2 / now["cpu"] * min(options.threads, 2),
+    }
     print(json.dumps(record, indent=1, default=str))
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1, default=str) + "\n")

@@ -1,8 +1,10 @@
 """`rlhf-engine sweep`: many runs of `train` on one base in one process, which take turns of a step.
 
-Each run is what `train` makes of the same options: the same floats, folder and page. The folder of the sweep has these
-folders, a page of all, and sweep.json with the options of every run and what was dropped. Whatever ends a sweep, the
-same command goes on with the runs that are not done.
+Each run is what `train` makes of the same options: the same floats, folder and page. Passes of updates that runs wait
+for at the same time are made together where that leaves the floats as they are. A run whose method has several
+backbones, or trains them, has its own. The folder of the sweep has these folders, a page of all, and sweep.json with
+the options of every run and what was dropped. Whatever ends a sweep, the same command goes on with the runs that are
+not done.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,15 +28,17 @@ from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
 from rlhf_engine.hydra import HydraModel, RoleSpec
+from rlhf_engine.policy import joint
+from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
 from rlhf_engine.runs.folder import METRICS_FILE, locked, require_unlocked
 from rlhf_engine.runs.headline import numbers
 from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
 from rlhf_engine.runs.page import PAGE_FILE, LivePage, groups_of
 from rlhf_engine.runs.progress import StopSignals, SweepProgress
 from rlhf_engine.training.rl import RlTrainer
+from rlhf_engine.training.update import Results, Turns, Wanted
 
 SWEEP_FILE = "sweep.json"
-_ENDED = object()
 
 
 def run(config: SweepConfig) -> int:
@@ -70,16 +75,19 @@ class Sweep:
         first = next(iter(self.runs.values()))
         self.base = HydraModel.from_pretrained(
             first.model_name_or_path,
-            roles={"reference": RoleSpec()},
+            roles={BASE: RoleSpec()},
             dtype=DTYPES[first.dtype],
             device=resolve_device(first.device),
             quantization=first.quantization,
         )
         self.base.backbone().base_hash()  # once for all
+        self._policies, self._numbers = Policies(self.base, exact=first.exact), itertools.count()
+        self._joint: dict[str, LivePolicy] = {}
+        """Policies on the base whose bits do not depend on who learns beside them, by the names of their runs."""
         self._ready: dict[str, RlTrainer] = {}
         self.progress, reports = SweepProgress(), dict[str, Any]()
         for name in self._left():
-            trainer = RlTrainer(self.runs[name], base=self.base)
+            trainer = self._trainer(name)
             last = self.halving.at[-1] if self.halving else 0
             if last >= trainer.total_steps:
                 raise ConfigError(f"halving: expected at below the {trainer.total_steps} steps of {name}, got {last}")
@@ -133,38 +141,72 @@ class Sweep:
 
     def _advance(self, until: int | None, stop: Callable[[], bool], page: LivePage) -> None:
         """Let runs take turns until each has made so many steps, or all; a few at once."""
-        waiting, turns = deque(self._left()), dict[str, Generator[None, None, None]]()
+        waiting, turns = deque(self._left()), dict[str, Turns[None]]()
         with contextlib.ExitStack() as stack:
             while waiting or turns:
                 while waiting and len(turns) < self.at_once:
                     name = waiting.popleft()
                     turns[name] = stack.enter_context(contextlib.closing(self._turns(name, until, stop)))
-                for name, turn in list(turns.items()):
-                    try:
-                        next(turn)
-                        page.refresh()
-                        continue
-                    except (StopIteration, RunStopped):
-                        pass
-                    except (EngineError, OSError) as error:
-                        self.failed.add(name)
-                        fail(f"sweep, run {name}", error, 1)
-                    del turns[name]
-                    gc.collect()
+                self._step(turns)
+                page.refresh()
 
-    def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Generator[None, None, None]:
+    def _trainer(self, name: str) -> RlTrainer:
+        shares = self.runs[name].method in ("hydra_ppo", "j_hydra_ppo")
+        return RlTrainer(self.runs[name], base=self.base if shares else None)
+
+    def _step(self, turns: dict[str, Turns[None]]) -> None:
+        """Let each run make a step, and drop those that end. Passes that they wait for at a time are made together."""
+        given = dict[str, Results].fromkeys(turns)
+        while given:
+            wanted, before = dict[str, Wanted](), len(turns)
+            for name, results in given.items():
+                try:
+                    asked = turns[name].send(results)
+                    if asked is not None:
+                        wanted[name] = asked
+                    continue
+                except (StopIteration, RunStopped):
+                    pass
+                except (EngineError, OSError) as error:
+                    self.failed.add(name)
+                    fail(f"sweep, run {name}", error, 1)
+                del turns[name]
+            if len(turns) < before:
+                gc.collect()
+            given = self._make(wanted)
+
+    def _make(self, wanted: dict[str, Wanted]) -> dict[str, Results]:
+        """Make the passes that runs want where it is several that can share one; what becomes of all."""
+        given = dict[str, Results].fromkeys(wanted)
+        names = [name for name in wanted if name in self._joint]
+        if len(names) > 1:
+            passes = [joint.Pass(policy=self._joint[name], **wanted[name]) for name in names]
+            given |= zip(names, joint.attempt(self.base, passes), strict=True)
+        return given
+
+    def _turns(self, name: str, until: int | None, stop: Callable[[], bool]) -> Turns[None]:
         """The turns of one run, whose policy is in memory until it ends."""
-        trainer = self._ready.pop(name, None) or RlTrainer(self.runs[name], base=self.base)
+        trainer = self._ready.pop(name, None) or self._trainer(name)
         if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
             return
         asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
         note = functools.partial(self.progress.note, name, trainer.total_steps)
-        with contextlib.closing(trainer.turns(note, asked)) as turns:
+        with contextlib.ExitStack() as stack:
+            shared = trainer.model.backbone().model is self.base.backbone().model
+            exact = trainer.kernels.exact and self.base.backbone().kernels.exact
+            if shared and exact and self.base.device.type == "cpu":  # no GPU has run passes of several runs at once
+                policy = self._policies.adopt(f"run-{next(self._numbers)}", trainer.model)
+                stack.callback(self._policies.remove, policy.name)
+                self._joint[name] = policy
+                stack.callback(self._joint.pop, name)
+            turns, results = stack.enter_context(contextlib.closing(trainer.turns(note, asked))), None
             while True:
                 with trainer.kernels.used():
-                    if next(turns, _ENDED) is _ENDED:
+                    try:
+                        wanted = turns.send(results)
+                    except StopIteration:
                         return
-                yield
+                results = yield wanted
 
     def _halve(self, step: int) -> None:
         """Drop the groups of runs that did worse than others in the steps since the last time."""

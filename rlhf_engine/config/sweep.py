@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class GridFile(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require("grid", bool(self.grid), "an axis or several")
         for axis, values in self.grid.items():
             if not isinstance(values, list) or not values:
                 raise ConfigError(f"grid.{axis}: expected a list of values, got {values!r}")
@@ -79,6 +80,11 @@ class Grid(NamedTuple):
     at_once: int | None  # runs in memory at once; None: all
 
 
+def run_name(axes: Iterable[str], point: Mapping[str, Any]) -> str:
+    """Name of the folder of a run, of the axes in their order."""
+    return re.sub(r"[^\w.,=+-]+", "-", "_".join(f"{axis}-{point[axis]}" for axis in axes))
+
+
 def read_grid(path: str, output: Path) -> Grid:
     """Read a grid file, of runs in folders within `output`, which go on there.
 
@@ -93,7 +99,7 @@ def read_grid(path: str, output: Path) -> Grid:
         for axis, value in point.items():
             given |= next((more for key, more in (file.with_value or {}).get(axis, {}).items() if key == value), {})
         given |= point
-        name = re.sub(r"[^\w.,=+-]+", "-", "_".join(f"{axis}-{point[axis]}" for axis in file.grid))
+        name = run_name(file.grid, point)
         if name in runs:
             raise ConfigError(f"grid: expected values that give each run a name of its own, got {name!r} twice")
         own = {"output_dir": str(output / name), "resume_from_checkpoint": "auto"}
@@ -111,8 +117,6 @@ def _check_shared(runs: Sequence[TrainConfig]) -> None:
         if len(different) > 1:
             raise ConfigError(f"{name}: expected one value for all runs, which share a base, got {different}")
     for run in runs:
-        one = run.method in ("hydra_ppo", "j_hydra_ppo")
-        run.require("method", one, "hydra_ppo or j_hydra_ppo in a sweep, whose roles share one base")
         run.require("async_mode", run.async_mode != "ray", "a run in this process in a sweep")
         run.require_unset(_UNSET, "in a sweep")
         local = set(run.report_to) <= {"tensorboard"}

@@ -491,28 +491,34 @@ class HydraModel(nn.Module):
                 seed = dropout_seed if grad and self.training else None
                 for lane, states in self._traverse(batch, group, seed, token_budget).items():
                     hidden |= dict.fromkeys(lanes[lane], states)
-        if watch is not None:
-            for name, states in hidden.items():
-                if states.requires_grad:
-                    hidden[name] = states.view_as(states)  # its own among the roles of a lane
-                    hidden[name].register_hook(functools.partial(watch, name))
-        states_by_role = self.states(batch, hidden)
+        states_by_role = self.states(batch, hidden, watch)
         results = []
         with self.backbone(next(iter(self.backbones))).kernels.used():
             for output in outputs:  # no comprehension, which would be a frame on the way to a kernel
                 results.append(output.compute(states_by_role))
         return tuple(results)
 
-    def states(self, batch: PackedBatch, hidden: Mapping[str, torch.Tensor]) -> HiddenStates:
+    def states(
+        self,
+        batch: PackedBatch,
+        hidden: dict[str, torch.Tensor],
+        watch: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> HiddenStates:
         """Put the heads of roles beside their hidden states.
 
         Args:
             batch: N sequences.
-            hidden: role → hidden states [T, H] of the batch in the role's lane.
+            hidden: role → hidden states [T, H] of the batch in the role's lane; taken over.
+            watch: see `forward`.
 
         Returns:
             What outputs compute from.
         """
+        if watch is not None:
+            for name, states in hidden.items():
+                if states.requires_grad:
+                    hidden[name] = states.view_as(states)  # its own among the roles of a lane
+                    hidden[name].register_hook(functools.partial(watch, name))
         lm_heads, scalar_heads = dict[str, LmHead](), dict[str, ScalarHead]()
         for name in hidden:
             role = self.roles[name]
@@ -633,6 +639,15 @@ class HydraModel(nn.Module):
         saves = shared is None or not is_gpu(batch.device) or len(shared.rows) <= (1 - LEAST_SAVED) * batch.n_tokens
         return shared if saves else None
 
+    @property
+    def drops(self) -> bool:
+        """Whether a call with gradients has LoRA dropout now."""
+        return self.training and any(
+            slot.config.dropout
+            for backbone in self.backbones.values()
+            for slot in backbone.slots.values()  # type: ignore[union-attr, operator]
+        )
+
     def shares(self, batch: PackedBatch) -> bool:
         """Whether prompts of a batch stand once in the forward of an update: where none of its slots has dropout.
 
@@ -642,12 +657,7 @@ class HydraModel(nn.Module):
         Returns:
             False also where no two sequences have the same prompt.
         """
-        drops = self.training and any(
-            slot.config.dropout
-            for backbone in self.backbones.values()
-            for slot in backbone.slots.values()  # type: ignore[union-attr, operator]
-        )
-        return not drops and self.shared_rows(batch) is not None
+        return not self.drops and self.shared_rows(batch) is not None
 
     def count_rows(self, batch: PackedBatch) -> int:
         """Count the rows of a lane's forward in an update, see `shares`.

@@ -29,6 +29,7 @@ class Pass:
     batch: PackedBatch  # N sequences
     outputs: tuple[Output, ...]  # requests, of roles of the policy's model
     loss: Loss | None = None  # makes the loss that gradients are of; None: no gradients
+    watch: Callable[[str, torch.Tensor], None] | None = None  # see `HydraModel.forward`
 
 
 def run(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, ...]]:
@@ -105,7 +106,7 @@ def _run_together(host: HydraModel, passes: Sequence[Pass]) -> list[tuple[Any, .
             for (i, _, roles, _), states in zip(own, backbone.run_lanes(rows), strict=True):
                 hidden[i] |= dict.fromkeys(roles, states)
     with backbone.kernels.used():
-        reads = [each.policy.model.states(each.batch, own) for each, own in zip(passes, hidden, strict=True)]
+        reads = [p.policy.model.states(p.batch, own, p.watch) for p, own in zip(passes, hidden, strict=True)]
         results = _compute(passes, reads)
         with torch.enable_grad():
             losses = [each.loss(own) for each, own in zip(passes, results, strict=True) if each.loss is not None]

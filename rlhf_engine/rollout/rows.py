@@ -26,7 +26,7 @@ from rlhf_kernels.runtime.device_tables import queued
 from rlhf_kernels.sample import sample
 from rlhf_kernels.sample.reference import choose, filter_
 from rlhf_kernels.vocab.logits import row_chunks
-from rlhf_kernels.vocab.runs import HeadLoras
+from rlhf_kernels.vocab.runs import HeadLoras, is_one_sweep
 
 from rlhf_engine.devices import is_gpu
 from rlhf_engine.hydra.attention import BLOCK, BlockPool
@@ -442,7 +442,7 @@ class LiveRows:
         for i in sorted(range(len(rows)), key=heads.__getitem__):
             row, how = rows[i], rows[i].sampling
             ends = how.eos_token_ids if len(row.tokens) + row.ahead + ahead < how.min_completion_length - 1 else ()
-            apart = heads[i] if is_gpu(self._device) else None  # no GPU has drawn for several heads in one call
+            apart = heads[i] if is_gpu(self._device) and not is_one_sweep() else None  # by default: no GPU has run it
             places, temperatures = members.setdefault((apart, how.top_k, how.top_p, how.min_p, ends), ([], set()))
             places.append(i)
             temperatures.add(how.temperature)

@@ -58,7 +58,7 @@ from rlhf_engine.scoring.rewards import ENVIRONMENT, AnswerScorer
 from rlhf_engine.training.data_parallel import require_served
 from rlhf_engine.training.evaluation import Evaluator
 from rlhf_engine.training.run import Policy, Run
-from rlhf_engine.training.update import Ranks, Schedule, nothing_learned, update
+from rlhf_engine.training.update import Ranks, Schedule, Turns, alone, nothing_learned, update
 
 _ANY = 2**62  # more tokens than there are
 
@@ -163,8 +163,8 @@ class RlPolicy(Policy[TrainerState]):
         beta = self.state.beta
         return self.config if beta is None else dataclasses.replace(self.config, beta=beta)
 
-    def learn(self, experience: Experience, *, n_answers: int) -> dict[str, float]:
-        """Make one step: all epochs over an experience; metrics by name. A minibatch that fails is not applied."""
+    def learn(self, experience: Experience, *, n_answers: int) -> Turns[dict[str, float]]:
+        """Make one step in turns: all epochs over an experience; metrics by name. What fails is not applied."""
         state, options = self.state, self.options
         algorithm = make_algorithm(options)
         learned, metrics = algorithm.learn_from(experience)
@@ -177,7 +177,8 @@ class RlPolicy(Policy[TrainerState]):
         if learned is not None:
             seed = options.seed * 1_000_003 + state.step
             ranks = None if self.world.size == 1 else Ranks(self.world, in_step=bool(options.shard_base))
-            measured = update(self.model, algorithm, learned, schedule, self.apply, seed=seed, ranks=ranks)
+            args = (self.model, algorithm, learned, schedule, self.apply)
+            measured = yield from update(*args, seed=seed, ranks=ranks)
         self.model.eval()
         self._check_moved(before, measured)
         if options.has_critic:
@@ -466,10 +467,15 @@ class RlTrainer(Run[TrainerState]):
 
     def step(self) -> dict[str, float]:
         """Make one rollout and its update; metrics by name. A failure is an EngineError; nothing on disk changes."""
+        with self.kernels.used():
+            return alone(self.step_in_turns())
+
+    def step_in_turns(self) -> Turns[dict[str, float]]:
+        """Do what `step` does, in turns of a pass; `kernels` are in use during each."""
         config, state, world = self.policy.options, self.state, self.world
         clock, version = Clock(self.model.device, with_peaks=config.dry_run), state.policy_version
         prompts, own = self._prompts.of_step(state.step), self._prompts.own(state.step)
-        with self.kernels.used(), self.whole_base():
+        with self.whole_base():
             if config.shard_base:
                 clock.lap("gather_base")
             with world.together("drawing answers"):
@@ -477,8 +483,7 @@ class RlTrainer(Run[TrainerState]):
             rollout = share if world.size == 1 else gather_rollout(world, share)
             experience = self._scoring.experience(share, own, config, version, (rollout, prompts))
         clock.lap("score")
-        with self.kernels.used():
-            learned = self.policy.learn(experience, n_answers=len(prompts))
+        learned = yield from self.policy.learn(experience, n_answers=len(prompts))
         self._note_progress()
         clock.lap("update")
         published = self.source.learned(self.state.step, self.state.policy_version)

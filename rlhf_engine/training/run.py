@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,7 +47,7 @@ from rlhf_engine.training.data_parallel import (
     require_shared_state,
     sum_gradients,
 )
-from rlhf_engine.training.update import Ranks, divide, unit_lengths
+from rlhf_engine.training.update import Ranks, Turns, alone, divide, unit_lengths
 
 State = TypeVar("State", bound=Counters)
 
@@ -174,6 +174,11 @@ class Run(ABC, Generic[State]):
     def step(self) -> dict[str, Any]:
         """Make one step; its metrics by name. Afterwards `state` counts it and `optimizer.is_whole` is true."""
 
+    def step_in_turns(self) -> Turns[dict[str, Any]]:
+        """Do what `step` does, in turns of a pass where the kind of run has them."""
+        return self.step()
+        yield
+
     @abstractmethod
     def finished(self) -> bool:
         """Whether every step is done and the result is written."""
@@ -243,16 +248,10 @@ class Run(ABC, Generic[State]):
         one says true, a checkpoint is written and RunStopped raised.
         """
         with self.kernels.used(), contextlib.closing(self.turns(on_step, stop)) as turns:
-            while True:
-                try:
-                    next(turns)
-                except StopIteration as ended:
-                    return ended.value
+            return alone(turns)
 
-    def turns(
-        self, on_step: OnStep | None = None, stop: Callable[[], bool] | None = None
-    ) -> Generator[None, None, Any]:
-        """Do what `run` does, in turns of a step, between which others may run; `kernels` are in use during each."""
+    def turns(self, on_step: OnStep | None = None, stop: Callable[[], bool] | None = None) -> Turns[Any]:
+        """Do what `run` does, in turns of a pass or a step; `kernels` are in use during each."""
         world = self.world
         with contextlib.ExitStack() as stack:
             with world.together("the output folder"):
@@ -274,7 +273,7 @@ class Run(ABC, Generic[State]):
                     with saved_on_error(self.output, self.optimizer, lambda: self.state.step, self.save):
                         return self.end()
 
-    def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> Generator[None, None, None]:
+    def _remaining_steps(self, on_step: OnStep | None, stop: Callable[[], bool] | None) -> Turns[None]:
         world = self.world
         with self.steps(), contextlib.ExitStack() as stack:
             trackers = writer = None
@@ -286,7 +285,7 @@ class Run(ABC, Generic[State]):
                     self._write(writer, trackers, before)
             while self.state.step < self.total_steps:
                 with self._saved_on_error(writer):
-                    metrics = self.step()
+                    metrics = yield from self.step_in_turns()
                     try:
                         metrics |= self.look()
                     except BaseException:  # an evaluation that fails costs no row of the step before it
@@ -295,7 +294,7 @@ class Run(ABC, Generic[State]):
                     whole = self._whole_state() if self.saves_now() else contextlib.nullcontext()
                     with whole, world.together("metrics and checkpoints"):
                         self._note(writer, trackers, metrics, on_step)
-                yield
+                yield None
                 if stop is not None and not self._is_last() and any(world.gather(stop())):
                     with self._whole_state(), world.together("the last checkpoint"):
                         self._save_once(writer)

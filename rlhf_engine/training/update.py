@@ -1,17 +1,19 @@
 """An update: epochs over the answers of a rollout, in minibatches, each the sum of its micro-batches.
 
 The losses are those of an `Algorithm`. Denominators are those of a whole minibatch, so that micro-batches add up to its
-exact gradient.
+exact gradient. Before each pass of the model an update yields what it wants: a sweep makes passes of several runs at
+once. Who sends no results lets the update make the pass itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +23,26 @@ from rlhf_engine.devices import Budget, World, balanced, is_out_of_memory, relea
 from rlhf_engine.errors import MemoryLimitError, MismatchError, NonFiniteError
 from rlhf_engine.hydra import HydraModel, PackedBatch
 from rlhf_engine.hydra.roles import fold_lanes
+
+T = TypeVar("T")
+
+
+Wanted = dict[str, Any]
+"""A forward and backward pass that an update goes on after: fields of `policy.joint.Pass` without the policy."""
+Results = tuple[Any, ...] | Exception | None
+"""Results of a pass, or what it raised; None: it was not made."""
+Turns = Generator[Wanted | None, Results, T]
+"""Work in turns: yields a pass, which it makes itself unless it is made for it, or None after a step."""
+
+
+def alone(turns: Turns[T]) -> T:
+    """Do work in turns without anybody else; what it returns."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +105,8 @@ def update(
     *,
     seed: int,
     ranks: Ranks | None = None,
-) -> dict[str, float]:
-    """All epochs over one rollout; returns metrics averaged over the minibatches.
+) -> Turns[dict[str, float]]:
+    """All epochs over one rollout, in turns of a pass; returns metrics averaged over the minibatches.
 
     step: clips and applies the accumulated gradients, clears them, returns gradient norms by role. ranks: others that
     do a share of each minibatch; `step` then sums the gradients.
@@ -106,7 +128,7 @@ def update(
         for number, indices in enumerate(dealt):
             dropout_seed = int(torch.randint(2**62, (), generator=generator))
             minibatch = _Minibatch(model, algorithm, answers, schedule, indices, dropout_seed)
-            measured, size = minibatch.add_up() if ranks is None else minibatch.add_up_with(ranks)
+            measured, size = yield from (minibatch.add_up() if ranks is None else minibatch.add_up_with(ranks))
             sizes.append(size)
             stats = algorithm.summarise(measured)
             _require_finite(model, stats, f"epoch {epoch}, minibatch {number}")
@@ -168,7 +190,7 @@ class _Minibatch:
         lengths = answers.batch.completion_lens
         self.n_tokens, self.n_answers = float(sum(lengths[i] for i in indices)), float(len(indices))
 
-    def add_up_with(self, ranks: Ranks) -> tuple[Measured, int]:
+    def add_up_with(self, ranks: Ranks) -> Turns[tuple[Measured, int]]:
         """Add this process's share of the gradients; what all measure, and most answers at a time."""
         units = self._units(self.indices)
         own = [i for unit in ranks.own(self._lengths(units)) for i in units[unit]]
@@ -177,10 +199,10 @@ class _Minibatch:
             parts = self.divide(own)
             calls, joint = ranks.agree(len(parts), all(self._terms(self._micro(part))[1] for part in parts))
         with ranks.together("the update"):
-            measured, size = self._follow(parts, calls, joint) if ranks.in_step else self.add_up(own)
+            measured, size = yield from (self._follow(parts, calls, joint) if ranks.in_step else self.add_up(own))
         return ranks.of_all(measured, size)
 
-    def add_up(self, indices: Sequence[int] | None = None) -> tuple[Measured, int]:
+    def add_up(self, indices: Sequence[int] | None = None) -> Turns[tuple[Measured, int]]:
         """Add the gradients of all or some answers, in micro-batches that fit; most answers at a time."""
         parts = self.divide(self.indices if indices is None else indices)
         limit, least = self.schedule.micro_batch_size, self.algorithm.answers_per_unit
@@ -188,7 +210,7 @@ class _Minibatch:
             total, part = Measured(), list[int]()
             try:
                 for part in parts:
-                    total.add(self._add(part))
+                    total.add((yield from self._add(part)))
                 return total, limit or max(map(len, parts), default=0)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -208,15 +230,15 @@ class _Minibatch:
             rows = [self._terms(self._micro(other))[2] for other in parts]
             parts = [half for other, n in zip(parts, rows, strict=True) for half in self._halves(other, n >= failed)]
 
-    def _follow(self, parts: list[list[int]], calls: int, joint: bool) -> tuple[Measured, int]:
+    def _follow(self, parts: list[list[int]], calls: int, joint: bool) -> Turns[tuple[Measured, int]]:
         """Add up with as many `calls` of the model as every other process makes."""
         shortest = min(self._units(self.indices), key=lambda unit: self._lengths([unit])[0])
         total, most = Measured(), max(map(len, parts), default=0)
         try:
             for _ in range(calls - len(parts)):
-                self._add(shortest, joint=joint, times=0.0)
+                yield from self._add(shortest, joint=joint, times=0.0)
             for part in parts:
-                total.add(self._add(part, joint=joint))
+                total.add((yield from self._add(part, joint=joint)))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -265,27 +287,36 @@ class _Minibatch:
         lanes = len(fold_lanes(self.model.roles, roles)) if together else 1
         return terms, together, lanes * self.model.count_rows(micro.batch)
 
-    def _add(self, chosen: Sequence[int], *, joint: bool | None = None, times: float = 1.0) -> Measured:
+    def _add(self, chosen: Sequence[int], *, joint: bool | None = None, times: float = 1.0) -> Turns[Measured]:
         """Add the gradients of a micro-batch times a factor, its terms one after another or `joint`; what it tells."""
         micro = self._micro(chosen)
         terms, together, rows = self._terms(micro, joint)
-        measured, results = Measured(), []
+        measured, results = Measured(), list[Any]()
         options: dict[str, Any] = {"dropout_seed": self.dropout_seed, "token_budget": self.budget.tokens}
 
         def watch(role: str, gradient_T: torch.Tensor) -> None:
             norm = torch.linalg.vector_norm(gradient_T.detach(), dtype=torch.float32)
             measured.add(Measured(sums={f"hidden_grad_sq/{role}": norm.square()}))
 
+        watching = watch if len(terms) > 1 else None
         with self.budget.measured(rows):
             for group in [terms] if together else [[term] for term in terms]:
-                outputs = [term.output for term in group]
-                outs = self.model(micro.batch, outputs, watch=watch if len(terms) > 1 else None, **options)
-                loss = torch.stack([term.weight * out.loss for term, out in zip(group, outs, strict=True)]).sum()
-                measured.add(Measured(sums={"loss": loss.detach()}))
-                (times * loss).backward()
+                outputs, loss = tuple(term.output for term in group), functools.partial(_loss, group, times)
+                wanted = {"batch": micro.batch, "outputs": outputs, "loss": loss, "watch": watching}
+                outs = None if self.model.drops else (yield wanted)  # masks are of one seed a call
+                if isinstance(outs, Exception):
+                    raise outs
+                if outs is None:
+                    outs = self.model(micro.batch, outputs, watch=watching, **options)
+                    loss(outs).backward()
+                measured.add(Measured(sums={"loss": loss(outs).detach()}))
                 results.extend(outs)
         measured.add(self.algorithm.measure(micro, results))
         return measured
+
+
+def _loss(terms: Sequence[Term], times: float, outs: Sequence[Any]) -> torch.Tensor:
+    return times * torch.stack([term.weight * out.loss for term, out in zip(terms, outs, strict=True)]).sum()
 
 
 def _require_finite(model: HydraModel, stats: Mapping[str, float], where: str) -> None:

@@ -14,7 +14,7 @@ from rlhf_engine.config.algorithm import AlgorithmOptions
 from rlhf_engine.errors import NonFiniteError
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.hydra.optimizer import RoleOptimizer
-from rlhf_engine.training.update import Schedule, minibatches, update
+from rlhf_engine.training.update import Schedule, alone, minibatches, update
 from tests.conftest import build, random_batch
 
 
@@ -97,7 +97,7 @@ def schedule(**changes) -> Schedule:
 def test_first_minibatch_has_ratio_one_and_later_ones_do_not():
     model, batch = build(), random_batch()
     optimizer = RoleOptimizer(model, {"actor": 5e-3, "critic": 5e-3})
-    metrics = update(model, ppo(), experience(model, batch), schedule(num_epochs=3), optimizer.step, seed=0)
+    metrics = alone(update(model, ppo(), experience(model, batch), schedule(num_epochs=3), optimizer.step, seed=0))
     assert metrics["mismatch/update_max"] < 1e-4
     assert metrics["approx_kl"] > 0
     assert metrics["optimizer_steps"] == 3
@@ -113,7 +113,7 @@ def test_the_kl_is_of_this_update_and_not_of_a_policy_that_drew_before():
         optimizer = RoleOptimizer(model, {"actor": 1e-6, "critic": 1e-6})
         learns = ppo() if algorithm == "ppo" else ReMax(AlgorithmOptions(algorithm="remax"))
         stale = replace(made, old_logprobs_M=stale_M, logprobs_M=made.old_logprobs_M)
-        metrics = update(model, learns, stale, schedule(num_epochs=3), optimizer.step, seed=0)
+        metrics = alone(update(model, learns, stale, schedule(num_epochs=3), optimizer.step, seed=0))
         assert metrics["optimizer_steps"] == 3
         assert metrics["approx_kl"] < 1e-6
         assert metrics["mismatch/update_max"] < 1e-4
@@ -124,7 +124,7 @@ def test_the_share_of_the_value_loss_is_that_of_gradients_at_the_hidden_states()
     made = experience(model, batch)
     shares = {}
     for vf_coef in (0.0, 0.5, 1.5):
-        metrics = update(model, ppo(vf_coef=vf_coef), made, schedule(), lambda: {}, seed=0)
+        metrics = alone(update(model, ppo(vf_coef=vf_coef), made, schedule(), lambda: {}, seed=0))
         shares[vf_coef] = metrics["value/gradient_share"]
         model.zero_grad(set_to_none=True)
     assert shares[0.0] == 0.0
@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_is_named_and_not_applied():
         getattr(made, field)[3] = float("nan")
         optimizer = RoleOptimizer(model, {"actor": 1e-2, "critic": 1e-2})
         with pytest.raises(NonFiniteError, match=f"{culprit} is nan at epoch 0, minibatch 0"):
-            update(model, ppo(), made, schedule(), optimizer.step, seed=0)
+            alone(update(model, ppo(), made, schedule(), optimizer.step, seed=0))
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 

@@ -467,10 +467,10 @@ def test_a_process_in_step_makes_as_many_calls_as_the_others_and_the_gradient_of
             ranks.in_step = in_step
             calls.clear()
             small = dataclasses.replace(schedule, micro_batch_size=2)
-            update(model, algorithm, answers, small, taken, seed=seed, ranks=ranks)
+            yield from update(model, algorithm, answers, small, taken, seed=seed, ranks=ranks)
             ranks.calls = sum(calls)
             groups.append(ranks)
-        return update(model, algorithm, answers, schedule, step, seed=seed)
+        return (yield from update(model, algorithm, answers, schedule, step, seed=seed))
 
     def taken() -> dict[str, float]:
         gradients.append({p: p.grad.clone() for p in trainer.policy.trained() if p.grad is not None})

@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import rlhf_engine.integrations.trl as ours
 from rlhf_engine.errors import ConfigError
+from rlhf_engine.integrations.trl.rollouts import text_only
 from rlhf_engine.rollout import generate_requests
 from tests.integrations.test_trl_options import assert_equal, beside, drift, loss_and_gradients
 from tests.integrations.trl_runs import LORA, QUICK, rows, trained
@@ -409,7 +410,7 @@ class Mute:
 
 BAD = {
     "expected a result of at most": "ab" * 5_000_000, "no text": Mute(), "got a list of int": [1, 2],
-    "got a list of image": [{"type": "image", "image": b"x"}], "surrogates not allowed": "\ud800",
+    "got a list of image": [{"type": "image", "image": b"x"}],
 }  # fmt: skip
 
 
@@ -441,6 +442,21 @@ def test_results_that_are_no_text_or_find_no_room_are_failures(caller, tmp_path)
     told = [m["content"] for talk in trainer._logs["completion"] for m in talk if m["role"] == "tool"]
     assert told
     assert all(text.startswith("{'error': ") for text in told)
+
+
+def test_half_a_character_is_none(caller, tmp_path):
+    """A model may ask for a tool of such a name, and a tool may say it."""
+    trainer = make("HydraGRPO", caller, tmp_path, changes=GROUPS, tools=[multiply])
+    ids = trainer._get_tool_suffix_ids([{"role": "tool", "name": "\ud800", "content": "Tool \ud800 not found."}])
+    assert "Tool ? not found." in trainer.processing_class.decode(ids)
+    assert text_only(lambda: "\udfff!", 2)() == "?!"
+
+    def fails():
+        raise ValueError("\ud800" * 3)
+
+    for most, message in ((3, r"^\?\?\?$"), (2, "expected a result of at most 2 characters, got 3")):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            text_only(fails, most)()
 
 
 def test_a_result_without_room_ends_the_conversation(caller, tmp_path):
@@ -572,6 +588,7 @@ def test_a_rollout_function_that_brings_something_else_is_told(caller, tmp_path)
     fine = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": [[-1.0] * 2] * 8}
     for changes, message in (
         ({"completion_ids": [[6]] * 7}, "rollout_func: expected 8 answers, got 7 to 8 prompts"),
+        ({"env_mask": [[1, 1]] * 7}, "rollout_func: expected 8 answers, got 8 to 8 prompts with 7 masks"),
         ({"prompt_ids": [[]] * 8}, r"rollout_func: prompt_ids\[0\]: expected at least one token"),
         ({"prompt_ids": [[5] * 1023] * 8}, r"rollout_func: prompt_ids\[0\]: expected at most 1022 tokens"),
         ({"completion_ids": [[6, 99999]] * 8}, r"rollout_func: completion_ids\[0\]: expected token ids of 0 to"),

@@ -65,6 +65,38 @@ MUTATIONS = read("""
 -tl.range(0, RANKS, RANK_TILE, num_stages=1)
 +tl.static_range(0, RANK_TILE, RANK_TILE)
 
+== one sweep
+@ triton kernels/rlhf_kernels/vocab/triton_kernels.py
+# what another run's B holds in all rows of a block
+| triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-y = tl.where(own[:, None], made, y)  #
++y = made  #
+# a block's first run alone | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-tl.load(block + 1).to(tl.int32)):
++tl.load(block).to(tl.int32) + 1):
+# a run has a row more | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-(rows < tl.load(line + 1)
++(rows <= tl.load(line + 1)
+# first ranks of a run alone | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-tl.range(0, rank, RANK_TILE, num_stages=1)
++tl.range(0, 16, RANK_TILE, num_stages=1)
+@ triton kernels/rlhf_kernels/vocab/triton_by_row.py
+# scales of runs lost | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-made * scale, down)
++made, down)
+@ triton kernels/rlhf_kernels/vocab/triton_runs.py
+# a run forgotten in its second block | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-if start < row + block and end > row]
++if row <= start < row + block]
+@ triton kernels/rlhf_kernels/vocab/triton_sweep.py
+# slots of other tiles share a launch | triton/test_one_sweep.py::test_a_row_has_the_bits_that_it_has_alone
+-return tuple(n for name, n in tiles.items() if name != "RANKS")
++return 0
+# one slot's sweep after another | triton/test_one_sweep.py::test_slots_read_a_part_of_the_vocabulary_together
+-    yield from heapq.merge(*(kept(i, sweep) for i, sweep in enumerate(sweeps)))
++    for i, sweep in enumerate(sweeps):
++        yield from kept(i, sweep)
+
 == decode_attention
 @ triton kernels/rlhf_kernels/decode_attention/triton.py
 # window one too long | triton/test_decode_attention.py::test_tier1
@@ -158,10 +190,10 @@ MUTATIONS = read("""
 @ triton kernels/rlhf_kernels/vocab/triton_sweep.py
 # exact log-probs with tiles for the number of rows
 | triton/test_sample.py::test_exact_mode_scores_a_token_with_the_bits_that_it_was_drawn_with
--        if registry.is_exact():
--            sizes = by_row
-+        if False:
-+            sizes = by_row
+-    if registry.is_exact():
+-        return by_row.tile_sizes
++    if False:
++        return by_row.tile_sizes
 @ triton kernels/rlhf_kernels/vocab/cost.py
 # exact gradients with tiles for the number of rows
 | triton/test_sample.py::test_exact_mode_gives_a_row_the_gradient_of_itself

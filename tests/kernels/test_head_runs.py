@@ -33,11 +33,11 @@ def several(h, v, *, dtype=torch.float32, ranks=RANKS, grad=False):
     return HeadLoras(SEGMENTS, tuple(made))
 
 
-def rows_of(lora, slot):
+def rows_of(lora, slot, n=N):
     """Rows of a slot; −1: of none."""
     rows = {i: [] for i in range(-1, len(lora.loras))}
     at = 0
-    for start, end, run in [*runs_of(lora), (N, N, -1)]:
+    for start, end, run in [*runs_of(lora), (n, n, -1)]:
         rows[-1] += range(at, start)
         rows[run] += range(start, end)
         at = end
@@ -184,6 +184,17 @@ def test_a_slot_without_rows_has_no_gradient(backend):
     linear_logprob(hidden, weight, target, lora=lora).logprob.sum().backward()
     assert [x.A.grad is not None for x in loras] == [x.B.grad is not None for x in loras]
     assert [x.A.grad is not None for x in loras] == [False, True, False, False, True]
+
+
+def test_gradients_where_torch_watches_the_call():
+    """A function mode is on, so torch's own autograd of the op runs: it expects lists of runs back as they were."""
+    hidden, weight, target = make(6, 8, 20)
+    loras = several(8, 20, grad=True).loras
+    for lora in (loras[0], HeadLoras(Segments(starts=(0, 3), ends=(3, 6), slots=(0, 1)), loras)):
+        plain = torch.autograd.grad(linear_logprob(hidden, weight, target, lora=lora).logprob.sum(), loras[0][:2])
+        with torch.device("cpu"):
+            watched = torch.autograd.grad(linear_logprob(hidden, weight, target, lora=lora).logprob.sum(), loras[0][:2])
+        same_bits(watched, plain)
 
 
 def test_a_frozen_slot_costs_no_gradient_beside_a_trained_one(backend):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlhf_kernels.runtime import kernel_table, native, registry
+from rlhf_kernels.vocab.runs import use_variant
 
 from rlhf_engine import devices
 from rlhf_engine.errors import MemoryLimitError
@@ -214,13 +215,15 @@ def test_slots_with_lora_on_their_heads_are_drawn_in_one_call_with_the_bits_of_e
             assert not (alone.logprobs_M != logprobs).any()
 
 
-def test_heads_share_a_call_on_a_cpu_alone():
+def test_heads_share_a_call_on_a_cpu_and_elsewhere_by_name():
     common = {"prompt": (1,), "sampling": sampling(), "greedy": False, "fixed": False, "seed": 0, "keep": False}
     rows = [AnswerRow(slot=slot, index=i, **common) for i, slot in enumerate(("b", None, "a", "b", "c"))]
-    for device, expected in (("cpu", [(None, "a", "b")]), ("meta", [(None,), ("a",), ("b",)])):
+    shared, apart = [(None, "a", "b")], [(None,), ("a",), ("b",)]
+    for device, by_name, expected in (("cpu", False, shared), ("meta", False, apart), ("meta", True, shared)):
         live = LiveRows(torch.device(device))
         live.head_slots = {"a", "b"}
-        groups = live.draw_groups(rows)
+        with use_variant(one_sweep=by_name):
+            groups = live.draw_groups(rows)
         assert [group.heads.slots for group in groups] == expected
         assert [group.heads.ends[-1] for group in groups] == [len(group.rows_N) for group in groups]
     assert live.draw_groups(rows[1:2])[0].rows_N is None

@@ -12,7 +12,7 @@ from rlhf_engine.errors import ConfigError, EngineError, MismatchError
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.scoring.experience import Scoring
 from rlhf_engine.training.rl import RlTrainer, make_algorithm
-from rlhf_engine.training.update import Schedule, update
+from rlhf_engine.training.update import Schedule, alone, update
 from tests.training.test_data import train_config, write_reward
 from tests.training.test_rl import Stop, metrics, same, stop_after, trained
 
@@ -84,7 +84,8 @@ def test_micro_batches_add_up_to_the_gradient_of_the_minibatch(model, reward, tm
 
         for size in (99, 3):
             schedule = Schedule(num_epochs=1, num_mini_batches=1, micro_batch_size=size)
-            stats = update(trainer.model, make_algorithm(trainer.config), made.answers, schedule, step, seed=0)
+            algorithm = make_algorithm(trainer.config)
+            stats = alone(update(trainer.model, algorithm, made.answers, schedule, step, seed=0))
             found.append(stats)
         whole, stats, parts, other_stats = found
         assert whole.keys() == parts.keys()

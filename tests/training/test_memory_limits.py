@@ -19,7 +19,7 @@ from rlhf_engine.hydra.backbone import Backbone
 from rlhf_engine.scoring.experience import score
 from rlhf_engine.training import rl
 from rlhf_engine.training.rl import RlTrainer
-from rlhf_engine.training.update import Schedule, update as learn
+from rlhf_engine.training.update import Schedule, alone, update as learn
 from tests.conftest import random_batch, randomise, tiny_llama
 from tests.training.test_data import train_config, write_model, write_reward
 from tests.training.test_rl import without_timings
@@ -85,7 +85,7 @@ def update(model: HydraModel, experience: TokenValues, schedule: Schedule = SCHE
         model.zero_grad(set_to_none=True)
         return {}
 
-    stats = learn(model, PPO, experience, schedule, step, seed=0)
+    stats = alone(learn(model, PPO, experience, schedule, step, seed=0))
     return found, stats
 
 

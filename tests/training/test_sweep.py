@@ -1,6 +1,7 @@
 """`rlhf-engine sweep`: many runs on one base, each with the floats, files and fate that it has as a `train` alone."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rlhf_engine.commands.main import main
 from rlhf_engine.config.sweep import read_grid
+from rlhf_engine.policy import joint
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.runs.page import write_page
 from tests.runs.test_page import data_of
@@ -27,6 +30,7 @@ from tests.training.test_rl import without_timings
 REWARD = "return [float(len(set(row))) + 0.01 * sum(row) for row in completion_ids]"
 AXES = {"algorithm": ["ppo", "grpo"], "seed": [1, 2]}
 WITH = {"algorithm": {"ppo": {"lora_r": 4, "kl_target": 3.0}, "grpo": {"lora_r": 2, "learning_rate": 3e-3}}}
+RATES = {"algorithm": ["ppo", "grpo", "remax"], "learning_rate": [1e-2, 3e-3]}
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +64,16 @@ def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return [without_timings(row) for row in read_metrics(folder / "metrics.jsonl")], found
 
 
-def train_alone(flags: dict[str, Any], output: Path) -> dict[str, Any]:
+def train_alone(flags: dict[str, Any], output: Path, axes: dict[str, Any] = AXES) -> dict[str, Any]:
     """What the runs of the grid leave, each of a `train` of its own."""
     found = {}
-    for algorithm in AXES["algorithm"]:
-        for seed in AXES["seed"]:
-            name = f"algorithm-{algorithm}_seed-{seed}"
-            own = {**flags, **WITH["algorithm"][algorithm], "algorithm": algorithm, "seed": seed}
-            config = output / f"{name}.yaml"
-            config.write_text(yaml.safe_dump(own))
-            assert main(["train", "--config", str(config), "--output_dir", str(output / name)]) == 0
-            found[name] = left(output / name)
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        name = "_".join(f"{axis}-{value}" for axis, value in point.items())
+        config = output / f"{name}.yaml"
+        config.write_text(yaml.safe_dump({**flags, **WITH["algorithm"].get(point.get("algorithm"), {}), **point}))
+        assert main(["train", "--config", str(config), "--output_dir", str(output / name)]) == 0
+        found[name] = left(output / name)
     return found
 
 
@@ -101,6 +104,50 @@ def test_out_of_exact_mode_each_run_is_that_of_train_alone(flags, tmp_path):
     (tmp_path / "alone").mkdir()
     expected = train_alone(flags, tmp_path / "alone")
     assert sweep(write_grid(tmp_path, flags, runs_at_once=3), tmp_path / "out") == 0
+    assert {name: left(tmp_path / "out" / name) for name in expected} == expected
+
+
+def test_updates_made_together_have_the_floats_of_each_alone(flags, tmp_path, monkeypatch, capsys):
+    """Minibatches of other numbers and lengths, a run that turns NaN beside others, and a stop in the middle."""
+    flags = {**flags, "seed": 1, "max_steps": 3, "eval_steps": 0, "save_steps": 0}
+    (tmp_path / "alone").mkdir()
+    expected = train_alone(flags, tmp_path / "alone", RATES)
+    reward = write_reward(tmp_path, f"import os, signal\nif len(calls) == 31: os.kill(os.getpid(), 15)\n{REWARD}")
+    sizes, make = [], joint._run_together
+    monkeypatch.setattr(joint, "_run_together", lambda host, passes: sizes.append(len(passes)) or make(host, passes))
+    axes = {**RATES, "learning_rate": [*RATES["learning_rate"], 1e30]}
+    grid = write_grid(tmp_path, {**flags, "reward_funcs": [reward]}, grid=axes)
+    assert sweep(grid, tmp_path / "out") == 128 + signal.SIGTERM
+    assert max(sizes) == 9
+    assert len(set(sizes)) > 2
+    assert not list((tmp_path / "out").glob("*/final"))
+    assert sweep(grid, tmp_path / "out") == 1
+    said = capsys.readouterr()
+    assert "6 of 9 runs done, 0 dropped, 3 failed" in said.out
+    assert "nothing of this minibatch was applied" in said.err
+    assert {name: left(tmp_path / "out" / name) for name in expected} == expected
+
+
+def test_a_backward_pass_that_breaks_off_ends_its_runs(flags, tmp_path, monkeypatch, capsys):
+    flags = {**flags, "max_steps": 2, "eval_steps": 0}
+    backward, calls = torch.autograd.backward, itertools.count(1)
+
+    def broken(losses, *given, **more):
+        if isinstance(losses, list) and next(calls) == 6:
+            raise RuntimeError("no kernel")
+        return backward(losses, *given, **more)
+
+    monkeypatch.setattr(torch.autograd, "backward", broken)
+    assert sweep(write_grid(tmp_path, flags, grid={"seed": [1, 2]}, **{"with": {}}), tmp_path / "out") == 1
+    assert capsys.readouterr().err.count("broke off, their gradients are gone: no kernel") == 2
+
+
+def test_a_method_with_backbones_of_its_own_takes_turns_with_others(flags, tmp_path):
+    flags = {**flags, "max_steps": 2, "lora_r": 4}
+    axes = {"method": ["lora_ppo", "hydra_ppo", "full_ppo"], "seed": [1]}
+    (tmp_path / "alone").mkdir()
+    expected = train_alone(flags, tmp_path / "alone", axes)
+    assert sweep(write_grid(tmp_path, flags, grid=axes, **{"with": {}}), tmp_path / "out") == 0
     assert {name: left(tmp_path / "out" / name) for name in expected} == expected
 
 
@@ -190,11 +237,6 @@ def test_grids_that_are_refused(flags, tmp_path, capsys):
             "exact: expected one value for all runs, which share a base, got [",
         ),
         ({}, {"grid": {"dtype": ["float32", "bfloat16"]}}, "dtype: expected one value for all runs"),
-        (
-            {"method": "full_ppo"},
-            {},
-            "method: expected hydra_ppo or j_hydra_ppo in a sweep, whose roles share ",
-        ),
         ({"vllm_server_base_url": "http://localhost:1"}, {}, "vllm_server_base_url: expected it unset in a sweep, got"),
         ({"output_dir": "here"}, {}, "output_dir: expected it unset in a grid, got 'here'"),
         ({"learning_rat": 1}, {}, "; did you mean learning_rate?"),

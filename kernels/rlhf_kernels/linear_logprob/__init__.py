@@ -22,6 +22,7 @@ Source    the transform's order is that of transformers' heads (bias, logit scal
 Statistics and their derivatives: `reference.py`; tiles and determinism: `rlhf_kernels.vocab.logits`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +49,7 @@ from rlhf_kernels.vocab.logits import (
     grads_needed,
     widest,
 )
-from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, joined, slot_names
+from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, is_one_sweep, joined, slot_names
 
 __all__ = ["HeadLora", "HeadLoras", "LogprobOutputs", "linear_logprob"]
 
@@ -138,15 +139,21 @@ def _linear_logprob(
     ahead: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = registry.implementation("linear_logprob", backend).forward
+    served = registry.implementation("linear_logprob", backend)
+    run = served.forward
     rest = (ignore_index, outputs, ahead)
     with autocast.off(hidden):
         if not runs.run_A:
             return run(hidden, weight, target, head, *rest)
         if backend == "cpu":  # which knows runs
             return run(hidden, weight, target, head, *rest, runs)
-        heads = runs.heads(head, len(hidden), hidden.device)
-        parts = [run(hidden[one.rows], weight, target[one.rows], one.head, *rest) for one in heads]
+        one_sweep = backend == "triton" and is_one_sweep()
+        together = served.together(hidden, weight, head) if one_sweep else None
+        heads, calls = runs.heads(head, len(hidden), hidden.device, together), []
+        for one in heads:
+            shared = () if one.runs is None else (one.runs,)
+            calls.append((hidden[one.rows], weight, target[one.rows], one.head, *rest, *shared))
+        parts = served.forwards(calls) if one_sweep else [run(*call) for call in calls]
         made = [joined(heads, column, len(hidden)) for column in zip(*parts, strict=True)]
         return tuple(made)  # type: ignore[return-value]
 
@@ -184,18 +191,22 @@ def _linear_logprob_backward(
     backend: str,
 ) -> list[Tensor]:
     """Gradients of hidden, weight, bias, lora_A, lora_B, then of every slot's A and B; empty where not needed."""
-    run = registry.implementation("linear_logprob", backend).backward
+    served = registry.implementation("linear_logprob", backend)
+    run = served.backward
     rest = (head, ignore_index, saved, grads, needs)
     with autocast.off(hidden):
         if not runs.run_A:
             return list(run(hidden, weight, target, *rest))
         if backend == "cpu":
             return list(run(hidden, weight, target, *rest, runs))
-        return _backward_by_slot(run, hidden, weight, target, runs, *rest)
+        # Side by side each sweep has its own sums: too many for those of W
+        one_sweep = backend == "triton" and is_one_sweep() and "weight" not in needs.split(",")
+        each = served.backwards if one_sweep else lambda calls: [run(*call) for call in calls]
+        return _backward_by_slot(each, hidden, weight, target, runs, *rest)
 
 
 def _backward_by_slot(
-    run: Any,
+    each: Callable[[list[tuple[Any, ...]]], list[tuple[Tensor, ...]]],
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -210,11 +221,15 @@ def _backward_by_slot(
     names, heads = needs.split(","), runs.heads(head, len(hidden), hidden.device)
     made: dict[str, Tensor] = {}
     rows_of_hidden: list[Tensor] = []
-    for one in heads:
+    calls = {}
+    for i, one in enumerate(heads):
         own_saved = LogprobSaved(*(x[one.rows] if x.shape[0] else x for x in saved))
         own_grads = LogprobGrads(*(None if g is None else g[one.rows] for g in grads))
         own, own_needs = (hidden[one.rows], weight, target[one.rows], one.head), one.needs({*names})
-        parts = run(*own, ignore_index, own_saved, own_grads, own_needs) if own_needs else ()
+        if own_needs:
+            calls[i] = (*own, ignore_index, own_saved, own_grads, own_needs)
+    for i, parts in zip(calls, each([*calls.values()]), strict=True):
+        one = heads[i]
         for name, part in zip((*HeadGrads.names[:3], *slot_names(one.slot)), parts, strict=False):
             if name == "hidden":
                 rows_of_hidden.append(part)
@@ -276,7 +291,9 @@ def _backward(ctx, d_logprob, d_entropy, d_lse, _, d_mean_logit, d_log_sum_sq_pr
     made = _linear_logprob_backward(hidden, weight, target, *rest)
     given = [g if need else None for g, need in zip(made, wanted, strict=True)]
     named = dict(zip(HeadGrads.names, given, strict=False))
-    return _linear_logprob.gradients(**named, run_A=given[5::2], run_B=given[6::2])
+    # Of an empty list torch expects one back, also of numbers
+    lists: dict[str, list[Tensor | None]] = {} if n else {name: [] for name in HeadRuns._fields}
+    return _linear_logprob.gradients(**named, **(lists | {"run_A": given[5::2], "run_B": given[6::2]}))
 
 
 _linear_logprob.register_autograd(_backward, setup_context=_setup_context)

@@ -90,7 +90,7 @@ def _ahead(
     if runs is None:
         return logprob_hidden_grad(weight, index, keep, options, saved, d_logprob, d_lse)
     heads, parts = runs.heads(options, len(index), index.device), []
-    for rows, head, _ in heads:
+    for rows, head, *_ in heads:
         own = LogprobSaved(*(x[rows] if x.shape[0] else x for x in saved))
         grads = [None if g is None else g[rows] for g in (d_logprob, d_lse)]
         parts.append(logprob_hidden_grad(weight, index[rows], keep[rows], head, own, *grads))

@@ -6,19 +6,42 @@ needs no gradient is neither computed nor allocated.
 Dtypes: bf16 and fp16 operands give fp32 products; dL/dy is rounded to the operands' dtype for its own products, whose
 sums are fp32. LoRA's part of the logits is computed in fp32. Mixed dtypes of hidden and weight are promoted tile by
 tile. Determinism: bitwise, and capturable in a CUDA graph after a first call that compiles.
+Several LoRAs take a sweep each, or by `vocab.runs.use_variant` one for all, which no GPU has run; where W is trained,
+the gradients take one each in any case.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from rlhf_kernels.runtime.triton_support import AotCase
 from rlhf_kernels.vocab import triton_aot
 from rlhf_kernels.vocab.logits import OUTPUTS, HeadGrads, HeadOptions, LogprobSaved
-from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep
+from rlhf_kernels.vocab.runs import HeadRuns, joined
+from rlhf_kernels.vocab.triton_sweep import RowGrads, Stats, Sweep, Sweeping, finished, side_by_side, together
+
+__all__ = ["aot_cases", "backward", "backwards", "forward", "forwards", "together"]
 
 
-def forward(
+def forward(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Statistics [N] in the order of `OUTPUTS`, empty where not wanted, then E [N, H], empty unless `ahead`.
+
+    logprob and lse are always made, for backward. rest: see `_forward`.
+    """
+    return finished(_forward({}, hidden, weight, *rest))
+
+
+def forwards(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
+    """Return the results of `forward` for the arguments of each call, by sweeps side by side."""
+    buffers: dict[str, Tensor] = {}
+    return finished(side_by_side([_forward(buffers, *call) for call in calls]))
+
+
+def _forward(
+    buffers: dict[str, Tensor],
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -26,20 +49,36 @@ def forward(
     ignore_index: int,
     outputs: str,
     ahead: bool,
-) -> tuple[Tensor, ...]:
-    """Statistics [N] in the order of `OUTPUTS`, empty where not wanted, then E [N, H], empty unless `ahead`.
-
-    logprob and lse are always made, for backward.
-    """
-    sweep = Sweep(hidden, weight, target, options, ignore_index)
+    runs: HeadRuns | None = None,
+) -> Sweeping[tuple[Tensor, ...]]:
+    sweep = Sweep(hidden, weight, target, options, ignore_index, runs=runs, buffers=buffers)
     if sweep.n_rows == 0:
         return (*(sweep.empty(0) for _ in OUTPUTS), sweep.empty(*((0, sweep.hidden_size) if ahead else (0,))))
-    stats = sweep.statistics(outputs, "logprob" if ahead else "")
+    stats = yield from sweep.sweeping_statistics(outputs, "logprob" if ahead and runs is None else "")
+    if ahead and runs is not None:
+        heads = runs.heads(options, sweep.n_rows, hidden.device)
+        own = [
+            Sweep(hidden[rows], weight, target[rows], head, ignore_index, buffers=buffers) for rows, head, *_ in heads
+        ]
+        made = yield from side_by_side([one.expected("logprob") for one in own])
+        stats.expected = joined(heads, [expected for expected, _ in made if expected is not None], sweep.n_rows)
     everything = (*(stats.values.get(name) for name in OUTPUTS), stats.expected)
     return tuple(sweep.empty(0) if x is None else x for x in everything)
 
 
-def backward(
+def backward(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """dL/d(hidden, weight, bias, lora_A, lora_B), empty where `needs` does not name it; rest: see `_backward`."""
+    return finished(_backward({}, hidden, weight, *rest))
+
+
+def backwards(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
+    """Return the results of `backward` for the arguments of each call, by sweeps side by side."""
+    buffers: dict[str, Tensor] = {}
+    return finished(side_by_side([_backward(buffers, *call) for call in calls]))
+
+
+def _backward(
+    buffers: dict[str, Tensor],
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -48,12 +87,9 @@ def backward(
     saved: LogprobSaved,
     grads: tuple[Tensor | None, ...],
     needs: str,
-) -> tuple[Tensor, ...]:
-    """dL/d(hidden, weight, bias, lora_A, lora_B), empty where `needs` does not name it.
-
-    grads: those of logprob, entropy, lse, mean_logit, log_sum_sq_prob (or None).
-    """
-    sweep = Sweep(hidden, weight, target, options, ignore_index)
+) -> Sweeping[tuple[Tensor, ...]]:
+    """grads: those of logprob, entropy, lse, mean_logit, log_sum_sq_prob (or None)."""
+    sweep = Sweep(hidden, weight, target, options, ignore_index, buffers=buffers)
     d_logprob, d_entropy, d_lse, d_mean_logit, d_log_sum_sq_prob = grads
     row_grads = RowGrads.of(
         logprob=d_logprob,
@@ -75,7 +111,7 @@ def backward(
     else:
         values = {"entropy": saved.entropy, "log_sum_sq_prob": saved.log_sum_sq_prob}
         dtypes = {name: x.dtype for name, x in like.items()}
-        made = sweep.gradients(Stats(lse=saved.lse, values=values), row_grads, needs, dtypes)
+        made = yield from sweep.sweeping_gradients(Stats(lse=saved.lse, values=values), row_grads, needs, dtypes)
     return tuple(made[name] if name in made else sweep.empty(0) for name in HeadGrads.names)
 
 

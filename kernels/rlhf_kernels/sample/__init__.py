@@ -34,7 +34,7 @@ from rlhf_kernels.vocab.logits import (
     check_tensor,
     widest,
 )
-from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, joined
+from rlhf_kernels.vocab.runs import RUNS, HeadLoras, HeadRuns, check_runs, is_one_sweep, joined
 
 __all__ = ["SampleOutputs", "sample"]
 
@@ -248,7 +248,8 @@ def _sample(
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = registry.implementation("sample", backend).forward
+    served = registry.implementation("sample", backend)
+    run = served.forward
     bans = None if forbidden is None or forbids is None else (forbidden, forbids)
     rest = (*filters, with_entropy)
     with autocast.off(hidden):
@@ -256,11 +257,13 @@ def _sample(
             return run(hidden, weight, seed, position, greedy, bans, head, *rest)
         if backend == "cpu":  # which knows runs
             return run(hidden, weight, seed, position, greedy, bans, head, *rest, runs)
-        heads, parts = runs.heads(head, len(hidden), hidden.device), []
+        together = served.together(hidden, weight, head) if backend == "triton" and is_one_sweep() else None
+        heads, parts = runs.heads(head, len(hidden), hidden.device, together), []
         for one in heads:
             own = [None if x is None else x[one.rows] for x in (hidden, seed, position, greedy, forbids)]
             own_bans = None if forbidden is None else (forbidden, own[4])
-            parts.append(run(own[0], weight, *own[1:4], own_bans, one.head, *rest))
+            shared = () if one.runs is None else (one.runs,)
+            parts.append(run(own[0], weight, *own[1:4], own_bans, one.head, *rest, *shared))
         made = [joined(heads, column, len(hidden)) for column in zip(*parts, strict=True)]
         return tuple(made)  # type: ignore[return-value]
 

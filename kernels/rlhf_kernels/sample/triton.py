@@ -11,6 +11,8 @@ rows fill a tile in part: what counts there is the one read of W.
 The words of the noise are those of the reference. Logits and the two logarithms of a Gumbel number are rounded
 differently, so a token may differ where the two best scores are within some ulp of each other. Scores compare as in
 torch: NaN is above everything, the first of equal ones wins.
+
+Several LoRAs take a sweep each, or by `vocab.runs.use_variant` one for all, which no GPU has run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rlhf_kernels.sample.reference import STREAM
 from rlhf_kernels.vocab import triton_by_row as by_row
 from rlhf_kernels.vocab.cost import SHARES
 from rlhf_kernels.vocab.logits import HeadOptions
+from rlhf_kernels.vocab.runs import HeadRuns, Together
 from rlhf_kernels.vocab.triton_aot import NO_LORA, PLAIN, head_case
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 from rlhf_kernels.vocab.triton_kernels import (
@@ -37,6 +40,7 @@ from rlhf_kernels.vocab.triton_kernels import (
     load_divisor,
     load_operand,
     lora_products,
+    run_products,
 )
 from rlhf_kernels.vocab.triton_logits import capped, joined, moved, tile_state
 
@@ -61,8 +65,9 @@ def sample_kernel(
     h_ptr,  # [N, H]
     w_ptr,  # [V, H]
     bias_ptr,
-    down_ptr,  # [N, rank] fp32 or None
-    lora_b_ptr,  # [V, rank] fp32 or None
+    down_ptr,  # [N, rank] fp32, scale · h Aᵀ, or None
+    lora_b_ptr,  # [V, rank] fp32 or None; with runs, one of theirs, for its dtype
+    runs_ptr,  # `run_table`, or None: one LoRA
     temperature_ptr,
     seed_ptr,
     position_ptr,
@@ -90,6 +95,7 @@ def sample_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
     RANKS: tl.constexpr,  # padded_rank(rank)
+    WIDE: tl.constexpr = False,  # addresses and ranks of runs are multiples of 16; their `rank` is the width of down
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
@@ -108,7 +114,10 @@ def sample_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        y = lora_products(down_ptr, lora_b_ptr, row_offset, inside, column, in_range, rank, y, RANKS)
+        if runs_ptr is None:
+            y = lora_products(down_ptr, lora_b_ptr, row_offset, inside, column, in_range, rank, y, RANKS)
+        else:
+            y = run_products(runs_ptr, down_ptr, lora_b_ptr, rows, row_offset, inside, column, in_range, rank, y, WIDE)
         lines = column.to(tl.int64)[None, :]
         for k0 in range(0, hidden_size, BK):
             k = k0 + tl.arange(0, BK)
@@ -186,6 +195,13 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, log_s - tl.sum(w2, 0) / s, mask=inside)
 
 
+def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
+    """Let slots share a sweep whose rows have the same tiles; so rows without LoRA may have one of their own."""
+    item = torch.promote_types(hidden.dtype, weight.dtype).itemsize
+    bare = options.bias is None and not options.softcap
+    return lambda _, rank: by_row.COLUMNS[item][0 if bare and rank is None else 1]
+
+
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -198,18 +214,20 @@ def forward(
     top_p: float,
     min_p: float,
     with_entropy: bool,
+    runs: HeadRuns | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token, logprob, entropy), each [N]; entropy [0] unless wanted. No filter: top_k = 0, top_p = 1, min_p = 0."""
     assert (top_k, top_p, min_p) == (0, 1.0, 0.0)
-    head = HeadInputs(hidden, weight, options, torch.ones_like(seed, dtype=torch.bool))
+    head = HeadInputs(hidden, weight, options, torch.ones_like(seed, dtype=torch.bool), runs=runs)
     n = head.n_rows
     token = torch.empty(n, dtype=torch.int64, device=hidden.device)
     logprob, entropy = head.empty(n), head.empty(n if with_entropy else 0)
     if n == 0:
         return token, logprob, entropy
     down = by_row.down(head)
-    rank, plain = 0 if down is None else down.shape[1], by_row.is_plain(head)
-    sizes = {**by_row.tile_sizes(head.dtype.itemsize, plain=plain, rank=rank), "PROGRAMS": PROGRAMS}
+    ranks = 0 if down is None or runs is not None else down.shape[1]
+    sizes = {**by_row.tile_sizes(head.dtype.itemsize, plain=by_row.is_plain(head), rank=ranks), "PROGRAMS": PROGRAMS}
+    down, lora_B, table, rank, wide = head.lora(down, sizes["BN"])
     forbidden, forbids = (None, None) if bans is None else (bans[0].contiguous(), bans[1].contiguous())
     n_tiles = triton.cdiv(head.n_vocab, sizes["BV"])
     per_split = triton.cdiv(n_tiles, sizes.pop("PROGRAMS"))
@@ -220,8 +238,9 @@ def forward(
         head.hidden,
         head.weight,
         head.bias,
-        down if rank else None,
-        head.lora_B if rank else None,
+        down,
+        lora_B,
+        table,
         head.temperature,
         seed.contiguous(),
         position.contiguous(),
@@ -242,6 +261,7 @@ def forward(
         **head.transform(),
         ENTROPY=with_entropy,
         UPCAST=INTERPRETED,
+        WIDE=wide,
         **sizes,
         **SAME_ROUNDING,
     )
@@ -267,11 +287,21 @@ def aot_cases() -> list[AotCase]:
     types = dict.fromkeys(("seed_ptr", "position_ptr", "forbidden_ptr", "token_ptr"), "*i64")
     types |= {"greedy_ptr": "*u8", "forbids_ptr": "*u8", "choice_ptr": "*i32"}
     free = ("forbidden_ptr", "forbids_ptr")
+    fp16 = dict.fromkeys(("h_ptr", "w_ptr", "bias_ptr"), "*fp16")
     fp32 = types | dict.fromkeys(("h_ptr", "w_ptr"), "*fp32")
 
-    def case(name: str, *, item: int = 2, rank: int = 0, absent: tuple[str, ...] = (), **flags: bool) -> AotCase:
-        sizes = by_row.tile_sizes(item, plain="bias_ptr" in absent and rank == 0 and not flags["SOFTCAP"], rank=rank)
-        kinds = types if item == 2 else fp32
+    def case(
+        name: str,
+        *,
+        item: int = 2,
+        rank: int = 0,
+        absent: tuple[str, ...] = (),
+        more: dict[str, str] | None = None,
+        **flags: bool,
+    ) -> AotCase:
+        plain = "bias_ptr" in absent and not rank and not flags["SOFTCAP"] and not flags.get("runs")
+        sizes: dict[str, Any] = by_row.tile_sizes(item, plain=plain, rank=rank)
+        kinds = (types if item == 2 else fp32) | (more or {})
         return head_case(name, sample_kernel, absent=absent, types=kinds, UPCAST=False, **flags, **sizes)
 
     down: dict[str, Any] = {"UPCAST": False, "BN": by_row.DOWN_ROWS, "BK": by_row.DOWN_DEPTH}
@@ -282,7 +312,13 @@ def aot_cases() -> list[AotCase]:
         case("bf16, r128", rank=128, absent=("bias_ptr", *free), SOFTCAP=False, ENTROPY=True),
         case("fp32", item=4, absent=(*NO_LORA, *free, "bias_ptr"), SOFTCAP=False, ENTROPY=True),
         case("fp32, every output and option", item=4, rank=16, SOFTCAP=True, ENTROPY=True),
+        case("bf16, runs", runs=True, absent=("bias_ptr", *free), SOFTCAP=False, ENTROPY=True),
+        case("fp16, runs", runs=True, absent=("bias_ptr", *free), more=fp16, SOFTCAP=False, ENTROPY=True),
+        case("fp32, runs", runs=True, item=4, absent=("bias_ptr", *free), SOFTCAP=False, ENTROPY=True),
+        case("bf16, runs, every output and option", runs=True, SOFTCAP=True, ENTROPY=True),
         head_case("128 shares", finish_kernel, types=types, SPLITS=128, R=1),
         head_case("bf16, r16", by_row.down_kernel, BR=RANK_TILE.value, **down),
         head_case("fp32, r128", by_row.down_kernel, types=fp32, BR=RANK_TILE.value, **down),
+        head_case("bf16, runs", by_row.down_runs_kernel, runs=True, BR=RANK_TILE.value, **down),
+        head_case("fp32, runs", by_row.down_runs_kernel, types=fp32, runs=True, BR=RANK_TILE.value, **down),
     ]

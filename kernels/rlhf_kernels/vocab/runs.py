@@ -1,23 +1,50 @@
 """LoRA on a head by runs of rows: the record that callers fill, what ops take of it, and one head after another.
 
 The vocabulary is swept once for all rows by `cpu`, which takes a `HeadRuns` as it is. Other backends know one LoRA per
-call; `HeadRuns.heads` gives them one slot's rows after another, so there each slot costs a sweep. Either way the bits
-of a row, and of a slot's gradients, are those of a call with that slot's rows alone.
+call; `HeadRuns.heads` gives them one slot's rows after another, so there each slot costs a sweep. In Triton
+`use_variant` lets slots whose rows have the same tiles share one. In every way the bits of a row, and of a slot's
+gradients, are those of a call with that slot's rows alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf_kernels.lora.segments import OFF, Segments
+from rlhf_kernels.runtime import registry
 from rlhf_kernels.vocab.logits import HeadGrads, HeadLora, HeadOptions, check_tensor
 
 RUNS = "run_A: float[r_i, H], run_B: float[V, r_i]"
 """Tensors of `HeadRuns` in the signature of an op."""
+
+
+Together = Callable[[int, int | None], Hashable | None]
+"""A slot's number of rows and rank (None: no LoRA) to what slots of one sweep have in common; None: its own sweep."""
+
+
+def use_variant(*, one_sweep: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Let `sample` and `linear_logprob` take another way through several LoRAs in Triton, which no GPU has run.
+
+    It is that of this thread, and of the backward of what is called meanwhile. One LoRA, or none, is not concerned.
+
+    Args:
+        one_sweep: rows of several slots share a sweep of the vocabulary, as on a CPU. No bit changes.
+
+    Returns:
+        A context manager, for a `with` block; what was on before it comes back at its end.
+    """
+    return registry.use_ways("head_runs", *["one_sweep"] * one_sweep)
+
+
+def is_one_sweep() -> bool:
+    """Return whether `use_variant` has let rows of several slots share a sweep."""
+    return "one_sweep" in registry.ways("head_runs")
 
 
 class HeadLoras(NamedTuple):
@@ -96,26 +123,53 @@ class HeadRuns(NamedTuple):
             found.setdefault(OFF, []).append((at, n_rows))
         return found
 
-    def heads(self, head: HeadOptions, n_rows: int, device: torch.device) -> list[OneHead]:
-        """One slot after another, and the rows of no run: what calls of one LoRA each need."""
+    def heads(
+        self, head: HeadOptions, n_rows: int, device: torch.device, together: Together | None = None
+    ) -> list[OneHead]:
+        """One slot after another, and the rows of no run: what calls of one LoRA each need; or some `together`."""
+        groups: dict[Hashable, list[int]] = {}
+        stretches = self.stretches(n_rows)
+        for slot, runs in stretches.items():
+            rank = None if slot == OFF else self.run_A[slot].shape[0]
+            key = None if together is None else together(sum(end - start for start, end in runs), rank)
+            groups.setdefault((slot,) if key is None else key, []).append(slot)
         found = []
-        for slot, runs in self.stretches(n_rows).items():
-            rows = slice(*runs[0]) if len(runs) == 1 else torch.cat([torch.arange(*run, device=device) for run in runs])
+        for slots in groups.values():
+            runs = [run for slot in slots for run in stretches[slot]]
+            rows: slice | Tensor = slice(runs[0][0], runs[-1][1])
+            if any(end != start for (_, end), (start, _) in pairwise(runs)):
+                rows = torch.cat([torch.arange(*run, device=device) for run in runs])
             column = None if head.row_temperature is None else head.row_temperature[rows]
             one = head._replace(row_temperature=column)
+            if len(slots) > 1:
+                found.append(OneHead(rows, one, OFF, self._side_by_side(slots, stretches)))
+                continue
+            slot = slots[0]
             if slot != OFF:
                 lora = (self.run_A[slot], self.run_B[slot], self.run_scales[slot])
                 one = one._replace(lora_A=lora[0], lora_B=lora[1], lora_scale=lora[2])
-            found.append(OneHead(rows, one, slot))
+            found.append(OneHead(rows, one, slot, None))
         return found
+
+    def _side_by_side(self, slots: list[int], stretches: dict[int, list[tuple[int, int]]]) -> HeadRuns:
+        """The runs of these slots alone, one for each, where their rows follow each other."""
+        lines: list[tuple[Tensor, Tensor, float, int, int, int]] = []
+        at = 0
+        for slot in slots:
+            end = at + sum(end - start for start, end in stretches[slot])
+            if slot > OFF:
+                lines.append((self.run_A[slot], self.run_B[slot], self.run_scales[slot], at, end, len(lines)))
+            at = end
+        return HeadRuns(*map(list, zip(*lines, strict=True)))
 
 
 class OneHead(NamedTuple):
-    """Rows that share a head."""
+    """Rows that share a head, or a sweep."""
 
     rows: slice | Tensor  # or int64 indices
     head: HeadOptions  # of these rows
     slot: int  # −1: that of no run
+    runs: HeadRuns | None  # of several slots, in place of `slot`
 
     def needs(self, names: set[str]) -> str:
         """Those gradients of a call with one LoRA, comma-separated, that a call with runs needs, by `slot_names`."""

@@ -22,6 +22,7 @@ _POINTERS = {
     "w_ptr": "*bf16",
     "bias_ptr": "*bf16",
     "index_ptr": "*i64",
+    "runs_ptr": "*i64",
     "out_ptr": "*fp32",
 }
 _DIVISIBLE = {
@@ -51,10 +52,16 @@ def head_case(
     num_warps: int = 4,
     num_stages: int = 3,
     types: dict[str, str] | None = None,
+    runs: bool = False,
     **constexprs: Any,
 ) -> AotCase:
-    """A case with every pointer but the `absent` ones; arguments that are not named constexprs get their usual type."""
+    """A case with every pointer but the `absent` ones; arguments that are not named constexprs get their usual type.
+
+    runs: several LoRAs, whose ranks are multiples of 16.
+    """
     fixed = {**constexprs, **dict.fromkeys(absent)}
+    if "runs_ptr" in kernel.arg_names:
+        fixed |= ({} if runs else {"runs_ptr": None}) | ({"WIDE": runs} if "WIDE" in kernel.arg_names else {})
     signature = {}
     for argument in kernel.arg_names:
         if argument in fixed:
@@ -165,6 +172,44 @@ def linear_logprob_cases() -> list[AotCase]:
             types=_FP32,
             **_flags(),
             **_exact(4, plain=True),
+        ),
+        head_case(
+            "16 rows, fp32",
+            fused,
+            absent=("h_r_ptr", *NO_LORA, *PLAIN),
+            types=_FP32,
+            **_flags(),
+            **_fused(16, dtype=torch.float32),
+        ),
+        *(
+            head_case(f"{rows} rows, runs", fused, absent=("h_r_ptr", *PLAIN), runs=True, **_flags(), **_fused(rows))
+            for rows in (64, 16)
+        ),
+        head_case(
+            "16 rows, runs, fp32",
+            fused,
+            absent=("h_r_ptr", *PLAIN),
+            types=_FP32,
+            runs=True,
+            **_flags(),
+            **_fused(16, dtype=torch.float32),
+        ),
+        head_case(
+            "exact, bf16, runs, every output and option",
+            fused,
+            absent=("h_r_ptr",),
+            runs=True,
+            **_flags(*FLAGS, softcap=True),
+            **_exact(plain=False),
+        ),
+        head_case(
+            "exact, fp32, runs",
+            fused,
+            absent=("h_r_ptr", *PLAIN),
+            types=_FP32,
+            runs=True,
+            **_flags(),
+            **_exact(4, plain=False),
         ),
         head_case("one state", kernels.finish_kernel, absent=(*no_pair, *unasked), SPLITS=1, R=128),
         head_case("256 states, every output", kernels.finish_kernel, absent=no_pair, SPLITS=256, R=1),

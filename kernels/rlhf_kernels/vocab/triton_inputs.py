@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.vocab.logits import HeadOptions, accumulation_dtype, temperature_column
+from rlhf_kernels.vocab.runs import HeadRuns
+from rlhf_kernels.vocab.triton_runs import RunInputs
 
 
 class HeadInputs:
@@ -15,7 +17,13 @@ class HeadInputs:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, options: HeadOptions, keep: Tensor, hidden_r: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        options: HeadOptions,
+        keep: Tensor,
+        hidden_r: Tensor | None = None,
+        runs: HeadRuns | None = None,
     ) -> None:
         o = options
         if accumulation_dtype(hidden, weight, *([] if hidden_r is None else [hidden_r])) == torch.float64:
@@ -35,6 +43,7 @@ class HeadInputs:
         self.hidden_r = None if hidden_r is None else hidden_r.to(self.dtype).contiguous()
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.bias = None if o.bias is None else o.bias.contiguous()
+        self.runs = None if runs is None else RunInputs(runs)
         self.lora_A = None if o.lora_A is None else o.lora_A.float()
         self.lora_B = None if o.lora_B is None else o.lora_B.float().contiguous()
 
@@ -51,3 +60,11 @@ class HeadInputs:
             "softcap": o.softcap,
             "SOFTCAP": bool(o.softcap),
         }
+
+    def lora(self, down: Tensor | None, block: int) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, bool]:
+        """down_ptr, lora_b_ptr, runs_ptr, rank and WIDE of the kernels that sweep with blocks of so many rows."""
+        if down is None or down.shape[1] == 0:
+            return None, None, None, 0, False
+        if self.runs is None:
+            return down, self.lora_B, None, down.shape[1], False
+        return down, self.runs.B[0], self.runs.table(self.n_rows, block), down.shape[1], self.runs.wide

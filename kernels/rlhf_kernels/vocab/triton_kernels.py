@@ -24,11 +24,13 @@ from rlhf_kernels.vocab.triton_logits import (
     tile_state,
     transformed,
 )
+from rlhf_kernels.vocab.triton_runs import RUN_WIDTH
 
 FIELDS = SHARE_FIELDS
 SAME_ROUNDING = {"enable_fp_fusion": False}
 """Launch options of kernels that sum a row: one binary fuses a product and a sum that another one rounds twice."""
 SCALE_BLOCK = tl.constexpr(1024)
+_RUN_WIDTH = tl.constexpr(RUN_WIDTH)
 RANK_TILE = tl.constexpr(16)  # the least that a product takes; more columns of B at once leave the registers
 
 
@@ -249,6 +251,34 @@ def lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank
 
 
 @triton.jit
+def run_of(runs_ptr, i, rows, live):
+    """A run's rows among these, its rank, and its line of the table."""
+    line = runs_ptr + i * _RUN_WIDTH
+    own = live & (rows >= tl.load(line).to(tl.int32)) & (rows < tl.load(line + 1).to(tl.int32))
+    return own, tl.load(line + 2).to(tl.int32), line
+
+
+@triton.jit
+def run_products(runs_ptr, down_ptr, b_ptr, rows, row_offset, live, column, in_range, width, y, WIDE: tl.constexpr):
+    """y [R, C] + down Bᵀ, with the B of each row's run: the sums of `lora_products` there, y itself elsewhere."""
+    block = runs_ptr + tl.program_id(0) * _RUN_WIDTH
+    lines = column.to(tl.int64)[None, :]
+    for i in range(tl.load(block).to(tl.int32), tl.load(block + 1).to(tl.int32)):
+        own, rank, run = run_of(runs_ptr, i, rows, live)
+        b = tl.load(run + 3).to(b_ptr.dtype)
+        if WIDE:
+            b, rank = tl.multiple_of(b, 16), tl.multiple_of(rank, 16)
+        made = y
+        for j0 in tl.range(0, rank, RANK_TILE, num_stages=1):
+            j = j0 + tl.arange(0, RANK_TILE)
+            down = load_operand(down_ptr, row_offset, width, own[:, None], j[None, :], (j < rank)[None, :], False)
+            up = load_operand(b, lines, rank, in_range[None, :], j[:, None], (j < rank)[:, None], True)
+            made = tl.dot(down, up, made, input_precision="tf32x3")
+        y = tl.where(own[:, None], made, y)  # 0 · NaN is not 0: rows of another run may not meet what B holds
+    return y
+
+
+@triton.jit
 def fused_kernel(
     h_ptr,  # [N, H]
     h_r_ptr,  # [N, H] or None
@@ -256,7 +286,8 @@ def fused_kernel(
     index_ptr,
     bias_ptr,
     down_ptr,  # [N, rank] fp32, scale · h Aᵀ, or None
-    lora_b_ptr,  # [V, rank] fp32 or None
+    lora_b_ptr,  # [V, rank] fp32 or None; with runs, one of theirs, for its dtype
+    runs_ptr,  # `run_table`, or None: one LoRA
     temperature_ptr,
     state_ptr,  # out [splits, FIELDS, N]
     n_rows,
@@ -279,6 +310,7 @@ def fused_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
     RANKS: tl.constexpr,  # padded_rank(rank)
+    WIDE: tl.constexpr = False,  # addresses and ranks of runs are multiples of 16; their `rank` is the width of down
 ):
     split = tl.program_id(1)  # row tiles of one share run next to each other and find its part of W in the cache
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -303,7 +335,10 @@ def fused_kernel(
         column = tile * BV + tl.arange(0, BV)
         in_range = column < n_vocab
         y = tl.zeros((BN, BV), tl.float32)
-        y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS)
+        if runs_ptr is None:
+            y = lora_products(down_ptr, lora_b_ptr, row_offset, live, column, in_range, rank, y, RANKS)
+        else:
+            y = run_products(runs_ptr, down_ptr, lora_b_ptr, rows, row_offset, live, column, in_range, rank, y, WIDE)
         if h_r_ptr is not None:
             y_r = tl.zeros((BN, BV), tl.float32)
         lines = column.to(tl.int64)[None, :]

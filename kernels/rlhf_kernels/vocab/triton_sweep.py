@@ -9,6 +9,9 @@ nothing but states leaves the chip; a pair shares every tile of W. E then takes 
 log-prob has the same bits whether a gradient is wanted or not. In exact mode that kernel serves any number of rows,
 with the tiles of `sample` (`triton_by_row`).
 
+Several LoRAs, by `vocab.runs.use_variant`: few rows share a launch of the fused kernel, and tiles of all slots take one
+part of W after another, each with the products that it has alone. No GPU has run that.
+
 Which path and which tiles depends on N, V, H and dtypes alone, as does the order of every sum. It is the same for the
 three ops: equal inputs give equal bits in `linear_logprob`, `linear_logprob_pair` and `linear_ppo_loss`. Nothing reads
 back from the device.
@@ -19,8 +22,10 @@ elements (or 2²³). That is 1/8 of the fp32 logits, or 128 MiB.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import heapq
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import triton
@@ -31,6 +36,7 @@ from rlhf_kernels.runtime import registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.vocab import cost, triton_by_row as by_row, triton_kernels as kernels
 from rlhf_kernels.vocab.logits import HeadOptions, split_target
+from rlhf_kernels.vocab.runs import HeadRuns, Together
 from rlhf_kernels.vocab.triton_inputs import HeadInputs
 
 # The defaults, all in one place. Numbers of rows and columns are powers of two.
@@ -38,11 +44,16 @@ FUSED_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}  # up 
 FUSED_PROGRAMS = 264  # shares of the vocabulary: two per multiprocessor of an H200
 # Rows: columns, bytes of depth, and of depth beside a loop over ranks
 FUSED_TILES = {16: (128, 256, 128), 32: (128, 128, 64), 64: (128, 128, 32), 128: (128, 128, 32)}
+MOST_TOGETHER = {2: 64, 4: 16}  # rows of a block of several runs: it holds its sums twice, and registers are few
 FOLD_ROWS = 32 if INTERPRETED else 1  # rows per program; the interpreter pays per program
 FOLD_WARPS = 8
 WARPS, STAGES = 4, 3  # where a kernel does not say otherwise; Triton's own defaults
 GRAD_BLOCK = 128 if INTERPRETED else 2048
 ROW_BLOCK = 64 if INTERPRETED else 1024  # columns per program of elementwise kernels over [N, H]
+
+T = TypeVar("T")
+Sweeping = Generator[int, None, T]
+"""A sweep that stops before each tile, whose first column it names."""
 
 FLAGS = {"SUM_SQ": "log_sum_sq_prob", "MEAN": "mean_logit", "TOP": "is_top1"}  # entropy and lse are always made
 
@@ -61,6 +72,63 @@ def fused_tile(rows: int, dtype: torch.dtype, rank: int) -> tuple[int, int]:
 def fused_warps(rows: int, dtype: torch.dtype) -> int:
     """Warps of the fused kernel; more rows need more registers for their sums."""
     return 4 if rows < 64 and dtype.itemsize == 2 else 8
+
+
+def fused_tiles(n_rows: int, dtype: torch.dtype, plain: bool, rank: int) -> dict[str, int]:
+    """Constants of the fused kernel, and the most shares of the vocabulary (`PROGRAMS`); plain: see `is_plain`."""
+    if registry.is_exact():
+        return by_row.tile_sizes(dtype.itemsize, plain=plain, rank=rank) | {"PROGRAMS": cost.SHARES}
+    block_n = min(128, max(16, triton.next_power_of_2(n_rows)))
+    block_v, block_k = fused_tile(block_n, dtype, rank)
+    return {
+        "BN": block_n,
+        "BV": block_v,
+        "BK": block_k,
+        "RANKS": kernels.padded_rank(rank),
+        "num_warps": fused_warps(block_n, dtype),
+        "num_stages": STAGES,
+        "PROGRAMS": FUSED_PROGRAMS,
+    }
+
+
+def is_fused(n_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether statistics come from the fused kernel."""
+    return registry.is_exact() or (weight.dtype == dtype and n_rows <= FUSED_ROWS[dtype])
+
+
+def together(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Together:
+    """Let slots share a launch of the fused kernel that it serves with the same tiles."""
+    dtype, bare = torch.promote_types(hidden.dtype, weight.dtype), options.bias is None and not options.softcap
+
+    def key(n_rows: int, rank: int | None) -> Hashable | None:
+        if not is_fused(n_rows, dtype, weight):
+            return None
+        tiles = fused_tiles(n_rows, dtype, bare and rank is None, rank or 0)
+        if tiles["BN"] > MOST_TOGETHER[dtype.itemsize]:
+            return None
+        return tuple(n for name, n in tiles.items() if name != "RANKS")
+
+    return key
+
+
+def side_by_side(sweeps: Sequence[Sweeping[T]]) -> Sweeping[list[T]]:
+    """Sweeps of several slots as one: the one that is furthest behind goes on, so they read a part of W together."""
+    found: dict[int, T] = {}
+
+    def kept(i: int, sweep: Sweeping[T]) -> Sweeping[None]:
+        found[i] = yield from sweep
+
+    yield from heapq.merge(*(kept(i, sweep) for i, sweep in enumerate(sweeps)))
+    return [found[i] for i in range(len(sweeps))]
+
+
+def finished(sweep: Sweeping[T]) -> T:
+    """Run a sweep to its end."""
+    while True:
+        try:
+            next(sweep)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def gemm_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -119,10 +187,14 @@ class Sweep(HeadInputs):
         options: HeadOptions,
         ignore_index: int,
         hidden_r: Tensor | None = None,
+        runs: HeadRuns | None = None,
+        buffers: dict[str, Tensor] | None = None,
     ) -> None:
+        """buffers: memory of tiles that sweeps side by side share; it grows as they need."""
         keep, index = split_target(target, weight.shape[0], ignore_index)
-        super().__init__(hidden, weight, options, keep, hidden_r)
+        super().__init__(hidden, weight, options, keep, hidden_r, runs)
         self.index = torch.where(keep, index, -1)
+        self.buffers: dict[str, Tensor] = {} if buffers is None else buffers
         self.tile_rows, self.tile_columns = cost.tile_shape(self.n_rows, self.n_vocab)
 
     # --- pieces -------------------------------------------------------------------------------------------------
@@ -130,18 +202,21 @@ class Sweep(HeadInputs):
     @functools.cached_property
     def down(self) -> Tensor | None:
         """scale · h Aᵀ [N, r] fp32."""
-        if self.lora_A is None:
-            return None
         if registry.is_exact():
             return by_row.down(self)
+        if self.runs is not None:  # torch's products, as each slot has them alone
+            made = self.empty(self.n_rows, self.runs.width)
+            for A, scale, rows in self.runs.slots():
+                made[rows, : A.shape[0]] = (self.hidden[rows].float() @ A.float().T).mul_(scale)
+            return made
+        if self.lora_A is None:
+            return None
         return (self.hidden.float() @ self.lora_A.T).mul_(self.options.lora_scale)
 
     @property
     def fused(self) -> bool:
         """Whether statistics come from the fused kernel."""
-        if registry.is_exact():
-            return True
-        return self.weight.dtype == self.dtype and self.n_rows <= FUSED_ROWS[self.dtype]
+        return is_fused(self.n_rows, self.dtype, self.weight)
 
     def columns(self) -> Iterator[slice]:
         for start in range(0, self.n_vocab, self.tile_columns):
@@ -151,8 +226,11 @@ class Sweep(HeadInputs):
         for start in range(0, self.n_rows, self.tile_rows):
             yield slice(start, min(start + self.tile_rows, self.n_rows))
 
-    def tile_buffer(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.empty(min(self.tile_rows, self.n_rows), self.tile_columns, dtype=dtype)
+    def tile_buffer(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        shape = min(self.tile_rows, self.n_rows), self.tile_columns
+        if name not in self.buffers or self.buffers[name].numel() < shape[0] * shape[1]:
+            self.buffers[name] = self.empty(shape[0] * shape[1], dtype=dtype)
+        return self.buffers[name][: shape[0] * shape[1]].view(shape)
 
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.dtype)
@@ -171,36 +249,30 @@ class Sweep(HeadInputs):
 
     def statistics(self, outputs: str, ahead: str = "") -> Stats:
         """lse and `outputs` of every row; `ahead` names E ("logprob") and D ("kl")."""
+        return finished(self.sweeping_statistics(outputs, ahead))
+
+    def sweeping_statistics(self, outputs: str, ahead: str = "") -> Sweeping[Stats]:
+        """`statistics`, tile by tile."""
         flags = {flag: name in outputs.split(",") for flag, name in FLAGS.items()}
         if not self.fused:
-            return self._tiled(flags, outputs, ahead)
+            return (yield from self._tiled(flags, outputs, ahead))
         stats, _ = self._finish(self._fused_state(flags), outputs)
         if ahead:
-            # Made with the maxima and sums of its own products: those of the fused kernel are rounded otherwise
-            tiled = self._tiled(dict.fromkeys(flags, False), "", ahead)
-            stats.expected, stats.expected_kl = tiled.expected, tiled.expected_kl
+            stats.expected, stats.expected_kl = yield from self.expected(ahead)
         return stats
 
-    def _fused_tiles(self, rank: int) -> dict[str, int]:
-        """Constants of the fused kernel, and the most shares of the vocabulary (`PROGRAMS`)."""
-        if registry.is_exact():
-            sizes = by_row.tile_sizes(self.dtype.itemsize, plain=by_row.is_plain(self), rank=rank)
-            return sizes | {"PROGRAMS": cost.SHARES}
-        block_n = min(128, max(16, triton.next_power_of_2(self.n_rows)))
-        block_v, block_k = fused_tile(block_n, self.dtype, rank)
-        return {
-            "BN": block_n,
-            "BV": block_v,
-            "BK": block_k,
-            "RANKS": kernels.padded_rank(rank),
-            "num_warps": fused_warps(block_n, self.dtype),
-            "num_stages": STAGES,
-            "PROGRAMS": FUSED_PROGRAMS,
-        }
+    def expected(self, ahead: str) -> Sweeping[tuple[Tensor | None, Tensor | None]]:
+        """E and D, with the maxima and sums of tiled products: those of the fused kernel are rounded otherwise."""
+        tiled = yield from self._tiled(dict.fromkeys(FLAGS, False), "", ahead)
+        return tiled.expected, tiled.expected_kl
 
     def _fused_state(self, flags: dict[str, bool]) -> Tensor:
-        rank = 0 if self.down is None else self.down.shape[1]
-        tiles = self._fused_tiles(rank)
+        n_rows, rank = self.n_rows, 0 if self.down is None else self.down.shape[1]
+        if self.runs is not None:  # what they have alone, and all of them the same: see `together`
+            n_rows, rank = self.runs.rows_and_rank()
+        tiles = fused_tiles(n_rows, self.dtype, by_row.is_plain(self), rank)
+        tiles |= {} if self.runs is None else {"RANKS": 0}  # read from the table: one binary for all
+        down, lora_B, table, rank, wide = self.lora(self.down, tiles["BN"])
         n_tiles = triton.cdiv(self.n_vocab, tiles["BV"])
         per_split = triton.cdiv(n_tiles, tiles.pop("PROGRAMS"))
         splits = triton.cdiv(n_tiles, per_split)
@@ -211,8 +283,9 @@ class Sweep(HeadInputs):
             self.weight,
             self.index,
             self.bias,
-            self.down if rank else None,
-            self.lora_B,
+            down,
+            lora_B,
+            table,
             self.temperature,
             state,
             self.n_rows,
@@ -226,22 +299,26 @@ class Sweep(HeadInputs):
             **self.transform(),
             **flags,
             UPCAST=INTERPRETED,
+            WIDE=wide,
             **tiles,
             **kernels.SAME_ROUNDING,
         )
         return state
 
-    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str) -> Stats:
+    def _tiled(self, flags: dict[str, bool], outputs: str, ahead: str) -> Sweeping[Stats]:
         state = self.empty(1, kernels.FIELDS, self.n_rows).zero_()
         state[0, 0] = state[0, 7] = -torch.inf  # the running maxima
-        z, z_r = self.tile_buffer(), None if self.hidden_r is None else self.tile_buffer()
         made = [name in ahead for name in ("logprob", "kl")]
-        factors = [self.tile_buffer(self.dtype) if make else None for make in made]  # p and q
         unused = self.empty(0, dtype=self.dtype)  # the kernel takes a pointer of this type whether it writes or not
-        p, q = (unused if factor is None else factor for factor in factors)
         width = self.hidden_size + (0 if self.lora_B is None else self.lora_B.shape[1])
         sums = [self.empty(self.n_rows, width) if make else None for make in made]
         for columns in self.columns():
+            yield columns.start
+            z, z_r = self.tile_buffer("z"), None if self.hidden_r is None else self.tile_buffer("z_r")
+            factors = [
+                self.tile_buffer(name, self.dtype) if make else None for name, make in zip("pq", made, strict=True)
+            ]
+            p, q = (unused if factor is None else factor for factor in factors)
             weight = self.weight_tile(columns)
             for rows in self.chunks():
                 y = self.products(z, weight, rows, columns, reference=False)
@@ -365,6 +442,12 @@ class Sweep(HeadInputs):
     def gradients(
         self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
     ) -> dict[str, Tensor]:
+        """Return what `sweeping_gradients` makes."""
+        return finished(self.sweeping_gradients(stats, grads, needs, dtypes))
+
+    def sweeping_gradients(
+        self, stats: Stats, grads: RowGrads, needs: str, dtypes: dict[str, torch.dtype] | None = None
+    ) -> Sweeping[dict[str, Tensor]]:
         """Gradients of the inputs named in `needs`, from products that are made again tile by tile.
 
         dtypes: of the results, fp32 where not given. A row's gradient is 0 where it does not count.
@@ -386,9 +469,10 @@ class Sweep(HeadInputs):
         down = None
         if "lora_B" in names and self.down is not None:
             down = self.down.masked_fill(~self.keep[:, None], 0).to(self.dtype)
-        z, z_r = self.tile_buffer(), None if grads.kl is None else self.tile_buffer()
-        g = z if self.dtype == torch.float32 else self.tile_buffer(self.dtype)
         for columns in self.columns():
+            yield columns.start
+            z, z_r = self.tile_buffer("z"), None if grads.kl is None else self.tile_buffer("z_r")
+            g = z if self.dtype == torch.float32 else self.tile_buffer("g", self.dtype)
             weight = self.weight_tile(columns)
             tile = {
                 name: self.empty(columns.stop - columns.start, *sums[name].shape[1:])

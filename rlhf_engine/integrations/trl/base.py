@@ -57,10 +57,10 @@ from rlhf_engine.hydra.model import Scores
 from rlhf_engine.hydra.optimizer import warn_without_masters
 from rlhf_engine.hydra.roles import OFF
 from rlhf_engine.hydra.supports import Supports
+from rlhf_engine.integrations.trl import rollouts
 from rlhf_engine.integrations.trl.config import HydraConfig
 from rlhf_engine.integrations.trl.hydra_from_peft import HEADS, has_learned, hydra_on, is_on_same_tensors, require_alone
 from rlhf_engine.integrations.trl.patching import require_parameters, require_trl
-from rlhf_engine.integrations.trl.rollouts import Conversation, from_columns, in_rows, rolled_out, text_only, to_columns
 from rlhf_engine.rollout import Request, RolloutEngine, SamplingConfig, generate_requests
 
 require_trl()
@@ -77,6 +77,7 @@ _OVERRIDDEN = {
     "_generate_and_score_completions": ("inputs",),
     "_generate": ("prompts",),
     "_generate_single_turn": ("prompt_ids",),
+    "_get_tool_suffix_ids": ("tool_messages",),
     "_tool_call_loop": ("prompts", "prompt_ids", "completion_ids"),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
@@ -177,7 +178,7 @@ class HydraTrainer(GRPOTrainer):
                 reward_funcs=[self._model_rewards if f == REWARD_MODEL else f for f in functions],
                 args=args,
                 peft_config=peft_config,
-                rollout_func=roll_out and functools.partial(rolled_out, roll_out),
+                rollout_func=roll_out and functools.partial(rollouts.rolled_out, roll_out),
                 optimizers=ready,
                 **options,
             )
@@ -416,7 +417,7 @@ class HydraTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: list[Any], *arguments: Any, **options: Any) -> Any:
         """Answers from the rollout engine; random numbers are a function of seed, step, place and position."""
         n = len(prompt_ids)
-        if isinstance(prompt_ids[0], Conversation):
+        if isinstance(prompt_ids[0], rollouts.OpenAnswer):
             turns = self._draw_turns(prompt_ids, [(self._draw, ids.place) for ids in prompt_ids])
         elif self.rollout_func is not None:  # which may ask for as many as it likes, each with its own random numbers
             self._asked += 1
@@ -435,17 +436,17 @@ class HydraTrainer(GRPOTrainer):
         self.hydra.eval()
         flags, times = (False, *self.hidden), 1 + len(self.hidden)
         most, context = self.max_completion_length, self.hydra.backbone().context_length
-        left = [min(x.left(most), context - len(x)) if isinstance(x, Conversation) else None for x in prompts]
+        ends = [x.start + most if isinstance(x, rollouts.OpenAnswer) else None for x in prompts]
         requests = {
             row: Request(
                 prompt=tuple(ids),
                 sample_id=(self._first_id + row[1]) * times + row[0],
                 greedy=flags[row[0]],
                 keep=self._talks,  # the next turn goes on from there
-                max_completion_length=room,
+                max_completion_length=None if end is None else min(end, context) - len(ids),
             )
-            for ids, row, room in zip(prompts, rows, left, strict=True)
-            if room != 0
+            for ids, row, end in zip(prompts, rows, ends, strict=True)
+            if end != len(ids)
         }
         if not requests:
             return [([], [])] * len(rows)
@@ -473,9 +474,13 @@ class HydraTrainer(GRPOTrainer):
             self._supports.setdefault((self._draw, i), [(None, len(ids))])
         most = self.max_completion_length * max(map(len, self._tokenizer.get_vocab()))  # characters that find room
         for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
-            tools.update({name: text_only(tool, most) for name, tool in tools.items()})
-        rows = [Conversation(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
+            tools.update({name: rollouts.text_only(tool, most) for name, tool in tools.items()})
+        rows = [rollouts.OpenAnswer(ids, place=i, start=len(ids)) for i, ids in enumerate(prompt_ids)]
         return super()._tool_call_loop(prompts, rows, completion_ids, *arguments)
+
+    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> Any:
+        texts = [{name: rollouts.whole_characters(text) for name, text in message.items()} for message in tool_messages]
+        return super()._get_tool_suffix_ids(texts)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
@@ -573,7 +578,7 @@ class HydraTrainer(GRPOTrainer):
             kl_M=kl_M,
             values_M=scores.values_M,
         )
-        padded = functools.partial(in_rows, batch, width=output["completion_ids"].shape[1])
+        padded = functools.partial(rollouts.in_rows, batch, width=output["completion_ids"].shape[1])
         self._note(mode, "kl", kl_M)
         if batch.supports is not None:
             self._note(mode, "support/mean", batch.supports.sizes.to(kl_M.device))
@@ -596,7 +601,7 @@ class HydraTrainer(GRPOTrainer):
             "num_units_in_batch": self.accelerator.reduce(learned_N.sum(), reduction="sum"),
             **{f"of_{name}": padded(x_M) for name, x_M in columns.items()},
             "loss_mask": padded(mask_M),
-            **to_columns(batch, padded),
+            **rollouts.to_columns(batch, padded),
         }
 
     def _usable(self, keep_N: torch.Tensor, groups_N: torch.Tensor, k: int) -> torch.Tensor:
@@ -717,7 +722,7 @@ class HydraTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         answer = inputs["answer_mask"]
         micro = MicroBatch(
-            batch=from_columns(inputs, self.hydra.backbone().n_words),
+            batch=rollouts.from_columns(inputs, self.hydra.backbone().n_words),
             mask_M=inputs["loss_mask"][answer],
             n_tokens=self._denominator(inputs["num_items_in_batch"], mode),
             n_answers=self._denominator(inputs["num_units_in_batch"], mode),

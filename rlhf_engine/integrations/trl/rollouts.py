@@ -10,8 +10,9 @@ Rollouts are rows of tensors, which are shuffled, cut up and saved. What drew th
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from rlhf_engine.hydra.supports import Supports
 from rlhf_engine.rollout.request import check_ids, check_prompt
 
 
-class Conversation(list[int]):
+class OpenAnswer(list[int]):
     """Tokens of a conversation up to now; what TRL adds to them stays that of the same answer."""
 
     def __init__(self, ids: Sequence[int], *, place: int, start: int) -> None:
@@ -32,15 +33,11 @@ class Conversation(list[int]):
         self.place, self.start = place, start
 
     def __add__(self, ids: Any) -> Any:
-        return Conversation([*self, *ids], place=self.place, start=self.start)
-
-    def left(self, most: int) -> int:
-        """Tokens that the answer may yet have, of so many in all."""
-        return most - (len(self) - self.start)
+        return OpenAnswer([*self, *ids], place=self.place, start=self.start)
 
 
 def text_only(tool: Callable[..., Any], most: int) -> Callable[..., Any]:
-    """A tool whose result is a text of at most so many characters; another one is its failure.
+    """A tool whose result or error is a text of at most so many characters; anything else is its failure.
 
     TRL counts failures and tells the model of them. It would tokenize any text first, however long, and end the
     conversation then.
@@ -54,26 +51,42 @@ def text_only(tool: Callable[..., Any], most: int) -> Callable[..., Any]:
         text = "".join(str(part.get("text", "")) for part in parts)
         if len(text) > most:
             raise ValueError(f"expected a result of at most {most} characters, got {len(text)}")
-        text.encode()  # ValueError for half a character, which no tokenizer takes
-        return text
+        return whole_characters(text)
 
-    async def awaited(result: Awaitable[Any]) -> Any:
-        return require_text(await result)
+    @contextlib.contextmanager
+    def short_errors() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RuntimeError(require_text(str(error))) from error
+
+    async def awaited(result: Awaitable[Any]) -> str:
+        with short_errors():
+            return require_text(await result)
 
     def call(*arguments: Any, **named: Any) -> Any:
-        result = tool(*arguments, **named)
-        return awaited(result) if inspect.iscoroutinefunction(tool) else require_text(result)
+        with short_errors():
+            result = tool(*arguments, **named)
+            return awaited(result) if inspect.iscoroutinefunction(tool) else require_text(result)
 
     return call
+
+
+def whole_characters(text: str) -> str:
+    """A text without halves of characters, which JSON has a way to write and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def rolled_out(function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
     """Ask a user's `rollout_func`; ValueError unless it returns one answer to each prompt that can be scored."""
     output: dict[str, Any] = function(prompts, trainer)
-    ids, answers = output.get("prompt_ids", ()), output.get("completion_ids", ())
-    if {"prompt_ids", "completion_ids"} <= output.keys() and not len(ids) == len(answers) == len(prompts):
-        raise ValueError(f"rollout_func: expected {len(prompts)} answers, got {len(answers)} to {len(ids)} prompts")
-    backbone, masks = trainer.hydra.backbone(), output.get("env_mask") or [[1] * len(answer) for answer in answers]
+    if not {"prompt_ids", "completion_ids"} <= output.keys():
+        return output  # which TRL refuses
+    ids, answers = output["prompt_ids"], output["completion_ids"]
+    masks, backbone = output.get("env_mask") or [[1] * len(answer) for answer in answers], trainer.hydra.backbone()
+    if not len(ids) == len(answers) == len(masks) == len(prompts):
+        n = f"{len(answers)} to {len(ids)} prompts with {len(masks)} masks"
+        raise ValueError(f"rollout_func: expected {len(prompts)} answers, got {n}")
     for i, (prompt, answer, mask) in enumerate(zip(ids, answers, masks, strict=True)):
         check_prompt(
             f"rollout_func: prompt_ids[{i}]", prompt, backbone.context_length, len(answer), backbone.vocabulary

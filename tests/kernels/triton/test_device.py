@@ -22,6 +22,7 @@ from rlhf_kernels.runtime import aot, registry
 from rlhf_kernels.runtime.triton_support import INTERPRETED
 from rlhf_kernels.sample import sample
 from rlhf_kernels.vocab.logits import HeadLora
+from rlhf_kernels.vocab.runs import HeadLoras, use_variant as one_sweep
 
 from tests.kernels.checks import each
 from tests.kernels.decode_step_cases import SIZES, make_adapters, make_call, make_decoder
@@ -54,6 +55,10 @@ def heads():
         loss.loss.backward()
     at = torch.arange(4)
     sample(torch.randn(4, H), weight.detach(), seed=at, position=at, lora=lora, **ON)
+    several = HeadLoras(Segments(starts=(0, 2), ends=(2, 4), slots=(0, 1)), (lora, lora))
+    with one_sweep(one_sweep=True):
+        sample(torch.randn(4, H), weight.detach(), seed=at, position=at, lora=several, **ON)
+        linear_logprob(leaf(4, H), weight.detach(), target[:4], lora=several, **ON).logprob.sum().backward()
     gather_logprob(leaf(20, V), target[:20], **ON).logprob.sum().backward()
 
 
