@@ -4,46 +4,43 @@
 pip install openenv==0.10.0
 
 `openenv init` writes an environment that echoes messages, and gives 0.1 for each letter up to ten. uvicorn serves it on
-127.0.0.1; a conversation has a session to itself. The tiny model has seen messages of any length up to eleven. It
+127.0.0.1, in a session for each conversation of a time. The tiny model has seen messages of up to eleven letters. It
 learns to write long ones. A minute on a CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 try:
     from openenv.core import GenericEnvClient
 except ModuleNotFoundError:
     raise SystemExit("pip install openenv==0.10.0") from None
 
-SESSIONS = 128
-"""Conversations that are held at once: `generation_batch_size`."""
+SESSIONS = 160
+"""More than conversations are held at once, which are `generation_batch_size`."""
 
 
 class Echo:
     """A session of the server at `OPENENV_URL`, whose action is a tool."""
 
-    _free: ClassVar[list[Any]] = []  # sessions whose conversations have ended; to open one takes longer than to use it
+    def __init__(self) -> None:
+        self._client, self._reward = GenericEnvClient(base_url=os.environ["OPENENV_URL"]).sync(), 0.0
+        self._client.connect()
+        atexit.register(self._client.close)  # before the server ends, which was there before
 
     def reset(self, **row: Any) -> None:
-        """Begin in a session that is free, or in a new one."""
-        self._reward = 0.0
-        if self._free:
-            self._client = self._free.pop()
-        else:
-            self._client = GenericEnvClient(base_url=os.environ["OPENENV_URL"]).sync()
-            self._client.connect()
+        """Begin anew: conversations follow each other in a session."""
         self._client.reset()
+        self._reward = 0.0
 
     def echo(self, message: str) -> str:
         """Send a message.
@@ -60,13 +57,11 @@ class Echo:
 
     def get_reward(self) -> float:
         """The reward of the last step."""
-        self._free.append(self._client)
         return self._reward
 
 
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Address of an environment that `openenv init` has written into a folder, until the block ends."""
+def serve(folder: Path) -> str:
+    """Serve an environment that `openenv init` writes into a folder, until this process ends; its address."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "echo_env").exists():
         init = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", "."]
@@ -75,17 +70,14 @@ def serving(folder: Path) -> Iterator[str]:
         one, many = "max_concurrent_envs=1", f"max_concurrent_envs={SESSIONS}"  # as its comment says
         app.write_text(app.read_text(encoding="utf-8").replace(one, many), encoding="utf-8")
     words = [sys.executable, "-m", "uvicorn", "echo_env.server.app:app", "--host", "127.0.0.1", "--port", "0"]
-    with (folder / "server.log").open("w+") as log:
-        server = subprocess.Popen([*words, "--log-level", "info"], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            while not (found := re.search(r"http://127\.0\.0\.1:\d+", (folder / "server.log").read_text())):
-                if server.poll() is not None:
-                    raise SystemExit(f"the server ended: {folder / 'server.log'} says why")
-                time.sleep(0.1)
-            yield found[0]
-        finally:
-            server.terminate()
-            server.wait()
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
+    atexit.register(server.terminate)
+    while not (found := re.search(r"http://127\.0\.0\.1:\d+", (folder / "server.log").read_text())):
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended: {folder / 'server.log'} says why")
+        time.sleep(0.1)
+    return found[0]
 
 
 def demonstration(chance: random.Random) -> list[dict[str, Any]]:
@@ -103,8 +95,8 @@ def main(folder: Path, *, steps: int = 500, **options: Any) -> int:
 
     make_model(folder / "model", demonstration, [Echo.echo], ["Say something."], steps=steps)
     rows = [{"prompt": [{"role": "user", "content": "Say something."}]}] * 64
-    with serving(folder) as os.environ["OPENENV_URL"]:
-        return train(folder, f"{Path(__file__).resolve()}:Echo", rows, **options)
+    os.environ["OPENENV_URL"] = serve(folder)
+    return train(folder, f"{Path(__file__).resolve()}:Echo", rows, **options)
 
 
 if __name__ == "__main__":

@@ -19,18 +19,43 @@ PACKAGES = {
 }
 
 
+ADDS = """
+class Adds:
+    def reset(self, **row):
+        return "times 7"
+
+    def multiply(self, a: int, b: int) -> int:
+        '''Multiply.
+
+        Args:
+            a: first
+            b: second
+        '''
+        return a * b
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
 def rewards(folder: Path) -> list[float]:
     """Mean reward of each step of a run."""
     return [row["reward"] for row in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in row]
 
 
-def test_the_calculator_trains(tmp_path, monkeypatch):
+def test_the_calculator_trains_and_samples_show_what_reset_adds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    from examples.environments import calculator
+    from examples.environments import calculator, tiny
 
-    assert calculator.main(tmp_path, steps=30, max_steps=2, generation_batch_size=16) == 0
+    few = {"generation_batch_size": 16, "max_completion_length": 24}
+    assert calculator.main(tmp_path, steps=30, max_steps=2, **few) == 0
     assert len(rewards(tmp_path)) == 2
     assert all(0 <= reward <= 1 for reward in rewards(tmp_path))
+
+    (tmp_path / "adds.py").write_text(ADDS)
+    rows = [{"prompt": [{"role": "user", "content": "5 "}]}] * 2
+    assert tiny.train(tmp_path, f"{tmp_path}/adds.py:Adds", rows, max_steps=1, **few) == 0
+    assert "5 times 7" in (tmp_path / "run" / "samples.md").read_text()  # what was read, not what the row says
 
 
 @pytest.mark.long
@@ -38,9 +63,8 @@ def test_the_calculator_trains(tmp_path, monkeypatch):
 def test_the_reward_of_an_example_climbs(name, tmp_path):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
-    done = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py", tmp_path], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, FOLDER / f"{name}.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = rewards(tmp_path)
     assert math.fsum(found[-5:]) > math.fsum(found[:5]) + 0.5, found
