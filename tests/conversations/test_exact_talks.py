@@ -54,7 +54,7 @@ def talk(model, number: int, *, role: str = "actor", prompts: int = 2, generatio
 )
 def test_drawn_tokens_have_the_log_probs_of_scoring(dtype, least):
     with registry.use_exact():
-        model, drawn, number, turns, kept = make_policies(dtype), 0, 0, set[int](), 0
+        model, drawn, number, turns = make_policies(dtype), 0, 0, set[int]()
         while drawn < least or number < 2 * len(WAYS):
             role, other = ("actor", "behaviour", "reference")[number % 3], OTHERS[number // 2 % len(OTHERS)]
             sizes = {"prompts": 16, "generations": 8} if least > 1000 else {"prompts": 2, "generations": 3}
@@ -64,12 +64,11 @@ def test_drawn_tokens_have_the_log_probs_of_scoring(dtype, least):
             (scored,) = (x for name, x in found.items() if name.endswith("logprobs_M"))
             assert not (rollout.logprobs_M != scored).any(), (number, role, other)
             assert (batch.supports is not None) == bool(other)
-            # each token once through the model, but the last of a turn and what has gone for want of room
-            kept += rollout.stats.prompt_tokens < batch.n_tokens
+            if WAYS[number % len(WAYS)].keys() <= {"decode_step"}:  # there was room to keep all that was written
+                assert rollout.stats.prompt_tokens < batch.n_tokens
             assert rollout.stats.tokens == batch.n_completion_tokens == len(rollout.logprobs_M)
             drawn += batch.n_completion_tokens
             turns |= {len(spans) for spans in batch.turns}
             randomise(model, "actor", "other", seed=number, scale=0.05)
             number += 1
         assert turns >= ({1, 2, 8} if least == 1000 else set(range(1, 9)))
-        assert kept > number / 2
