@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from many_policies import in_turns, make_model
+from many_policies import in_turns, make_pool
 from rlhf_bench.rollout.models import CONFIGS
 from rlhf_kernels.runtime import registry
 
-from examples.environments.calculator import Calculator, make_tokenizer
+from examples.environments.calculator import Calculator
+from examples.environments.tiny import make_tokenizer
 from rlhf_engine.devices import DTYPES
-from rlhf_engine.hydra import HydraModel
+from rlhf_engine.policy import Policies
 from rlhf_engine.rollout import conversation
 from rlhf_engine.rollout.generate import LocalRollouts
 from rlhf_engine.rollout.request import Message, PromptBatch, Request, SamplingConfig
@@ -69,16 +70,18 @@ class Conversations(conversation.Conversations):
         talk.request = lambda first, sampling: Conversation.request(talk, replace(first, keep=self.kept), sampling)
         return talk
 
-    def parse(self, ids: Any, prefix: Any, *, ended: bool) -> Message:
-        return self._call("multiply", "") | {"tool_calls": [{"type": "function", "function": CALL}]}
+    def parse(self, ids: Any, prefix: Any, *, ended: bool) -> tuple[Message, list[Any]]:
+        calls = [{"type": "function", "function": CALL}]
+        return self._call("multiply", "") | {"tool_calls": calls}, calls
 
 
 CALL = {"name": "multiply", "arguments": {"a": 10 ** (GIVEN - AROUND - 1), "b": 1}}
 
 
-def arms_of(model: HydraModel, rows: int) -> dict[str, Callable[[], Any]]:
+def arms_of(pool: Policies, rows: int) -> dict[str, Callable[[], Any]]:
     """A rollout of each arm."""
-    host = Conversations(make_tokenizer(), 2048, tools=[Calculator().multiply], max_turns=TURNS)
+    model, role = pool.host, pool.get("p0").role
+    host = Conversations(make_tokenizer([Calculator.multiply]), 2048, tools=[Calculator().multiply], max_turns=TURNS)
     vocabulary = model.backbone().vocabulary
     prompts = torch.randint(3, vocabulary, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     asked = [{"prompt": [{"role": "user", "content": "?"}]}] * rows
@@ -89,14 +92,14 @@ def arms_of(model: HydraModel, rows: int) -> dict[str, Callable[[], Any]]:
         host.kept = kept
         most = TURNS * DRAWN + (TURNS - 1) * GIVEN
         how = SamplingConfig(max_completion_length=most, eos_token_ids=())
-        found = LocalRollouts(model, role="p0", conversations=host).generate(batch, how).batch
+        found = LocalRollouts(model, role=role, conversations=host).generate(batch, how).batch
         assert found.turns is not None
         assert found.completion_lens == (TURNS * DRAWN,) * rows
         assert {length - PROMPT for length in found.lengths} == {most}
 
     def answered(prompts: PromptBatch, most: int) -> None:
         how = SamplingConfig(max_completion_length=most, eos_token_ids=())
-        LocalRollouts(model, role="p0").generate(prompts, how)
+        LocalRollouts(model, role=role).generate(prompts, how)
 
     return {
         "kept": lambda: talked(True),
@@ -129,10 +132,10 @@ def main() -> None:
     for name, value in QUICK.items() if given.quick else ():
         setattr(given, name, value)
     torch.set_num_threads(given.threads)
-    model, found = make_model(given.model, DTYPES[given.dtype], 1, head=False).eval(), []
+    pool, found = make_pool(given.model, DTYPES[given.dtype], 1, head=False), []
     with registry.use_exact():
         for rows in given.rows:
-            arms = in_turns(arms_of(model, rows), given.rounds)
+            arms = in_turns(arms_of(pool, rows), given.rounds)
             ratios = [arms["kept"][t] / (arms["answer"][t] + arms["given"][t]) for t in ("cpu_ms", "wall_ms")]
             found.append({"rows": rows, "arms": arms, "ratio": ratios[0], "wall_ratio": ratios[1]})
     table, command = table_of(found), ["python", "bench/conversations.py", *sys.argv[1:]]

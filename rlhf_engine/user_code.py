@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import queue
 import re
 import signal
 import sys
@@ -217,31 +218,53 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def call_in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Call in a thread of its own; TimeoutError after so many seconds, when the call is broken off.
+class TimedCaller:
+    """Makes calls one after another in a thread of its own, as what a thread has opened may be of that thread alone."""
 
-    Coroutines are awaited on the loop of async functions. Code that never comes back to the interpreter goes on.
-    """
-    result: Future[Any] = Future()
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._begin()
 
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # whatever it is, it is the caller's to hear of
-            result.set_exception(error)
+    def _begin(self) -> None:
+        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._thread = threading.Thread(target=self._run, args=(self._calls,), daemon=True, name=self._name)
+        self._thread.start()
 
-    thread = threading.Thread(target=work, daemon=True, name="tool")
-    thread.start()
-    try:
-        given = result.result(seconds)
-        if inspect.iscoroutine(given):
-            awaited = asyncio.run_coroutine_threadsafe(given, event_loop())
+    @staticmethod
+    def _run(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+        while (asked := calls.get()) is not None:
             try:
-                return awaited.result(seconds)
-            finally:
-                awaited.cancel()
-        return given
-    except TimeoutError:
-        if not result.done():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TookTooLong))
-        raise
+                asked[0].set_result(asked[1]())
+            except BaseException as error:  # whatever it is, it is the caller's to hear of
+                asked[0].set_exception(error)
+            del asked
+
+    def __call__(self, call: Callable[[], Any], seconds: float) -> Any:
+        """Call; TimeoutError after so many seconds, when the call is broken off and later ones get another thread.
+
+        Coroutines are awaited on the loop of async functions. Code that never comes back to the interpreter goes on.
+        """
+        result: Future[Any] = Future()
+        with self._lock:
+            self._calls.put((result, call))
+            try:
+                given = result.result(seconds)
+            except TimeoutError:
+                if not result.done():
+                    thread, late = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TookTooLong)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, late)
+                    self._calls.put(None)
+                    self._begin()
+                raise
+        if not inspect.iscoroutine(given):
+            return given
+        awaited = asyncio.run_coroutine_threadsafe(given, event_loop())
+        try:
+            return awaited.result(seconds)
+        finally:
+            awaited.cancel()
+
+    def close(self) -> None:
+        """End the thread after what it was asked for; a later call begins another."""
+        self._calls.put(None)
+        self._begin()

@@ -55,15 +55,19 @@ def demonstration(chance: random.Random) -> list[dict[str, Any]]:
     return [asked, call("multiply", a=a, b=b), result, {"role": "assistant", "content": str(a * b)}]
 
 
+def questions(n: int = 64) -> list[dict[str, Any]]:
+    """Rows of data, with a question each."""
+    chance = random.Random(1)
+    asked = [f"{chance.randrange(2, 10)}*{chance.randrange(2, 10)}" for _ in range(n)]
+    return [{"prompt": [{"role": "user", "content": question}]} for question in asked]
+
+
 def main(folder: Path, *, steps: int = 500, **options: Any) -> int:
     """Make the model from demonstrations in so many steps, and train it. options: those of `train`."""
     from tiny import make_model, train
 
     make_model(folder / "model", demonstration, [Calculator.multiply], steps=steps)
-    chance = random.Random(1)
-    asked = [f"{chance.randrange(2, 10)}*{chance.randrange(2, 10)}" for _ in range(64)]
-    rows = [{"prompt": [{"role": "user", "content": question}]} for question in asked]
-    return train(folder, f"{Path(__file__).resolve()}:Calculator", rows, **{"max_steps": 30, **options})
+    return train(folder, f"{Path(__file__).resolve()}:Calculator", questions(), **{"max_steps": 30, **options})
 
 
 if __name__ == "__main__":

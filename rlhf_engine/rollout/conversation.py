@@ -3,7 +3,7 @@
 The protocol is TRL's. Each answer has an environment to itself: `reset(**row)` may return text that is added to the
 prompt, its other public methods are tools, and `get_reward()` is the score of the conversation, where there is one.
 Beside that, `get_turn_reward()` is the reward of the turn that has just ended. Environments are used again, after
-another `reset`. `tools` are functions for all.
+another `reset`, and `close()` is called at the end. All calls are made in one thread. `tools` are functions for all.
 
 An answer that calls tools gets their results, and is drawn on from there, until one calls none or a limit is reached.
 Whatever a tool does is bounded: an unknown name, arguments that do not fit, errors, and calls that take too long give a
@@ -42,10 +42,10 @@ from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.hydra.loading import read_context_length
 from rlhf_engine.rollout.request import FinishReason, Message, Request, SamplingConfig, Talk
 from rlhf_engine.rollout.rows import AnswerRow
-from rlhf_engine.user_code import ERRORS, TookTooLong, call_in_time, failure, load_module, load_object, settings_kept
+from rlhf_engine.user_code import ERRORS, TimedCaller, TookTooLong, failure, load_module, load_object, settings_kept
 
 LARGEST_RESULT = 20_000  # characters of a tool's result; the rest is cut off
-_OF_ENVIRONMENTS = ("reset", "get_reward", "get_turn_reward")  # methods of an environment that are no tools
+_OF_ENVIRONMENTS = ("reset", "get_reward", "get_turn_reward", "close")  # methods of an environment that are no tools
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MARK = "⁂"
 
@@ -69,6 +69,8 @@ class Conversations:
         """
         self.tokenizer, self.max_turns, self.timeout = tokenizer, max_turns, timeout
         self._context, self._make, self._tools = context_length, make, {tool.__name__: tool for tool in tools}
+        self.call = TimedCaller("environments")
+        """Makes the calls of tools and environments."""
         self.free = deque[Any]()
         """Environments that no conversation has."""
         probe = self.take()
@@ -96,17 +98,22 @@ class Conversations:
             return self.free.popleft()
         try:
             with settings_kept("environment"):
-                return self._make()
-        except ERRORS as error:
+                return self.call(self._make, self.timeout)
+        except (*ERRORS, TookTooLong) as error:
             raise failure("environment", error) from error
 
     def tools_of(self, environment: Any) -> dict[str, Callable[..., Any]]:
         """Tools by name: the functions, and an environment's public methods."""
         if environment is None:
             return self._tools
-        methods = inspect.getmembers(environment, inspect.ismethod)
-        own = {name: m for name, m in methods if not name.startswith("_") and name not in _OF_ENVIRONMENTS}
-        return {**self._tools, **own}
+        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]
+        return {**self._tools, **{name: getattr(environment, name) for name in names if name not in _OF_ENVIRONMENTS}}
+
+    def close(self) -> None:
+        """Close the environments that no conversation has, where they have a method for it."""
+        for environment in [self.free.popleft() for _ in range(len(self.free))]:
+            if hasattr(environment, "close"):
+                self._asked(environment.close)
 
     # ---- the chat template -----------------------------------------------------------------------------------------
 
@@ -229,7 +236,7 @@ class Conversations:
         name = f"environment's {getattr(method, '__name__', 'method')!r}"
         try:
             with settings_kept(name):
-                return call_in_time(lambda: method(**given), self.timeout)
+                return self.call(lambda: method(**given), self.timeout)
         except (*ERRORS, TookTooLong) as error:
             raise failure(name, error) from error
 
@@ -340,7 +347,7 @@ class Conversation:
             try:
                 with settings_kept(f"tool {name!r}"):
                     arguments = dict(json.loads(given) if isinstance(given, str) else given)
-                    text = str(call_in_time(lambda: self._tools[name](**arguments), self.host.timeout))
+                    text = str(self.host.call(lambda: self._tools[name](**arguments), self.host.timeout))
             except TimeoutError:
                 self._hung = True  # what it does to the environment, nobody knows
                 error = f"it took longer than {self.host.timeout:g} seconds"

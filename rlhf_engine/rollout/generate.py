@@ -277,7 +277,9 @@ class LocalRollouts:
             engine.drop_kept()
 
     def close(self) -> None:
-        """Give back what the run has put elsewhere: nothing."""
+        """Give back what the run has put elsewhere: environments."""
+        if self.conversations is not None:
+            self.conversations.close()
 
 
 Rollouts = LocalRollouts | VllmRollouts  # draw answers of a role's policy as it was at the last `sync`

@@ -5,12 +5,13 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from examples.environments.calculator import make_tokenizer
+from examples.environments.calculator import Calculator
+from examples.environments.tiny import make_tokenizer
 from rlhf_engine.rollout import PromptBatch
 from rlhf_engine.rollout.conversation import Conversations
 from rlhf_engine.rollout.request import Message
 
-TOKENIZER = make_tokenizer()
+TOKENIZER = make_tokenizer([Calculator.multiply])
 CONTEXT = 512
 
 
@@ -29,13 +30,13 @@ class Chatter(Conversations):
     def __init__(self, **options) -> None:
         super().__init__(TOKENIZER, CONTEXT, **{"tools": [look], **options})
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], *, ended: bool) -> Message:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], *, ended: bool) -> tuple[Message, list]:
         dice = random.Random(zlib.crc32(array("q", [*prefix, *ids]).tobytes()))
         calls = [
             {"type": "function", "function": {"name": "look", "arguments": {"n": dice.randrange(40)}}}
             for _ in range(dice.choice([0, 1, 1, 1, 1, 1, 2]))
         ]
-        return {"role": "assistant", "content": "I look", "tool_calls": calls}
+        return {"role": "assistant", "content": "I look", "tool_calls": calls}, calls
 
 
 def asked(prompts: int, generations: int, *, seed: int = 0, with_greedy: bool = False) -> PromptBatch:

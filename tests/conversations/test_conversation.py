@@ -1,6 +1,7 @@
 """Conversations: what is drawn and what is given, tools that fail, templates, limits, rewards."""
 
 import copy
+import sqlite3
 import time
 
 import pytest
@@ -193,3 +194,45 @@ def test_the_public_functions_of_a_file_are_tools(tmp_path):
     assert talk.messages[-1] == {"role": "tool", "name": "add", "content": "4"}
     assert not drawn(talk, "4")
     assert talk.end().reward is None
+
+
+class Opened(Tools):
+    """One that opens what belongs to the thread that opened it, with a tool that needs no instance."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sqlite3.connect(":memory:")
+
+    def reset(self, **row: object) -> None:
+        """Begin."""
+        self.table.execute("create table if not exists asked (a)")
+
+    @staticmethod
+    def negate(a: int) -> int:
+        """Negate.
+
+        Args:
+            a: number
+        """
+        return -a
+
+    def close(self) -> None:
+        """Close the table."""
+        self.table.close()
+        Opened.closed += 1
+
+
+def test_all_calls_of_environments_are_made_in_one_thread_and_they_are_closed():
+    host = hold(make=Opened)
+    talks = [begin(host) for _ in range(2)]
+    assert drawn(talks[0], call("negate", a=3))
+    assert talks[0].messages[-1]["content"] == "-3"
+    assert drawn(talks[1], call("close"))
+    assert "Tool close not found" in talks[1].messages[-1]["content"]
+    for talk in talks:
+        assert not drawn(talk, "3")
+        talk.end()
+    host.close()
+    assert Opened.closed == 2

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from examples.environments.calculator import write_questions
+from examples.environments.calculator import questions
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from tests.conversations import scored
 from tests.generators import test_ray
 from tests.generators.test_async_runs import ages, steps_of, without_timings
 from tests.generators.test_ray import Run, require_same_answers, when_all_are_up
-from tests.training.test_data import train_config
+from tests.training.test_data import train_config, write_rows
 from tests.training.test_resume import start, steps_logged, wait_for
 from tests.training.test_rl import same, trained
 
@@ -26,7 +26,7 @@ RESUMED = {"max_steps": 4, "save_steps": 1, "resume_from_checkpoint": "auto"}
 def options_of(folder: Path, **options: Any) -> dict[str, Any]:
     """Options of a run with the environment, on questions in the folder."""
     return {
-        "dataset_name": str(write_questions(folder / "questions.jsonl", n=6)),
+        "dataset_name": str(write_rows(folder / "questions.jsonl", questions(6))),
         "environment": f"{scored.__file__}:Scored",
         "max_completion_length": 40, "max_turns": 3, "learning_rate": 1e-2, **options,
     }  # fmt: skip
