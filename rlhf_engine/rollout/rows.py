@@ -258,7 +258,7 @@ class Admission:
 
     def _found(self, row: AnswerRow) -> list[bytes]:
         """Names of the blocks that are kept of a row's prompt, whose last token always goes through again."""
-        names, tokens, name, row.cached = list[bytes](), row.prompt[:-1], _first_name(row.slot), 0
+        names, tokens, name, row.cached = list[bytes](), row.prompt[:-1], repr(row.slot).encode(), 0
         while row.keep and row.cached % BLOCK == 0:
             rest = tokens[row.cached : row.cached + BLOCK]
             named = {_name(name, rest[:n]): n for n in range(len(rest), 0, -1)}
@@ -272,10 +272,6 @@ class Admission:
         return names
 
 
-def _first_name(slot: str | None) -> bytes:
-    return repr(slot).encode()
-
-
 def _name(before: bytes, tokens: Sequence[int]) -> bytes:
     """Name of a block of tokens behind a block of this name."""
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
@@ -283,7 +279,7 @@ def _name(before: bytes, tokens: Sequence[int]) -> bytes:
 
 def _chain(slot: str | None, tokens: Sequence[int]) -> Iterator[bytes]:
     """Names of the blocks of tokens: the slot, and every token up to the block's last."""
-    name = _first_name(slot)
+    name = repr(slot).encode()
     for i in range(0, len(tokens), BLOCK):
         yield (name := _name(name, tokens[i : i + BLOCK]))
 
