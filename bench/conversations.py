@@ -33,8 +33,6 @@ from many_policies import in_turns, make_pool
 from rlhf_bench.rollout.models import CONFIGS
 from rlhf_kernels.runtime import registry
 
-from examples.environments.calculator import Calculator
-from examples.environments.tiny import make_tokenizer
 from rlhf_engine.devices import DTYPES
 from rlhf_engine.policy import Policies
 from rlhf_engine.rollout import conversation
@@ -42,6 +40,10 @@ from rlhf_engine.rollout.generate import LocalRollouts
 from rlhf_engine.rollout.request import Message, PromptBatch, Request, SamplingConfig
 from rlhf_engine.rollout.rows import AnswerRow
 from rlhf_engine.runs.metrics import run_record, write_json_atomic
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from examples.environments.calculator import Calculator
+from examples.environments.tiny import make_tokenizer
 
 PROMPT, TURNS, DRAWN, GIVEN = 512, 8, 32, 16
 AROUND = 8  # of the given tokens are around a tool's result: the end of the turn before, and the template's
