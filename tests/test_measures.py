@@ -31,7 +31,7 @@ CEILINGS = {
     "bench: lines": 12273,
     "csrc: lines": 11956,
     "docs: words of notes": 70880,
-    "docs: words of pages": 31420,
+    "docs: words of pages": 31680,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
     "engine: lines of code": 22295,
@@ -114,7 +114,7 @@ def sizes() -> dict[str, int]:
         "bench: lines": lines(python_files("bench")),
         "examples: lines": lines(python_files("examples")),
         "tests: lines": lines(python_files("tests")),
-        "docs: words of pages": words(set((ROOT / "docs").rglob("*.md")) - notes),
+        "docs: words of pages": 31680words(set((ROOT / "docs").rglob("*.md")) - notes),
         "docs: words of notes": words(notes),
         "CHANGELOG.md: lines": lines([ROOT / "CHANGELOG.md"]),
     }
