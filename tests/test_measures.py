@@ -31,7 +31,7 @@ CEILINGS = {
     "bench: lines": 12273,
     "csrc: lines": 11956,
     "docs: words of notes": 70880,
-    "docs: words of pages": 31680,
+    "docs: words of pages": 31690,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
     "engine: lines of code": 22295,
