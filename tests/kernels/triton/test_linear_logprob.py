@@ -132,13 +132,13 @@ def test_a_frozen_head_gets_no_product(backend, monkeypatch):
     assert shapes == [*forward, (n, h, v), (v, n, h)]
     shapes.clear()
     made = []
-    gradients = sweep.Sweep.gradients
+    gradients = sweep.Sweep.sweeping_gradients
 
     def watched(*args, **options):
-        made.append(gradients(*args, **options))
+        made.append((yield from gradients(*args, **options)))
         return made[-1]
 
-    monkeypatch.setattr(sweep.Sweep, "gradients", watched)
+    monkeypatch.setattr(sweep.Sweep, "sweeping_gradients", watched)
     linear_logprob(hidden, weight.detach(), target, outputs=("entropy",)).entropy.sum().backward()
     assert shapes == [*forward, (n, h, v), (n, v, h)]
     assert [set(x) for x in made] == [{"hidden"}]
