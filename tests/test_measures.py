@@ -50,7 +50,7 @@ CEILINGS = {
     "step: functions": 432,
     "step: types of records": 28,
     "tests: items in the interpreter": 345,
-    "tests: items per push": 2722,
+    "tests: items per push": 2725,
     "tests: lines": 51748,
 }
 

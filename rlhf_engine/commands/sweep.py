@@ -25,7 +25,7 @@ from typing import Any
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
 from rlhf_engine.commands.main import fail
 from rlhf_engine.config.sweep import Grid, SweepConfig, read_grid
-from rlhf_engine.devices import DTYPES, resolve_device
+from rlhf_engine.devices import DTYPES, is_gpu, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError, RunStopped, as_request_errors
 from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy import joint
@@ -194,7 +194,7 @@ class Sweep:
         with contextlib.ExitStack() as stack:
             shared = trainer.model.backbone().model is self.base.backbone().model
             exact = trainer.kernels.exact and self.base.backbone().kernels.exact
-            if shared and exact and self.base.device.type == "cpu":  # no GPU has run passes of several runs at once
+            if shared and exact and not is_gpu(self.base.device):  # no GPU has run passes of several runs at once
                 policy = self._policies.adopt(f"run-{next(self._numbers)}", trainer.model)
                 stack.callback(self._policies.remove, policy.name)
                 self._joint[name] = policy

@@ -46,7 +46,7 @@ FAULTS = [
           "queued(torch.tensor(temperatures, dtype=torch.float32), self._device)",
           "torch.tensor(temperatures, dtype=torch.float32)"),
     Fault("rlhf_engine.rollout.rows", "RowState.idle", f"dtype=torch.bool, {_HERE}", "dtype=torch.bool"),
-    Fault("rlhf_engine.rollout.generate", "collect", f"dtype=torch.float32, {_HERE}", "dtype=torch.float32"),
+    Fault("rlhf_engine.rollout.generate", "_joined", f"dtype=torch.float32, {_HERE}", "dtype=torch.float32"),
     Fault("rlhf_engine.scoring.experience", "_make", "dtype=torch.float32)[places].to(device)",
           "dtype=torch.float32)[places]"),
     Fault("rlhf_engine.scoring.experience", "_make",

@@ -161,7 +161,7 @@ def test_a_run_that_breaks_in_the_middle_of_a_publication_goes_on(model, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr("rlhf_engine.generators.sources.take", break_off)
-        with pytest.raises(StopIteration):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
             steps_of(model, tmp_path / "parts", **options)
     assert next(copies, None) is None
     assert RlTrainer(train_config(model, tmp_path / "parts", **options)).state.step == 2

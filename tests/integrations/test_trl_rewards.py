@@ -16,6 +16,7 @@ from trl.chat_template_utils import parse_response
 from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.hydra import PackedBatch
 from rlhf_engine.integrations.trl import HydraGRPOConfig, HydraGRPOTrainer
+from rlhf_engine.rollout.request import Rollout, RolloutStats
 from rlhf_engine.runs.metrics import read_metrics
 from rlhf_engine.scoring.experience import as_replies
 from rlhf_engine.scoring.rewards import score_with_functions
@@ -142,11 +143,14 @@ class Reads:
 
 def test_replies_have_the_parts_that_trl_reads():
     tokenizer, answers, prompt = Reads(), [[1], [2], [3], [4]], ({"role": "user", "content": "?"},)
-    batch = PackedBatch.from_lists([[5, 6]] * 4, answers)
+    rollout = Rollout(
+        batch=PackedBatch.from_lists([[5, 6]] * 4, answers), logprobs_M=torch.zeros(4), versions_M=torch.zeros(4),
+        finish_reasons=("eos",) * 4, filtered=False, stats=RolloutStats(),
+    )  # fmt: skip
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
     seen = {}
     function = lambda completions, **_: [0.0 for _ in seen.setdefault("all", completions)]  # noqa: E731
-    replies = as_replies(tokenizer, batch, [prompt] * 4, texts)
+    _, replies = as_replies(tokenizer, rollout, [prompt] * 4, texts)
     score_with_functions([function], [prompt] * 4, replies, answers)
     assert seen["all"] == [[parse_response(tokenizer, ids, prefix=[5, 6])] for ids in answers]
-    assert as_replies(tokenizer, batch, ["?"] * 4, texts) == texts
+    assert as_replies(tokenizer, rollout, ["?"] * 4, texts) == (["?"] * 4, texts)
