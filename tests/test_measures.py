@@ -51,7 +51,7 @@ CEILINGS = {
     "step: types of records": 28,
     "tests: items in the interpreter": 345,
     "tests: items per push": 2725,
-    "tests: lines": 51748,
+    "tests: lines": 51752,
 }
 
 
