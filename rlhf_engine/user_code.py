@@ -223,12 +223,13 @@ class TimedCaller:
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
-        self._begin()
+        self._thread: threading.Thread | None = None
 
-    def _begin(self) -> None:
+    def _begin(self) -> threading.Thread:
         self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._thread = threading.Thread(target=self._run, args=(self._calls,), daemon=True, name=self._name)
         self._thread.start()
+        return self._thread
 
     @staticmethod
     def _run(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
@@ -240,31 +241,37 @@ class TimedCaller:
             del asked
 
     def __call__(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Call; TimeoutError after so many seconds, when the call is broken off and later ones get another thread.
+        """Call; TookTooLong after so many seconds, when the call is broken off and later ones get another thread.
 
         Coroutines are awaited on the loop of async functions. Code that never comes back to the interpreter goes on.
         """
         result: Future[Any] = Future()
         with self._lock:
+            thread = self._thread or self._begin()
             self._calls.put((result, call))
             try:
                 given = result.result(seconds)
-            except TimeoutError:
-                if not result.done():
-                    thread, late = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TookTooLong)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, late)
-                    self._calls.put(None)
-                    self._begin()
-                raise
+            except TimeoutError as error:
+                if result.done():  # one of the call's own
+                    raise
+                number, late = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TookTooLong)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, late)
+                self.close()
+                raise TookTooLong from error
         if not inspect.iscoroutine(given):
             return given
         awaited = asyncio.run_coroutine_threadsafe(given, event_loop())
         try:
             return awaited.result(seconds)
+        except TimeoutError as error:
+            if awaited.done():
+                raise
+            raise TookTooLong from error
         finally:
             awaited.cancel()
 
     def close(self) -> None:
         """End the thread after what it was asked for; a later call begins another."""
-        self._calls.put(None)
-        self._begin()
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread = None

@@ -59,7 +59,7 @@ class GuessTheNumber:
         return OVER if self._done else self._said()
 
     def get_reward(self) -> float:
-        """What the game gave; 0 for one that was left before its end."""
+        """Return what the game gave; 0 for one that was left before its end."""
         rewards, _ = self._game.close()
         return float(rewards[0]) if rewards else 0.0
 

@@ -1,4 +1,4 @@
-"""What the examples of this folder share: a tiny model that has seen how tools are called, and a run of `train`.
+"""Shared parts of the examples of this folder: a tiny model that has seen how tools are called, and a run of `train`.
 
 Its words are bytes, and a token for each phrase that an example names. It learns demonstrations in seconds on a CPU.
 """

@@ -86,8 +86,8 @@ class Conversations:
             """JSON schemas of the tools, for the chat template."""
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ConfigError(f"tools: expected type hints and a Google docstring with `Args:`: {error}") from error
-        self.has_reward = callable(getattr(probe, "get_reward", None))
-        """Whether the environment scores conversations."""
+        self.has_reward = any(callable(getattr(probe, name, None)) for name in ("get_reward", "get_turn_reward"))
+        """Whether the environment scores conversations, or turns of them."""
         self._check_template(next(iter(named)))
 
     def take(self) -> Any:
@@ -96,11 +96,7 @@ class Conversations:
             return None
         with contextlib.suppress(IndexError):
             return self.free.popleft()
-        try:
-            with settings_kept("environment"):
-                return self.call(self._make, self.timeout)
-        except (*ERRORS, TookTooLong) as error:
-            raise failure("environment", error) from error
+        return self._called("environment", self._make)
 
     def tools_of(self, environment: Any) -> dict[str, Callable[..., Any]]:
         """Tools by name: the functions, and an environment's public methods."""
@@ -114,6 +110,7 @@ class Conversations:
         for environment in [self.free.popleft() for _ in range(len(self.free))]:
             if hasattr(environment, "close"):
                 self._asked(environment.close)
+        self.call.close()
 
     # ---- the chat template -----------------------------------------------------------------------------------------
 
@@ -122,7 +119,7 @@ class Conversations:
         tokenizer = self.tokenizer
         user = {"role": "user", "content": "?"}
         try:
-            plain, shown = self.text([user], tools=None), self.text([user])
+            plain, shown = self.text([user], has_tools=False), self.text([user])
             thoughts = [
                 self._call(tool),
                 {**self._call(tool), "reasoning_content": "thought"},
@@ -150,13 +147,10 @@ class Conversations:
                 stacklevel=3,
             )
 
-    def text(self, messages: Sequence[Message], *, tools: Any = (), goes_on: bool = True, **given: Any) -> str:
+    def text(self, messages: Sequence[Message], *, has_tools: bool = True, goes_on: bool = True, **given: Any) -> str:
         """The chat template's text, with the tools; goes_on: and with what an answer goes on from."""
-        shown = self.schemas if tools == () else tools
-        template = {"tools": shown, **given}
-        text = self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=goes_on, **template
-        )
+        template = {"tools": self.schemas if has_tools else None, "add_generation_prompt": goes_on, **given}
+        text = self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **template)
         assert isinstance(text, str)
         return text
 
@@ -194,11 +188,9 @@ class Conversations:
                 return {"role": "assistant", "content": text}, [malformed]
         text = str(tokenizer.decode(list(ids[:-1] if ended else ids)))
         calls = [_parsed(written) for written in _CALL.findall(text)]
-        good = [call for call in calls if call["type"] == "function"]
-        content = _CALL.sub("", text).strip() if calls and calls == good else text
-        return {"role": "assistant", "content": content} | (
-            {"tool_calls": good} if calls and calls == good else {}
-        ), calls
+        if not calls or any(call["type"] != "function" for call in calls):  # which a template could not write
+            return {"role": "assistant", "content": text}, calls
+        return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": calls}, calls
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Rows as prompts of conversations, whose template shows the tools; a string is the user's turn."""
@@ -233,11 +225,15 @@ class Conversations:
 
     def _asked(self, method: Callable[..., Any], **given: Any) -> Any:
         """Call a method of an environment; RewardError where it fails, as for a reward function."""
-        name = f"environment's {getattr(method, '__name__', 'method')!r}"
+        return self._called(f"environment's {getattr(method, '__name__', 'method')!r}", lambda: method(**given))
+
+    def _called(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             with settings_kept(name):
-                return self.call(lambda: method(**given), self.timeout)
-        except (*ERRORS, TookTooLong) as error:
+                return self.call(call, self.timeout)
+        except TookTooLong as error:
+            raise RewardError(f"{name} took longer than {self.timeout:g} seconds") from error
+        except ERRORS as error:
             raise failure(name, error) from error
 
     def reward(self, method: Callable[..., Any]) -> float | None:
@@ -348,10 +344,10 @@ class Conversation:
                 with settings_kept(f"tool {name!r}"):
                     arguments = dict(json.loads(given) if isinstance(given, str) else given)
                     text = str(self.host.call(lambda: self._tools[name](**arguments), self.host.timeout))
-            except TimeoutError:
+            except TookTooLong:
                 self._hung = True  # what it does to the environment, nobody knows
                 error = f"it took longer than {self.host.timeout:g} seconds"
-            except (*ERRORS, TookTooLong) as raised:
+            except ERRORS as raised:
                 error = _said(raised)
         if error is not None:
             self.failures += 1
@@ -392,7 +388,8 @@ class Conversation:
 
     def end(self) -> Talk:
         """The finished conversation; the environment says what it is worth."""
-        reward = self.host.reward(self.environment.get_reward) if self.host.has_reward else None
+        method = getattr(self.environment, "get_reward", None)
+        reward = None if method is None else self.host.reward(method)
         if self.environment is not None and not self._hung:
             self.host.free.append(self.environment)
         return Talk(

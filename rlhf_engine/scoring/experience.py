@@ -35,7 +35,7 @@ from rlhf_engine.hydra.build import PAST
 from rlhf_engine.hydra.model import join_scores
 from rlhf_engine.hydra.roles import fold_lanes
 from rlhf_engine.rollout import PromptBatch, Rollout
-from rlhf_engine.scoring.rewards import AnswerScorer, ScoredAnswers, mean_or_none
+from rlhf_engine.scoring.rewards import ENVIRONMENT, AnswerScorer, ScoredAnswers, mean_or_none
 
 CHECKED_EVERY = 8
 """One in so many answers is scored in exact mode by the policy that drew it; others keep those of the draw."""
@@ -370,6 +370,8 @@ def _make(
         warnings.warn(_nothing_left(config), stacklevel=3)
         kept = range(batch.n_sequences)
     turn_rewards_M = _turn_rewards(rollout)
+    if turn_rewards_M is not None and config.reward_weights is not None:  # as they are in the scores
+        turn_rewards_M = turn_rewards_M * config.reward_weights[config.reward_funcs.index(ENVIRONMENT)]
     rows_M = batch.select_completion_rows(kept)
     batch = batch.select(kept) if len(kept) < batch.n_sequences else batch
     drawn = prompts.drawn

@@ -331,7 +331,7 @@ class RlTrainer(Run[TrainerState]):
         self.conversations = make_conversations(config, self.tokenizer)
         has_reward = self.conversations is not None and self.conversations.has_reward
         if ENVIRONMENT in config.reward_funcs and not has_reward:
-            raise ConfigError("reward_funcs: expected another than 'environment', which has no get_reward")
+            raise ConfigError("reward_funcs: expected another than 'environment', which gives no rewards")
         if has_reward and ENVIRONMENT not in config.reward_funcs:
             weights = config.reward_weights and [*config.reward_weights, 1.0]
             config = replace(config, reward_funcs=[*config.reward_funcs, ENVIRONMENT], reward_weights=weights)

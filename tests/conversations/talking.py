@@ -71,6 +71,10 @@ class Tools:
         """Leave the process."""
         sys.exit(3)
 
+    def late(self) -> None:
+        """Raise what a client raises whose server is late."""
+        raise TimeoutError("no answer from the server")
+
     def hangs(self) -> None:
         """Never come back."""
         while True:

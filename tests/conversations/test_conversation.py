@@ -37,6 +37,7 @@ def test_a_result_is_given_and_ids_are_kept_as_they_were_drawn():
         ("<tool_call>" + "[" * 3000 + "</tool_call>", "RecursionError"),
         (call("raises"), "BadError"),
         (call("leaves"), "3"),
+        (call("late"), "no answer from the server"),
     ],
 )
 def test_a_call_that_fails_is_answered_and_counted(text, said):
@@ -46,6 +47,17 @@ def test_a_call_that_fails_is_answered_and_counted(text, said):
     assert last["role"] == "tool"
     assert said in last["content"]
     assert (talk.calls, talk.failures) == (1, 1)
+    assert drawn(talk, call("multiply", a=3, b=4), most=9000)  # what failed has come back
+    assert talk.environment.log == ["multiply"]
+
+
+def test_an_environment_may_score_turns_alone():
+    host = hold(make=type("Turns", (Tools,), {"get_reward": None}))
+    assert host.has_reward
+    talk = begin(host)
+    assert drawn(talk, call("multiply", a=3, b=4))
+    assert not drawn(talk, "12")
+    assert (talk.end().reward, talk.end().turn_rewards) == (None, (0.5, 0.5))
 
 
 def test_a_call_that_hangs_is_given_up_and_the_next_one_is_not_made():
@@ -178,7 +190,7 @@ def test_a_reset_that_fails_or_hangs_stops_the_run_by_its_name():
 
     with pytest.raises(RewardError, match="raised KeyError"):
         begin(hold(make=type("Odd", (Tools,), {"reset": fails})))
-    with pytest.raises(RewardError, match="TimeoutError"):
+    with pytest.raises(RewardError, match=r"took longer than 0\.2 seconds"):
         begin(hold(make=type("Odd", (Tools,), {"reset": lambda self, **row: time.sleep(30)}), timeout=0.2))
 
 
