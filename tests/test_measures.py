@@ -34,9 +34,9 @@ CEILINGS = {
     "docs: words of pages": 31707,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
-    "engine: lines of code": 22295,
+    "engine: lines of code": 22300,
     "engine: lines of the core": 19028,
-    "engine: lines": 34569,
+    "engine: lines": 34575,
     "engine: longest file": 800,
     "engine: longest function": 80,
     "examples: lines": 1365,
@@ -50,8 +50,8 @@ CEILINGS = {
     "step: functions": 432,
     "step: types of records": 28,
     "tests: items in the interpreter": 345,
-    "tests: items per push": 2725,
-    "tests: lines": 51752,
+    "tests: items per push": 2727,
+    "tests: lines": 51768,
 }
 
 
