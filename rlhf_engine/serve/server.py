@@ -87,9 +87,12 @@ def serve(config: ServeConfig) -> Iterator[str]:
 
 
 def _server(service: Service) -> uvicorn.Server:
-    # the log has no line for each request: /metrics counts them
-    options = {"log_level": "warning", "access_log": False, "lifespan": "on", "timeout_graceful_shutdown": _END_WITHIN}
-    return uvicorn.Server(uvicorn.Config(service.app(), **options))  # type: ignore[arg-type]
+    # the log has no line for each request: /metrics counts them. No proxy is believed: addresses decide nothing here
+    config = uvicorn.Config(
+        service.app(), log_level="warning", access_log=False, lifespan="on", proxy_headers=False,
+        timeout_graceful_shutdown=_END_WITHIN,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 @contextlib.contextmanager
