@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | lint | docs | wheel | release | gpu | gpu-library | clean
+# make demo | test | test-long | reliability | bench | lint | docs | wheel | release | gpu | gpu-library | clean
 # The first of them makes .venv with everything in it; PYTHON picks the interpreter (3.11 or later).
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ NATIVE := setup.py $(sort $(shell find csrc -name '*.cpp' -o -name '*.h'))
 # A GPU machine brings its own torch: take .venv if there is one, and never install anything.
 GPU_PYTHON := $(if $(wildcard $(VENV)/python),$(VENV)/python,$(PYTHON))
 
-.PHONY: demo unit test test-long bench lint docs wheel release gpu gpu-library clean
+.PHONY: demo unit test test-long reliability bench lint docs wheel release gpu gpu-library clean
 
 demo: $(INSTALLED)
 	$(VENV)/rlhf-engine demo $(ARGS)
@@ -65,6 +65,10 @@ ifeq ($(ARGS),)
 		-m "not long and not gpu" $(SPREAD)
 endif
 	HF_HUB_OFFLINE=1 CI=1 $(VENV)/python -m pytest -m "long" $(ARGS)
+
+# docs/reliability.md from what tests have counted since: run `make test` and shards of `make test-long` before
+reliability: $(INSTALLED)
+	$(VENV)/python -m tests.reliability.table
 
 gpu:
 	HF_HUB_OFFLINE=1 PYTHONPATH=kernels:bench:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) bench/gpu/measure.py $(ARGS)

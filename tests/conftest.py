@@ -23,12 +23,14 @@ from rlhf_kernels.runtime import native, registry
 from rlhf_kernels.runtime.kernel_table import KernelTable
 
 from tests.curves import drawn_once
+from tests.reliability.table import survived
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
     from rlhf_engine.hydra import HydraModel, PackedBatch
 
+__all__ = ["survived"]  # a fixture of every test
 VOCAB = 61
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
