@@ -1,26 +1,34 @@
-"""`rlhf-engine sweep`: many runs of `train` on one base in one process, which take turns of a step.
+"""`rlhf-engine sweep`: many runs of `train` on one base, which take turns of a step.
 
 Each run is what `train` makes of the same options: the same floats, folder and page. Passes of updates that runs wait
-for at the same time are made together where that leaves the floats as they are. A run whose method has several
-backbones, or trains them, has its own. The folder of the sweep has these folders, a page of all, and sweep.json with
-the options of every run and what was dropped. Whatever ends a sweep, the same command goes on with the runs that are
-not done.
+for at the same time are made together where that leaves the floats as they are. On a CPU with runs for each of its
+threads, every thread is a process forked once the base is loaded, with its share of the runs. A run whose method has
+several backbones, or trains them, has its own. The folder of the sweep has these folders, a page of all, and sweep.json
+with the options of every run and what was dropped. Whatever ends a sweep, the same command goes on with the runs that
+are not done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import itertools
 import json
 import math
+import mmap
+import multiprocessing
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from rlhf_engine.commands.common import check_kernels, prepare, print_what_was_left_out
 from rlhf_engine.commands.main import fail
@@ -39,6 +47,7 @@ from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.update import Results, Turns, Wanted
 
 SWEEP_FILE = "sweep.json"
+_NOT_EXACT = 3
 
 
 def run(config: SweepConfig) -> int:
@@ -50,9 +59,12 @@ def run(config: SweepConfig) -> int:
     with as_request_errors():
         check_kernels(first.kernels, resolve_device(first.device).type, DTYPES[first.dtype])
         sweep = Sweep(grid, output)
+        code = sweep.prepare()
+    if code:
+        return code
     with StopSignals() as signals:
         sweep.run(signals.asked)
-    if signals.asked():
+    if signals.asked() or sweep.stopped:
         print("rlhf-engine sweep: stopped; the same command goes on", file=sys.stderr)
         return signals.exit_code
     total, dropped, failed = len(sweep.runs), len(sweep.dropped), len(sweep.failed)
@@ -65,9 +77,10 @@ class Sweep:
     """The runs of a grid on one base."""
 
     def __init__(self, grid: Grid, output: Path) -> None:
-        """Load the base, and find everything that can be wrong with any run before the first step of one."""
+        """Load the base."""
         self.output, self.runs, self.halving = output, grid.runs, grid.halving
-        self.at_once, self.failed = grid.at_once or len(grid.runs), set[str]()
+        self.at_once, self.failed, self.stopped = grid.at_once or len(grid.runs), set[str](), False
+        self.progress = SweepProgress()
         require_unlocked(output)
         self._record = self._read_record()
         self.rungs: dict[str, Any] = self._record["rungs"]
@@ -81,11 +94,44 @@ class Sweep:
             quantization=first.quantization,
         )
         self.base.backbone().base_hash()  # once for all
+        self._note: Callable[..., None] = self.progress.note
         self._policies, self._numbers = Policies(self.base, exact=first.exact), itertools.count()
         self._joint: dict[str, LivePolicy] = {}
         """Policies on the base whose bits do not depend on who learns beside them, by the names of their runs."""
         self._ready: dict[str, RlTrainer] = {}
-        self.progress, reports = SweepProgress(), dict[str, Any]()
+        threads, runs = torch.get_num_threads(), min(len(self._left()), self.at_once)
+        forks = sys.platform == "linux" and not is_gpu(self.base.device)  # torch does not fork well elsewhere
+        self._processes = threads if forks and 1 < threads <= runs else 1
+
+    def prepare(self) -> int:
+        """Find everything that can be wrong with any run before the first step of one; an exit code.
+
+        Where several processes are to be forked, one of them does, and says so itself: what is opened to try a reward
+        is of one process.
+        """
+        if self._processes > 1:
+            process = multiprocessing.get_context("fork").Process(target=self._prepare_apart)
+            process.start()
+            process.join()
+            if process.exitcode != _NOT_EXACT:
+                if process.exitcode not in (0, 1, 2):
+                    print(f"rlhf-engine sweep: a process ended by itself ({process.exitcode})", file=sys.stderr)
+                return process.exitcode or 0
+            self._processes = 1
+        self._prepare()
+        return 0
+
+    def _prepare_apart(self) -> NoReturn:
+        try:
+            with as_request_errors():
+                self._prepare()
+        except (EngineError, OSError) as error:
+            sys.exit(fail("sweep", error, 2 if isinstance(error, ConfigError) else 1))
+        # only in exact mode are floats the same on one thread as on all
+        sys.exit(0 if all(trainer.kernels.exact for trainer in self._ready.values()) else _NOT_EXACT)
+
+    def _prepare(self) -> None:
+        reports = dict[str, Any]()
         for name in self._left():
             trainer = self._trainer(name)
             last = self.halving.at[-1] if self.halving else 0
@@ -133,22 +179,75 @@ class Sweep:
             for until in [*(self.halving.at if self.halving else ()), None]:
                 if str(until) in self.rungs:
                     continue
-                self._advance(until, stop, page)
-                if stop() or not self._left():
+                names = self._left()
+                if len(names) >= self._processes > 1:
+                    self._advance_apart(names, until, stop, page)
+                else:
+                    self._advance(names, until, stop, page.refresh)
+                if stop() or self.stopped or not self._left():
                     return
                 if until is not None:
                     self._halve(until)
 
-    def _advance(self, until: int | None, stop: Callable[[], bool], page: LivePage) -> None:
+    def _advance_apart(self, names: list[str], until: int | None, stop: Callable[[], bool], page: LivePage) -> None:
+        """Let each of some processes advance a share of the runs."""
+        context = multiprocessing.get_context("fork")
+        asked, open_ = mmap.mmap(-1, 1), dict[Any, tuple[list[str], Any]]()  # no lock that a killed process keeps
+        for i in range(self._processes):
+            ours, into = context.Pipe(duplex=False)
+            share = names[i :: self._processes]
+            process = context.Process(
+                target=self._advance_share, args=(share, until, lambda: bool(asked[0]) or stop(), into)
+            )
+            process.start()
+            into.close()
+            open_[ours] = share, process
+        try:
+            while open_:
+                for news in list[Any](wait(list(open_), timeout=0.2)):
+                    share, process = open_[news]
+                    try:
+                        kind, *told = json.loads(news.recv_bytes())
+                    except EOFError:  # it has ended without having said so
+                        kind, told = "end", [[name for name in share if not (self.output / name / "final").is_dir()]]
+                        process.join()
+                        self.progress.tell(f"a process ended by itself ({process.exitcode}) with {', '.join(*told)}")
+                    if kind == "note":
+                        self.progress.note(*told)
+                        page.refresh()
+                    else:
+                        del open_[news]
+                        self.failed |= set(told[0])
+                        self.stopped = self.stopped or told[1:] == [True]
+                if stop() or self.stopped:
+                    asked[0] = 1
+        finally:
+            for _, process in open_.values():
+                process.kill()
+
+    def _advance_share(self, names: list[str], until: int | None, stop: Callable[[], bool], into: Connection) -> None:
+        """Advance some of the runs in a process of their own, on one thread, and tell of it."""
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # whatever ends the sweep ends this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the sweep hears as well
+        torch.set_num_threads(1)
+        tell = lambda *words: into.send_bytes(json.dumps(words).encode())  # noqa: E731
+        self.at_once = max(1, self.at_once // self._processes)
+        self._note = functools.partial(tell, "note")
+        self._advance(names, until, stop, lambda: None)
+        tell("end", sorted(self.failed & {*names}), stop())
+
+    def _advance(
+        self, names: list[str], until: int | None, stop: Callable[[], bool], after: Callable[[], None]
+    ) -> None:
         """Let runs take turns until each has made so many steps, or all; a few at once."""
-        waiting, turns = deque(self._left()), dict[str, Turns[None]]()
+        waiting, turns = deque(names), dict[str, Turns[None]]()
         with contextlib.ExitStack() as stack:
             while waiting or turns:
                 while waiting and len(turns) < self.at_once:
                     name = waiting.popleft()
                     turns[name] = stack.enter_context(contextlib.closing(self._turns(name, until, stop)))
                 self._step(turns)
-                page.refresh()
+                after()
 
     def _trainer(self, name: str) -> RlTrainer:
         shares = self.runs[name].method in ("hydra_ppo", "j_hydra_ppo")
@@ -190,7 +289,7 @@ class Sweep:
         if stop() or trainer.finished() or (until is not None and trainer.state.step >= until):
             return
         asked = lambda: stop() or (until is not None and trainer.state.step >= until)  # noqa: E731
-        note = functools.partial(self.progress.note, name, trainer.total_steps)
+        note = functools.partial(self._note, name, trainer.total_steps)
         with contextlib.ExitStack() as stack:
             shared = trainer.model.backbone().model is self.base.backbone().model
             exact = trainer.kernels.exact and self.base.backbone().kernels.exact

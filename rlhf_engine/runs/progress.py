@@ -72,10 +72,10 @@ def _shown(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     return "  ".join(f"{label} {format_score(metrics[name])}" for name, label in labels.items() if name in metrics)
 
 
-def counting_bar(console: Console, *columns: ProgressColumn, disable: bool = False) -> Progress:
+def counting_bar(console: Console, *columns: ProgressColumn, disable: bool = False, by_itself: bool = True) -> Progress:
     """A bar for each task with its name and how much of it is done, before other columns."""
     first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*first, *columns, console=console, disable=disable)
+    return Progress(*first, *columns, console=console, disable=disable, auto_refresh=by_itself)
 
 
 class TrainingProgress:
@@ -203,7 +203,8 @@ class SweepProgress(contextlib.ExitStack):
         self._console = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._plain = not self._console.is_terminal or bool(os.environ.get("CI"))
         columns = (TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
-        self._bar = counting_bar(self._console, *columns, disable=self._plain)
+        # drawn at each step, not by a thread: a sweep forks
+        self._bar = counting_bar(self._console, *columns, disable=self._plain, by_itself=False)
         self._names: dict[str, TaskID] = {}
 
     def __enter__(self) -> SweepProgress:
@@ -215,7 +216,7 @@ class SweepProgress(contextlib.ExitStack):
         shown = _shown(metrics, TrainingProgress.SHOWN)
         if name not in self._names:
             self._names[name] = self._bar.add_task(escape(name), total=total, shown="")
-        self._bar.update(self._names[name], completed=step, shown=escape(shown))
+        self._bar.update(self._names[name], completed=step, shown=escape(shown), refresh=True)
         if self._plain:
             self.tell(f"{name} {step}/{total}  {shown}")
 

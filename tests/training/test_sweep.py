@@ -10,7 +10,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,53 @@ def test_a_signal_stops_all_runs_after_their_step(flags, alone, tmp_path, monkey
     assert sweep(grid, tmp_path / "out") == 0
     for name, expected in alone.items():
         assert left(tmp_path / "out" / name)[0] == expected[0]
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_with_two_threads_two_processes_share_the_runs(flags, alone, tmp_path, number):
+    """A sweep is stopped, or killed, while both are at work; then one of them is killed; the rest is made by one."""
+    go, died, out = tmp_path / "go", tmp_path / "died", tmp_path / "out"
+    body = f"""
+        import os, pathlib, time
+        while len(calls) == 6 and not os.path.exists({str(go)!r}):
+            pathlib.Path({str(tmp_path)!r}, f"at-{{os.getpid()}}").touch()
+            time.sleep(0.01)
+        if len(calls) == 5 and os.path.exists({str(go)!r}) and not os.path.exists({str(died)!r}):
+            with open({str(died)!r}, "x"):
+                os.kill(os.getpid(), 9)
+    """
+    reward = write_reward(tmp_path, f"{textwrap.dedent(body)}{REWARD}")
+    grid = write_grid(tmp_path, {**flags, "reward_funcs": [reward]})
+    command = [sys.executable, "-m", "rlhf_engine", "sweep", grid, "--output_dir", str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: process.poll() is not None or len(list(tmp_path.glob("at-*"))) == 2)
+        workers = [int(path.name.removeprefix("at-")) for path in tmp_path.glob("at-*")]
+        assert process.pid not in workers
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            go.touch()
+        stopped = process.communicate()[1]
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert not list(out.glob("*/final"))
+    if number == signal.SIGTERM:
+        assert "stopped; the same command goes on" in stopped
+        again = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert again.returncode == 1
+        assert "a process ended by itself (-9) with algorithm-" in again.stderr
+        assert "2 of 4 runs done, 0 dropped, 2 failed" in again.stdout
+    go.touch()
+    died.touch()
+    assert sweep(grid, out) == 0
+    assert {name: left(out / name) for name in alone} == alone
 
 
 @pytest.mark.parametrize("at_once", [None, 1])
