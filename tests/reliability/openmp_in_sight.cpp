@@ -16,13 +16,13 @@ namespace {
 
 struct Region {
     int threads;
-    std::atomic<long> next{0};  // of a loop whose pieces are handed out
-    long end = 0, step = 1;
+    std::atomic<long> next{0};  // piece of its loop; a region of csrc has one at most
 };
 
 struct Place {
     Region* region = nullptr;
     int number = 0;
+    long begin = 0, end = 0, step = 1;  // of the loop
 };
 
 thread_local Place place;
@@ -77,17 +77,15 @@ void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned) 
     run(work, data, region);
 }
 
-void GOMP_parallel_loop_nonmonotonic_dynamic(void (*work)(void*), void* data, unsigned threads, long begin, long end,
-                                             long, long piece, unsigned) {
-    Region region{int(threads), {begin}, end, piece};
-    run(work, data, region);
+bool GOMP_loop_nonmonotonic_dynamic_next(long* begin, long* end) {
+    *begin = place.begin + place.step * place.region->next.fetch_add(1, std::memory_order_relaxed);
+    *end = std::min(*begin + place.step, place.end);
+    return *begin < place.end;
 }
 
-bool GOMP_loop_nonmonotonic_dynamic_next(long* begin, long* end) {
-    Region& region = *place.region;
-    *begin = region.next.fetch_add(region.step, std::memory_order_relaxed);
-    *end = std::min(*begin + region.step, region.end);
-    return *begin < region.end;
+bool GOMP_loop_nonmonotonic_dynamic_start(long first, long last, long, long piece, long* begin, long* end) {
+    place.begin = first, place.end = last, place.step = piece;
+    return GOMP_loop_nonmonotonic_dynamic_next(begin, end);
 }
 
 void GOMP_loop_end_nowait() {}

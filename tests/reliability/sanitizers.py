@@ -1,50 +1,37 @@
-"""Builds of csrc under sanitizers, each compiled once for all tests and processes that want it."""
+"""csrc under sanitizers, each compiled once for all tests and processes that want it: minutes on one core."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.kernels import native_build
 from tests.kernels.native_build import ROOT, Build
 
-BUILDS = ROOT / "runs" / "sanitizers"
+KEPT = ROOT / "runs" / "sanitizers"
 
 
-def _digest(flags: tuple[str, ...]) -> str:
-    """What the objects are made from."""
-    digest = hashlib.sha256(repr(flags).encode())
-    for path in sorted(path for folder in ("csrc", "tests") for path in (ROOT / folder).rglob("*.[ch]*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+def sanitized(folder: Path, name: str, *flags: str) -> Build:
+    """csrc/cpu compiled with these flags; objects stay for later sessions until a source is another.
 
-
-@contextlib.contextmanager
-def held(name: str, *flags: str) -> Iterator[Build]:
-    """csrc/cpu compiled with these flags, in this process alone for the length of the block.
-
-    It stays for later blocks, until sources are others.
+    folder: of the programs and extensions that are made of them.
     """
     native_build.needs("g++")
-    folder = BUILDS / f"{name}-{_digest(flags)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (BUILDS / f"{name}.lock").open("w") as lock:
+    command = native_build.linking(folder, "g++", *flags)
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        digest.update(path.read_bytes())
+    objects = KEPT / f"{name}-{digest.hexdigest()[:12]}"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with (KEPT / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for other in BUILDS.glob(f"{name}-*"):
-            if other != folder:
+        if not objects.is_dir():
+            for other in KEPT.glob(f"{name}-*"):
                 shutil.rmtree(other)
-        command = native_build.linking(folder, "g++", *flags)
-        objects = sorted((folder / "objects").glob("*.o"))
-        if not objects:
-            part = folder / "part"
-            shutil.rmtree(part, ignore_errors=True)
+            part = KEPT / f"{name}-part"
             part.mkdir()
             native_build.compiled(command, native_build.sources(), part)
-            part.replace(folder / "objects")  # all of them, or none
-            objects = sorted((folder / "objects").glob("*.o"))
-        yield Build(command=command, objects=objects, folder=folder)
-
+            part.replace(objects)  # all of them, or none
+    return Build(command=command, objects=sorted(objects.glob("*.o")), folder=folder)
