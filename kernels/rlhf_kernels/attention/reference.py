@@ -52,7 +52,9 @@ def in_its_dtype(
         k, v = (torch.cat([x[j] for j in members]).transpose(0, 1) for x in (keys, values))  # [Hkv, S, D]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         outs.append(_attend(queries[i].transpose(0, 1) * scale, k, v, window, softcap, sinks))
-    return torch.cat(outs, 1).transpose(0, 1) if outs else q + 0.0 * (k.sum() + v.sum())
+    if not outs:  # nothing, with gradients
+        return q + 0.0 * sum(x.sum() for x in (k, v, sinks) if x is not None)
+    return torch.cat(outs, 1).transpose(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:

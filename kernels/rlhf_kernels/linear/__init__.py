@@ -13,6 +13,7 @@ Backends: triton, cpu, reference. `auto` takes `triton` in exact mode only, `cpu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ def _backward_op(
     if need_weight:
         grads.append(implementation.weight_gradient(dy, x))
     if need_bias:
-        grads.append(dy.reshape(-1, dy.shape[-1]).sum(0))
+        grads.append(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]).sum(0))
     return grads
 
 

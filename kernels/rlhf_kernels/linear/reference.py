@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,4 +20,5 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dW [M, K] = dyᵀ x over all rows."""
-    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    dy, x = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (dy, x))
+    return dy.t() @ x

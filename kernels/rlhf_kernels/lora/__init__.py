@@ -250,8 +250,8 @@ def lora_delta_(
         return y
     if y.dim() != 2 and not y.is_contiguous():
         raise ValueError(f"y: expected contiguous memory with {y.dim()} dims, got strides {y.stride()}")
-    rows = y if y.dim() == 2 else y.view(-1, y.shape[-1])
-    delta = _delta_op(x.reshape(-1, x.shape[-1]), lora_call, _resolve(backend, x, lora_call, y.shape[-1]))
+    rows = y if y.dim() == 2 else y.flatten(0, -2)
+    delta = _delta_op(x.flatten(0, -2), lora_call, _resolve(backend, x, lora_call, y.shape[-1]))
     at = 0
     for start, end in _merged(lora_call):  # one slice per stretch of on rows: autograd copies y's gradient per slice
         rows[start:end].add_(delta[at : at + end - start])

@@ -57,7 +57,7 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: Lo
     """The base on all rows in one call and in x's own shape (for off rows' bits), then the deltas in place."""
     with autocast.off(x):
         y = product_for(x, weight).forward(x, weight, bias)
-        x_rows, y_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        x_rows, y_rows = x.flatten(0, -2), y.flatten(0, -2)
         _forward(x_rows, y_rows, True, lora_call, _in_place(lora_call))
     return y
 
@@ -102,7 +102,7 @@ class Decoder:
             x.dtype in _TYPES
             and _DECODE_ROWS[x.dtype][0] <= rows <= _DECODE_ROWS[x.dtype][1]
             and (rows == lora_call.n_on or product_for(x, weight) is linear_native)
-            and x.shape[-1] % 32 == 0
+            and x.shape[-1] % 32 == 0 < x.shape[-1]
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
             and (bias is None or ((bias.dtype, bias.device) == (x.dtype, x.device) and bias.is_contiguous()))
@@ -128,7 +128,7 @@ class Decoder:
         if x.is_contiguous():  # says nothing about the strides of dimensions of size 1
             self._run(x.data_ptr(), x.shape[-1], y.data_ptr(), native.threads())
         else:
-            rows = native.unit_inner_stride(x.reshape(-1, x.shape[-1]))
+            rows = native.unit_inner_stride(x.flatten(0, -2))
             self._run(rows.data_ptr(), rows.stride(0), y.data_ptr(), native.threads())
         return y
 
@@ -145,7 +145,7 @@ def linear_backward(
     need_B: list[bool],
 ) -> list[Tensor]:
     """Return what is needed of dx (x's shape), dW, db, then dA, then dB."""
-    dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_rows, x_rows = dy.flatten(0, -2), x.flatten(0, -2)
     grads: list[Tensor] = []
     dx_rows = None
     base = product_for(x, weight)

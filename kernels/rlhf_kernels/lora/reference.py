@@ -70,10 +70,10 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, lora_call: Lo
     """F.linear on all rows in one call and in x's own shape (for off rows' bits), then the deltas."""
     A, B, scales, p = lora_call.A, lora_call.B, lora_call.scales, lora_call.p
     dtype = compute_dtype(x, *A, *B)
-    x_rows = x.reshape(-1, x.shape[-1])
+    x_rows = x.flatten(0, -2)
     with autocast.off(x):
         y = F.linear(x, weight, bias).contiguous()
-        y_rows = y.view(-1, y.shape[-1])
+        y_rows = y.flatten(0, -2)
         for start, end, i in lora_call.runs:
             h = (
                 _dropped(x_rows[start:end].to(dtype), _keep(lora_call, start, end, i), p[i]) @ A[i].to(dtype).T
@@ -97,7 +97,7 @@ def linear_backward(
     need_B: list[bool],
 ) -> list[Tensor]:
     """Needed gradients among dx (x's shape), dW, db, then dA, then dB."""
-    dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_rows, x_rows = dy.flatten(0, -2), x.flatten(0, -2)
     grads: list[Tensor] = []
     dx_rows = None
     with autocast.off(x):
