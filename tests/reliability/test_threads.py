@@ -32,7 +32,8 @@ SEED = int(os.environ.get("RELIABILITY_SEED", "0"))
 def bits(x: Any) -> Any:
     """Tensors as their bytes, within whatever holds them."""
     if isinstance(x, Tensor):
-        return x.dtype, tuple(x.shape), x.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        plain = torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())  # whatever its strides
+        return x.dtype, tuple(x.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [bits(part) for part in x] if isinstance(x, (list, tuple)) else x
 
 
