@@ -73,7 +73,7 @@ def gradients() -> Iterator[tuple[str, Job]]:
 
 
 def steps() -> Iterator[tuple[str, Job]]:
-    """One decoding step object for both threads, each on caches of its own."""
+    """Decoding step objects for both threads, each on caches of its own, which are bound anew when another's were."""
     for i, sizes in enumerate(SIZES[:3]):
         for dtype in (torch.float32, torch.bfloat16):
             step = DecodeStep(make_decoder(sizes, dtype), make_adapters(sizes, dtype), backend="cpu")
@@ -82,7 +82,8 @@ def steps() -> Iterator[tuple[str, Job]]:
 
                 def job(step: DecodeStep = step, call: Any = call) -> list[Tensor]:
                     keys, values = ([t.clone() for t in caches] for caches in (call.keys, call.values))
-                    return [step(*call[:5], keys, values, call.table), call.entries(keys), call.entries(values)]
+                    hidden = [step(*call[:5], keys, values, call.table) for _ in range(20)]
+                    return [*hidden, call.entries(keys), call.entries(values)]
 
                 yield f"step {i} {dtype} {n}", job
 
@@ -181,19 +182,19 @@ def shares_without_a_lock() -> Job:
     return job
 
 
-@pytest.mark.parametrize("n", [120, pytest.param(8_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [400, pytest.param(8_000, marks=pytest.mark.long)])
 def test_two_threads_get_what_one_gets(n: int, survived: Survived) -> None:
-    """n calls of kernels, a quarter as many of what stands above them, and all of it in each of two threads."""
+    """n calls of kernels and a quarter as many of each part that stands above them, in each of two threads."""
     assert differing({"plant": shares_without_a_lock()}, 3)[1] == ["plant"] * 3
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # of each: native code shares its work among them
     try:
-        above = {name: job for part in (gradients, steps, models, holders) for name, job in part()}
-        found = [differing(above, -(-n // (4 * len(above)))), differing(dict(kernels(n)), 1)]
+        parts = [dict(part()) for part in (gradients, steps, models, holders)]  # apart: they meet at what they share
+        found = [*(differing(jobs, n // (4 * len(jobs))) for jobs in parts), differing(dict(kernels(n)), 1)]
     finally:
         torch.set_num_threads(before)
     n_calls, wrong = sum(calls for calls, _ in found), [name for _, names in found for name in names]
     print(f"{n_calls} calls, seed {SEED}")
-    assert n_calls >= 2.5 * n
+    assert n_calls >= 3.5 * n
     survived("two_threads", n_calls, len(wrong))
     assert not wrong, (SEED, wrong[:20])
