@@ -97,7 +97,7 @@ def learn(scheduler: Scheduler, steps: range, seconds=lambda step: 0.0) -> list[
 @pytest.mark.parametrize(
     ("most", "steps"), [(1, 200), (3, 300), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (1, 3))]
 )
-def test_no_answer_is_too_old_however_long_things_take(newest, most, steps):
+def test_no_answer_is_too_old_however_long_things_take(newest, most, steps, survived):
     random.seed(most)
     delays = [random.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(2 * steps)]
     stage = Stage(lambda step: delays[step])
@@ -111,6 +111,7 @@ def test_no_answer_is_too_old_however_long_things_take(newest, most, steps):
         assert found == [min(step, most) for step in range(steps)]
     elif most == 3:
         assert len(set(found)) > 1  # else the newest policy was never newer than it had to be
+    survived("machines", steps)
 
 
 @pytest.mark.alone

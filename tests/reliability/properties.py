@@ -30,7 +30,7 @@ FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 SIZES = (1, 2, 3, 0, 5, 7, 8, 15, 16, 17, 31, 33, 47, 64, 65, 100, 129, 200, 257)
 LAYOUTS = ("dense", "offset", "padded", "turned", "stepped", "expanded")
 RATIOS = torch.tensor([0.0, 0.1, -0.1, 0.5, -0.6, 1.6])  # logs; none near a clip, where rounding decides
-FLUSHED = 1e-32  # what exponentials near the end of float32 may lose
+FLUSHED = 1e-15  # where even float64 has nothing left of 1 + tanh
 IN_NATS = {"gather_logprob", "linear_logprob", "linear_logprob_pair", "linear_ppo_loss", "ppo_loss", "sample"}
 Tensors = dict[str, Tensor]
 Run = Callable[[Tensors], Sequence[Tensor | None]]
@@ -646,14 +646,16 @@ def _wrong(case: Case, i: int, results: Sequence[Any], truth: list[Tensor], spre
     if not torch.equal(a.isfinite(), b.isfinite()):
         return "not finite where it should be, or the other way"
     eps, size, gradient = torch.finfo(a.dtype).eps, _most(b), i >= -len(case.trained)
+    reach = max(1.0, *map(_most, truth), *(_most(x) for x in case.tensors.values() if x.is_floating_point()))
     if case.said["dtype"] == BF16:  # gradients are made of rounded results, a LoRA of a head in two rounded parts
         eps = max(eps, 2.0**-8 if gradient else 2.0**-16 if "lora" in case.said else 0.0)
-    if case.said["op"] in IN_NATS and not gradient:
-        size = max(size, 1.0)
+    if case.said["op"] in IN_NATS:  # differences of logits, and e to their power
+        size = size * reach if gradient else reach
     error, bound = _most(a.double() - b), 2 * _most(c.double() - b) + 4 * eps * size + FLUSHED
     if error > bound:  # then a look at what the last bits of the inputs do to the truth
         spread[:] = spread or [answers(case, "reference", wide=True, jitter=j + 1) for j in range(8)]
         moved = max(_most(other[i] - b) for other in spread) * 2.0**23
-        unit = max(float(case.said["op"] in IN_NATS), *map(_most, truth)) if size < 1e-12 else 0.0  # where all cancels
-        bound += eps * (32 * moved + 4 * unit)
+        bound += eps * (
+            32 * moved + (4 * reach * max(1.0, *map(_most, truth)) if size < (1e-12 if eps > 1e-4 else 1e-3) else 0.0)
+        )
     return "" if error <= bound else f"error {error:.3e}, at most {bound:.3e} expected"

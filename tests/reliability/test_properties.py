@@ -16,7 +16,7 @@ from tests.kernels.checks import ISAS, needs_native
 from tests.reliability import properties
 
 SEED = int(os.environ.get("RELIABILITY_SEED", "0"))
-SHORT, SHARD, SHARDS = 800, 12_600, 8
+SHORT, SHARD, SHARDS = 750, 4_000, 8
 
 
 @st.composite

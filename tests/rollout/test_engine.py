@@ -380,7 +380,7 @@ class Policies:
         *(pytest.param(2000, *x, marks=pytest.mark.long) for x in ((7, 1), (None, 2))),
     ],
 )
-def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks, burst):
+def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, requests, blocks, burst, survived):
     """Each answer that finishes is the one of an engine with no other request, by the weights that drew its tokens."""
     policies, dice = Policies(), random.Random(requests)
     how = sampling(max_completion_length=9)
@@ -388,7 +388,7 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
     asked: dict[int, Request] = {}
     cancelled: set[int] = set()
     answers: list[AnswerRow] = []
-    versions, ahead = itertools.count(1), 0
+    versions, ahead, steps = itertools.count(1), 0, 0
     with registry.use_exact():
         size = blocks and blocks * BLOCK * policies.model.backbone().cache_bytes_per_position
         engine = RolloutEngine(policies.model, options=EngineOptions(max_rows=4, cache_bytes=size, decode_step=step))
@@ -416,7 +416,7 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
                 policies.renew(engine, dice.choice(["actor", "other"]), next(versions))
             engine._burst, engine._ahead = burst, 1 if burst > 1 else math.inf
             ahead += engine._queued is not None
-            found, live = engine.step(), engine._live
+            steps, found, live = steps + 1, engine.step(), engine._live
             drawn = [len(row.prompt) + len(row.tokens) + row.ahead for row in live.rows]
             assert live.state.lengths_N.tolist() == [n - 1 for n in drawn]  # the last one is not in the cache
             assert live.longest >= max(drawn, default=1) - 1
@@ -444,6 +444,7 @@ def test_requests_cancels_and_new_weights_in_any_order_change_no_bit(step, reque
                 seen[row.index] |= set(row.versions)
         assert mixed > requests / 80
         assert len(set().union(*seen.values())) > 2
+    survived("machines", steps)
 
 
 def test_new_weights_wait_for_fixed_answers_and_others_for_the_weights():
