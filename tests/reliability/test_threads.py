@@ -182,7 +182,7 @@ def shares_without_a_lock() -> Job:
     return job
 
 
-@pytest.mark.parametrize("n", [400, pytest.param(8_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [400, pytest.param(3_000, marks=pytest.mark.long)])
 def test_two_threads_get_what_one_gets(n: int, survived: Survived) -> None:
     """n calls of kernels and a quarter as many of each part that stands above them, in each of two threads."""
     assert differing({"plant": shares_without_a_lock()}, 3)[1] == ["plant"] * 3
