@@ -67,12 +67,12 @@ struct Panels {
 // --- packing ---------------------------------------------------------------------------------------------------------
 
 [[maybe_unused]] static void fetch(const Matrix& m, int64_t row, int64_t count, uint16_t* out) {  // m is bf16
-    std::memcpy(out, static_cast<const uint16_t*>(m.data) + row * m.stride, count * 2);
+    if (count > 0) std::memcpy(out, static_cast<const uint16_t*>(m.data) + row * m.stride, count * 2);  // else null
 }
 
 [[maybe_unused]] static void fetch(const Matrix& m, int64_t row, int64_t count, float* out) {
     if (m.type == Type::float32) {
-        std::memcpy(out, static_cast<const float*>(m.data) + row * m.stride, count * 4);
+        if (count > 0) std::memcpy(out, static_cast<const float*>(m.data) + row * m.stride, count * 4);
         return;
     }
     const uint16_t* from = static_cast<const uint16_t*>(m.data) + row * m.stride;

@@ -92,7 +92,7 @@ def equal(ours: list[object], theirs: list[object]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_32_policies_of_two_threads_have_the_bits_that_each_has_alone_with_evictions_between(dtype, tmp_path):
+def test_32_policies_of_two_threads_have_the_bits_that_each_has_alone_with_evictions_between(dtype, tmp_path, survived):
     n = 32
     alone = {}
     for i in range(n):
@@ -114,6 +114,7 @@ def test_32_policies_of_two_threads_have_the_bits_that_each_has_alone_with_evict
             wrong = [i for part in clients.map(client, range(2)) for i in part]
         assert thread.owed == thread.n_live == thread.n_waiting == 0
         assert [policy.holders for policy in pool] == [0] * 25
+    survived("two_threads", ROUNDS * n, len(wrong))
     assert wrong == []
 
 

@@ -35,7 +35,7 @@ ROWS = {
     "properties": Row("Any shapes, strides, offsets, dtypes, sets, threads: kernels give what references do", 100_000),
     "machines": Row("Packing, caches, schedules, options, protocols: what must hold holds after any calls", 3_000),
     "sanitized": Row("The same kernels under ASan and UBSan, called from two Python threads: no report", 20_000),
-    "races": Row("Native code with threads under TSan: no report", 8),
+    "races": Row("Native code with threads under TSan: no report", 14),
     "kernel_mutants": Row("A fault that is put into a kernel is seen by its tests", 240, 0.05),
     "engine_mutants": Row("A fault that is put into the engine's Python is seen by its tests", 120, 0.05),
     "crash_points": Row("A stop at any operation on any file that is written leaves the old or the new", 2_000),

@@ -612,7 +612,7 @@ def test_an_engine_lives_on_and_serves_threads_and_copies_apart():
         RolloutEngine(model).cancel(0)
 
 
-def test_two_threads_of_one_engine_take_turns():
+def test_two_threads_of_one_engine_take_turns(survived):
     """One submits, cancels and gives new weights while the other draws."""
     policies, how = Policies(), sampling(max_completion_length=6)
     engine, asked = RolloutEngine(policies.model), prompts(40)
@@ -637,6 +637,7 @@ def test_two_threads_of_one_engine_take_turns():
     for row in answers:
         request = Request(prompt=tuple(asked[row.index]), sample_id=row.index)
         assert policies.answered_alone(row, request, how)[0] == row.tokens
+    survived("two_threads", len(answers))
 
 
 def test_an_engine_without_requests_gives_a_cpu_its_cache_back():

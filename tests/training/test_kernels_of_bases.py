@@ -150,7 +150,7 @@ def numbers(model: HydraModel, batch: PackedBatch) -> list[torch.Tensor]:
     return [model.score(batch).logprobs_M, drawn.logprobs_M]
 
 
-def test_two_bases_are_served_by_two_threads_at_once():
+def test_two_bases_are_served_by_two_threads_at_once(survived):
     made = bases()
     expected = {}
     for kind, settings in KINDS.items():
@@ -164,6 +164,7 @@ def test_two_bases_are_served_by_two_threads_at_once():
 
     with ThreadPoolExecutor(len(KINDS)) as pool:
         assert list(pool.map(serve, KINDS)) == [True] * len(KINDS)
+    survived("two_threads", 10 * len(KINDS))
     # and within the block of another's, as a reward of one run by another model is
     with made["exact"].backbone().kernels.used():
         assert all(serve(kind) for kind in KINDS)
