@@ -137,6 +137,13 @@ return log_weight_M.exp().clamp(max=clip_max) ⇒ return log_weight_M.exp()
 (len(weights) * weights.square().sum()) ⇒ weights.square().sum()
 = algorithms/test_turns.py::test_turn_level_rloo_is_unbiased[2]
 group_sums(is_there_NK[:, k].float(), groups_N) > 1 ⇒ group_sums(is_there_NK[:, k].float(), groups_N) > 0
+@ scoring/experience.py
+= training/test_algorithm_numbers.py::test_prompts_without_enough_rewards_are_left_out
+counts[g] >= least and g not in spoiled ⇒ counts[g] > 0 and g not in spoiled
+= training/test_algorithm_numbers.py::test_answers_of_an_older_policy_are_weighed_by_the_ratio_to_it
+made.weights_M * weights_M ⇒ weights_M
+experience.before_logprobs_M - past_logprobs_M ⇒ past_logprobs_M - experience.before_logprobs_M
+return replace(made, old_logprobs_M=past_logprobs_M) ⇒ return made
 @ scoring/rewards.py
 = scoring/test_reward_functions.py::test_weighted_sums_leave_none_out
 math.fsum(present) if present else None ⇒ math.fsum(present)
@@ -145,15 +152,18 @@ math.fsum(present) if present else None ⇒ math.fsum(present)
 with settings_kept(f"reward function {name!r}"), time_limit(timeout): ⇒ with time_limit(timeout):
 = scoring/test_reward_functions.py::test_conversations_come_as_messages
 [dict(message) for message in p] for p in prompts] ⇒ list(p) for p in prompts]
+= scoring/test_reward_functions.py::test_a_function_cannot_harm_the_next
+"completion_ids": list(completion_ids), ⇒ "completion_ids": completion_ids,
+= scoring/test_reward_functions.py::test_two_functions_of_one_name_keep_two_metrics
+while name in names: ⇒ if name in names:
 @ hydra/gate.py
-= hydra/test_build.py::test_a_critic_that_starts_as_the_actor_has_its_adapter[hydra_ppo]
-pair.B.copy_(other.by_path[path].B) ⇒ pass
-= hydra/test_gate.py::test_nesting_restores_the_outer_call_also_after_an_error
-_local.call = previous ⇒ _local.call = None
-= hydra/test_gate.py::test_checkpointed_gradients_equal_plain_ones[False-0.0]
-self._call, self._kernels = current(), registry.effective() ⇒ self._call, self._kernels = None, registry.effective()
-= hydra/test_supports.py::test_all_words_as_a_support_are_all_words[dtype0-head_options0]
-head.softcap * torch.tanh(z / head.softcap) ⇒ torch.tanh(z / head.softcap)
+= hydra/test_gate.py::test_a_new_pair_lies_around_zero_and_no_copy_changes_its_scale
+self.alpha / math.sqrt(self.r) if self.use_rslora else self.alpha / self.r ⇒ self.alpha / self.r
+(2 * draw - 1) * bound ⇒ draw * bound
+self.requires_grad_(trainable) ⇒ pass
+if (self.config.r, self.config.scale) != (other.config.r, other.config.scale): ⇒ if self.config.r != other.config.r:
+= hydra/test_gate.py::test_two_threads_on_different_slots_at_once
+_local = threading.local() ⇒ _local = type("Local", (), {})()
 @ hydra/batch.py
 = algorithms/test_turns.py::test_given_tokens_are_none_of_the_drawn_ones
 torch.arange(at + first - 1, at + end - 1) ⇒ torch.arange(at + first - 1, at + end - 1).flip(0)
@@ -207,6 +217,8 @@ context_fn": gate.checkpoint_contexts} ⇒ context_fn": torch.utils.checkpoint.n
 = hydra/test_architectures.py::test_lora_on_the_head_acts_on_the_head_only[llama]
 HeadLora(pair.A, pair.B, slot.config.scale) ⇒ HeadLora(pair.A, pair.B, 1.0)
 @ training/update.py
+= algorithms/test_ppo.py::test_minibatches_partition
+[order[a:b] for a, b in itertools.pairwise(bounds)] ⇒ [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 = training/test_rl.py::test_a_tokenizer_without_a_padding_token_is_fine
 if epoch == 0 and number == 0: ⇒ if epoch == 0:
 = algorithms/test_ppo.py::test_the_share_of_the_value_loss_is_that_of_gradients_at_the_hidden_states
@@ -233,12 +245,12 @@ r_N - math.log(pos_weight) ⇒ r_N + math.log(pos_weight)
 @ runs/checkpoint.py
 = runs/test_checkpoint.py::test_a_crash_while_writing_leaves_the_last_checkpoint
 checkpoints[-keep:] ⇒ checkpoints[:keep]
+= runs/test_checkpoint.py::test_only_the_newest_are_kept_in_order_of_steps
+key=lambda p: int(p.name.rpartition("-")[2]) ⇒ key=lambda p: p.name
 = runs/test_checkpoint.py::test_a_folder_that_is_no_checkpoint[rlhf_engine.json]
 write_manifest(folder) ⇒ pass
 = training/test_contract.py::test_every_method_and_algorithm_goes_on_with_the_same_floats[online_dpo]
 was_exact = given["exact"] ⇒ pass
-= training/test_contract.py::test_what_an_output_folder_is_refused_for[sft-lora]
-if before is not None and before != value: ⇒ if before is not None and before > value:
 @ runs/metrics.py
 = runs/test_shown.py::test_a_full_disk_costs_the_picture_alone
 os.fsync(file.fileno())¶os.replace(beside, path) ⇒ pass¶os.replace(beside, path)
@@ -246,6 +258,8 @@ os.fsync(file.fileno())¶os.replace(beside, path) ⇒ pass¶os.replace(beside, p
 = runs/test_page_live.py::test_report_sees_whether_a_run_goes_on_there
 _lock(lock.fileno(), fcntl.LOCK_EX, output) ⇒ _lock(lock.fileno(), fcntl.LOCK_SH, output)
 @ runs/statistics.py
+= runs/test_statistics.py::test_runs_are_few_and_their_interval_is_student_s
+t.ppf(0.975, n - 1) ⇒ t.ppf(0.975, n)
 = runs/test_statistics.py::test_best_of_n_is_the_mean_over_all_sets
 math.log(n) - (n - 1) / n ⇒ math.log(n)
 math.comb(i, n - 1) / math.comb(k, n) ⇒ math.comb(i, n - 1) / math.comb(k, n - 1)
@@ -303,7 +317,9 @@ policy.holders += 1 ⇒ pass
 = policy/test_policies.py::test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_been
 policy.optimizer.load_state_tensors(origin.optimizer.state_tensors()) ⇒ pass
 self.evicted[name] = folder¶if isinstance ⇒ if isinstance
+replace(model.roles["actor"], trainable=False) ⇒ replace(model.roles["actor"], trainable=True)
 copy.backbone().slot(slot).copy_from(model.backbone().slot(slot)) ⇒ pass
+self.paused.discard(name)¶if ⇒ if
 policy.waiting = None¶fill ⇒ fill
 @ policy/thread.py
 = serve/test_endpoints.py::test_other_endpoints_stream_and_repeat_themselves_too[/inference/v1/generate]
