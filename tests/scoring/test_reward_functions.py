@@ -69,7 +69,7 @@ def test_a_function_cannot_harm_the_next() -> None:
         return [0.0] * len(prompts)
 
     assert score(vandal, length).totals == [1.0, 2.0, 3.0]
-    assert COMPLETIONS == ["a", "bb", "ccc"]
+    assert (COMPLETIONS, IDS) == (["a", "bb", "ccc"], [[1], [1, 1], [1, 1, 1]])
 
 
 def test_accepted_results() -> None:
