@@ -72,6 +72,7 @@ def test_minibatches_partition():
     generator = torch.Generator().manual_seed(0)
     parts = minibatches(10, 4, generator)
     assert sorted(i for part in parts for i in part) == list(range(10))
+    assert parts[0] != sorted(parts[0]), "answers are dealt at random"
     assert sorted(len(part) for part in parts) == [2, 2, 3, 3]
     assert len(minibatches(3, 8, generator)) == 3
 

@@ -118,3 +118,16 @@ def test_dropout_masks_do_not_depend_on_the_batch():
     torch.testing.assert_close(part.logprob, whole.logprob[rows], rtol=1e-5, atol=1e-5)
     (other,) = model(batch, (Logprobs(),), dropout_seed=2)
     assert (other.logprob - whole.logprob).abs().max() > 1e-3
+
+
+def test_a_new_pair_lies_around_zero_and_no_copy_changes_its_scale():
+    pairs = [gate.LoraPair(8, 16, 4, torch.device("cpu"), torch.float32) for _ in range(2)]
+    for pair in pairs:
+        pair.reset(torch.Generator().manual_seed(0))
+        assert -0.25 <= pair.A.min().item() < -0.2 < 0.2 < pair.A.max().item() <= 0.25
+    configs = SlotConfig(r=8, alpha=8.0), SlotConfig(r=8, alpha=8.0, use_rslora=True)
+    assert [config.scale for config in configs] == [1.0, 8 / 8**0.5]
+    one, other = (gate.AdapterSlot("s", c, {"x": p}, False) for c, p in zip(configs, pairs, strict=True))
+    assert not any(p.requires_grad for p in one.parameters())
+    with pytest.raises(ValueError, match=r"expected r=8, scale 1.0 like 's', got r=8 and scale 2.8"):
+        one.copy_from(other)

@@ -2,8 +2,8 @@
 
 A surviving bug means that the tests have a hole. The copy has the kernels, csrc and tests/kernels; its extension is
 compiled once, and for a bug in C++ only the units that it touches are compiled again. A control run of every selection
-on the untouched copy must pass, so that a failure is the bug's. `pytest -s` prints which test caught what, and its
-lane: one of every push, of the interpreter, or long.
+on the untouched copy must pass, so that a failure is the bug's. `pytest -s` prints the share of an op's bugs that is
+caught, which test caught what, and its lane: one of every push, of the interpreter, or long.
 """
 
 import collections
@@ -176,51 +176,55 @@ def tree(tmp_path_factory):
     return Tree(tmp_path_factory.mktemp("mutations") / "tree")
 
 
-@pytest.fixture(scope="module")
-def passing(tree, request):
-    """Names of the tests of this run's bugs that pass on the untouched copy; none may fail."""
+def control(tree: Tree, asked: list[Mutation]) -> set[str]:
+    """Names of the tests of bugs that pass on the untouched copy; none may fail."""
     names = set()
-    asked = [item for item in request.session.items if item.function is test_the_suite_catches]
     for interpreted in (False, True):
-        tests = {test for item in asked for test in item.callspec.params["mutation"].tests}
-        tests = {test for test in tests if test.startswith("triton/") == interpreted}
-        if not tests:
-            continue
-        status, reports, output = tree.run(sorted(tests), tree.folder / f"control_{interpreted}.jsonl")
-        assert status == 0, output[-6000:]
-        names |= {name for name, phase, outcome, *_ in reports if (phase, outcome) == ("call", "passed")}
+        tests = {test for mutation in asked for test in mutation.tests if test.startswith("triton/") == interpreted}
+        if tests:
+            report = tree.folder / f"control_{interpreted}.jsonl"
+            report.unlink(missing_ok=True)
+            status, reports, output = tree.run(sorted(tests), report)
+            assert status == 0, output[-6000:]
+            names |= {name for name, phase, outcome, *_ in reports if (phase, outcome) == ("call", "passed")}
     return names
 
 
-@pytest.fixture(scope="module")
-def table():
-    """Rows of the printed table."""
-    rows: list[tuple[str, str, str, str]] = []
-    yield rows
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print("", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), sep="\n")
-    print("caught by lane:", dict(collections.Counter(lane for _, _, lane, _ in rows)))
+def serves(mutation: Mutation) -> bool:
+    """Whether this machine has what a bug is tried on."""
+    sets = {Path(unit).stem for unit in mutation.units if Path(unit).parent.name == "variants"}
+    return (mutation.backend not in ("cpu", "cuda") or WITH_COMPILER) and not (sets and sets.isdisjoint(native.isas()))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the copy's tests run on the CPU, in the interpreter and on fibers"
 )
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_the_suite_catches(mutation, tree, passing, table, tmp_path):
-    if mutation.backend in ("cpu", "cuda") and not WITH_COMPILER:
-        pytest.skip("needs g++")
-    sets = {Path(unit).stem for unit in mutation.units if Path(unit).parent.name == "variants"}
-    if sets and sets.isdisjoint(native.isas()):
-        pytest.skip(f"this CPU has no {' or '.join(sorted(sets))}")
-    with tree.apply(mutation):
-        status, reports, output = tree.run(list(mutation.tests), tmp_path / "report.jsonl", "-x")
-    caught = [(name, phase, message, lane) for name, phase, outcome, message, lane in reports if outcome == "failed"]
-    assert status in (0, 1), f"pytest ended with {status}:\n{output[-4000:]}"
-    assert caught, f"{mutation} survives: {', '.join(mutation.tests)} pass with it"
-    for name, phase, message, _ in caught:
-        assert phase == "call", f"{name} did not get to its assertions: {message}\n{output[-4000:]}"
-        assert FAILED_NUMERICALLY.match(message), f"{name} failed for another reason: {message}\n{output[-4000:]}"
-        assert name in passing, f"{name} does not pass without the bug either"
-    name, *_, lane = caught[0]
-    table.append((f"{mutation.op}: {mutation.name}", mutation.backend, lane, name.removeprefix("tests/kernels/")))
+@pytest.mark.parametrize("op", dict.fromkeys(mutation.op for mutation in MUTATIONS))
+def test_the_suite_catches(op, tree, tmp_path, survived):
+    asked = [mutation for mutation in MUTATIONS if mutation.op == op and serves(mutation)]
+    if not asked:
+        pytest.skip("needs g++, or instruction sets that this CPU lacks")
+    passing, rows, survivors = control(tree, asked), list[tuple[str, str, str, str]](), list[str]()
+    for i, mutation in enumerate(asked):
+        with tree.apply(mutation):
+            status, reports, output = tree.run(list(mutation.tests), tmp_path / f"{i}.jsonl", "-x")
+        assert status in (0, 1), f"pytest ended with {status}:\n{output[-4000:]}"
+        caught = [
+            (name, phase, message, lane) for name, phase, outcome, message, lane in reports if outcome == "failed"
+        ]
+        if not caught:
+            survivors.append(f"{mutation} survives: {', '.join(mutation.tests)} pass with it")
+            continue
+        for name, phase, message, _ in caught:
+            assert phase == "call", f"{name} did not get to its assertions: {message}\n{output[-4000:]}"
+            assert FAILED_NUMERICALLY.match(message), f"{name} failed for another reason: {message}\n{output[-4000:]}"
+            assert name in passing, f"{name} does not pass without the bug either"
+        name, *_, lane = caught[0]
+        rows.append((f"{op}: {mutation.name}", mutation.backend, lane, name.removeprefix("tests/kernels/")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print("", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), sep="\n")
+    print("caught by lane:", dict(collections.Counter(lane for _, _, lane, _ in rows)))
+    print(f"{op}: {len(rows)} of {len(asked)} bugs are caught, {len(rows) / len(asked):.1%}", *survivors, sep="\n")
+    survived("kernel_mutants", len(asked), len(survivors))
+    assert not survivors

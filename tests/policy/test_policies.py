@@ -223,6 +223,7 @@ def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_b
     assert pool.snapshot("p0") is kept
     before = drawn(pool, "p0")
     assert kept.name == "p0@1"
+    assert not any(p.requires_grad for p in kept.model.backbone().slots.parameters())
     pool.save("p0")
     trained(pool, "p0", 2)
     trained(pool, "fork", 2)
@@ -244,7 +245,9 @@ def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_b
     assert drawn(again, "p0") == before
     trained(again, "p0", 2)
     assert drawn(again, "p0") == after
+    again.pause("p0")
     again.remove("p0")
+    assert not again.paused, "another of this name is served"
     assert "p0" not in make_pool(state=tmp_path)
     last = make_pool(state=tmp_path)
     (last.evicted["fork"] / "optimizer.safetensors").write_bytes(b"spoilt")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_engine.commands.main import main
-from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, ratio_by_prompt
+from rlhf_engine.runs.statistics import best_of_n_curve, mean_by_prompt, mean_of_runs, ratio_by_prompt
 from tests.tools.test_evaluate import write_adapter
 from tests.training.test_data import write_rows
 
@@ -31,6 +31,10 @@ def test_interval_of_a_mean_has_its_width_and_covers_what_it_should():
 def test_one_prompt_has_no_width_and_equal_values_have_none():
     assert tuple(mean_by_prompt([2.0])) == (2.0, 2.0, 2.0)
     assert tuple(mean_by_prompt([0.5] * 7)) == (0.5, 0.5, 0.5)
+
+
+def test_runs_are_few_and_their_interval_is_student_s():
+    assert mean_of_runs([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), rel=1e-5)
 
 
 def test_ratio_is_of_sums_and_not_a_mean_of_ratios():

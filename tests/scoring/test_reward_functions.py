@@ -65,10 +65,11 @@ def test_functions_get_text_ids_and_columns() -> None:
 def test_a_function_cannot_harm_the_next() -> None:
     def vandal(prompts, completions, completion_ids, **columns):
         completions.clear()
+        completion_ids.clear()
         return [0.0] * len(prompts)
 
     assert score(vandal, length).totals == [1.0, 2.0, 3.0]
-    assert COMPLETIONS == ["a", "bb", "ccc"]
+    assert (COMPLETIONS, IDS) == (["a", "bb", "ccc"], [[1], [1, 1], [1, 1, 1]])
 
 
 def test_accepted_results() -> None:
@@ -85,8 +86,9 @@ def test_accepted_results() -> None:
 
 
 def test_two_functions_of_one_name_keep_two_metrics() -> None:
-    found = score(returning([1, 1, 1]), returning([2, 2, 2]), functools.partial(length, more=1))
-    assert list(found.columns) == ["given", "given_2", "length"]
+    given = [returning([i, i, i]) for i in range(3)]
+    found = score(*given, functools.partial(length, more=1))
+    assert list(found.columns) == ["given", "given_2", "given_3", "length"]
 
 
 def test_conversations_come_as_messages() -> None:

@@ -6,12 +6,15 @@ algorithm that hands on the wrong one, or leaves one out, is found.
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import torch
 
 from rlhf_engine.algorithms.base import Algorithm, Experience, MicroBatch
 from rlhf_engine.config import TrainConfig
 from rlhf_engine.hydra import PolicyLoss
+from rlhf_engine.rollout import PromptBatch
+from rlhf_engine.scoring.experience import _kept, correct_age
 from rlhf_engine.training.rl import make_algorithm
 from tests.algorithms.fused import at_logprobs
 from tests.conftest import random_batch
@@ -218,3 +221,17 @@ def test_without_weights_every_answer_counts_as_drawn():
             scored = dataclasses.replace(SCORED, weights_M=weights)
             found.append(loss_of(*learned(config(name), scored), POLICY_M))
         assert torch.equal(*found)
+
+
+def test_answers_of_an_older_policy_are_weighed_by_the_ratio_to_it():
+    past_M = SCORED.before_logprobs_M - 0.1 * numbers(7)
+    made = correct_age(SCORED, past_M, SimpleNamespace(correction="token_truncate", off_policy_clip_max=9.0))
+    torch.testing.assert_close(made.weights_M, SCORED.weights_M * (SCORED.before_logprobs_M - past_M).exp())
+    behaviour = correct_age(SCORED, past_M, SimpleNamespace(correction="behaviour", off_policy_clip_max=9.0))
+    assert torch.equal(behaviour.old_logprobs_M, past_M)
+
+
+def test_prompts_without_enough_rewards_are_left_out():
+    prompts = PromptBatch.of([0, 1, 2], [[5]] * 3, generations=3, with_greedy=True)
+    totals = [1.0, 2.0, None, 1.0, None, 3.0, 1.0, 2.0, 3.0]  # the greedy one, too few, whole
+    assert _kept(totals, prompts, least=2) == [4, 5]
