@@ -17,7 +17,7 @@ from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
 from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.io import LineFile, json_digest
+from rlhf_engine.io import LineFile, json_digest, read_text
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect
@@ -267,12 +267,4 @@ def read_prompts(config: GenerateConfig, tally: Tally) -> list[Row]:
 
 def _text_of(name: str) -> str:
     """Standard input or a text file."""
-    if name == "-":
-        return sys.stdin.read()
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"prompt_file: expected a file, got {name!r} which is not one")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt_file: expected text in UTF-8 in {name!r}, got {error}") from error
+    return sys.stdin.read() if name == "-" else read_text(name, "prompt_file")

@@ -454,7 +454,7 @@ def test_prompt_files(capsys, model, tmp_path):
     assert f"{text}:4: expected at most 4 tokens (max_prompt_length), got" in line
     text.write_text("\n \n")
     assert "prompt_file: expected at least one prompt in" in refused(capsys, *common, str(text))
-    assert "prompt_file: expected a file, got" in refused(capsys, *common, str(tmp_path / "none"))
+    assert "prompt_file: expected a text file, got" in refused(capsys, *common, str(tmp_path / "none"))
     assert "prompt: expected text, got an empty prompt at place 0" in refused(capsys, *common[:-1], "--prompt", " ")
 
 
