@@ -6,6 +6,7 @@ of a file. The other tables are written by hand. `{name}` in them is a file or a
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
@@ -109,205 +110,158 @@ def option_rows() -> Iterator[Bad]:
             yield Bad("flags", (command, f"--{field.name}zz=1"), (f"unknown option --{field.name}zz",))
 
 
-def _both(command: str, words: str, *named: str) -> Bad:
-    return Bad("flags", (command, *words.split()), named)
+def rows_of(table: str) -> Iterator[tuple[bytes, tuple[str, ...]]]:
+    """Rows of a text, `given => text | text` between double semicolons or line ends: what is given, texts to name."""
+    for row in table.strip("\n").replace("\n", " ;; ").split(" ;; "):
+        given, named = row.rsplit(" => ", 1)
+        yield codecs.escape_decode(given.encode())[0], tuple(named.split(" | "))
 
 
-FLAGS = [  # command, the option that is given in place of the complete command's, its value; options that do not fit
-    *(_both("train", words, name + ":", "expected", "got") for words, name in (
-        ("--beta 0 --kl_target 3", "beta"), ("--algorithm grpo --gamma 0.5", "gamma"),
-        ("--cliprange 1 2 3", "cliprange"),
-        ("--generation_batch_size 7 --num_mini_batches 2", "generation_batch_size"), ("--async sideways", "async_mode"),
-        ("--algorithm reinforce --beta 2", "beta"), ("--algorithm online_dpo --beta 0", "beta"),
-        ("--algorithm grpo --loss_type ipo", "loss_type"), ("--algorithm cispo --cliprange 0.1 0.2", "cliprange"),
-        ("--delta 1.1", "delta"), ("--advantage_level turn", "advantage_level"), ("--warmup_steps 200", "warmup_steps"),
-        ("--reward_weights 1 2", "reward_weights"), ("--missing_eos_penalty -1", "missing_eos_penalty"),
-        ("--missing_eos_penalty =nan", "missing_eos_penalty"), ("--max_turns 3", "max_turns"),
-        ("--truncation keep_start", "truncation"), ("--eval_steps 3", "eval_steps"),
-        ("--kv_cache_memory much", "kv_cache_memory"),
-        ("--eval_dataset_name 1.5", "eval_dataset_name"), ("--max_bad_rows 2.5", "max_bad_rows"),
-        ("--report_to paper", "report_to"), ("--max_staleness 2", "max_staleness"),
-        ("--off_policy_correction behaviour", "off_policy_correction"),
-        ("--method dynamic_lora_ppo --reward_funcs math", "method"),
-        ("--method full_ppo --quantization 4bit", "quantization"), ("--vllm_adapter_dir a", "vllm_adapter_dir"),
-        ("--vllm_server_base_url http://a,,http://b", "vllm_server_base_url"),
-        ("--optim adafactor --adam_epsilon 0.1", "adam_epsilon"),
-        ("--algorithm grpo --critic_learning_rate 0.1", "critic_learning_rate"), ("--push_to_hub a/b/c", "push_to_hub"),
-        ("--method dynamic_lora_ppo --critic_init actor", "critic_init"), ("--dry_run --async replay", "dry_run"),
-    )),
-    *(_both(command, words, name + ":", "expected", "got") for command, words, name in (
-        ("sft", "--lora_dropout 1.0", "lora_dropout"), ("reward", "--truncation both", "truncation"),
-        ("reward", "--group_column a", "group_column"),
-        ("reward", "--metric_for_best_model auc", "metric_for_best_model"),
-        ("generate", "--resume", "resume"), ("generate", "--min_completion_length 99", "min_completion_length"),
-        ("generate", "--prompt_file a", "prompt_file"), ("generate", "--greedy --num_generations 2", "num_generations"),
-        ("generate", "--reward_model_path a", "reward_model_path"), ("generate", "--best_of 2 --greedy", "greedy"),
-        ("serve", "--host 0.0.0.0", "api_key_file"), ("serve", "--adapters a=b a=c", "adapters"),
-        ("serve", "--adapters a", "adapters"),
-        ("evaluate", "--judge reward", "judge"), ("evaluate", "--judge http://a", "judge_model"),
-        ("evaluate", "--judge_model a", "judge_model"),
-        ("evaluate", "--reward_model_path a --reward_funcs math", "reward_model_path"),
-        ("plan", "--gpu big", "gpu"), ("plan", "--gpu 0GB", "gpu"),
-        ("plan", "--batch 7 --num_generations 2", "generation_batch_size"),
-        ("plan", "--processes 4 --batch 2", "generation_batch_size"),
-        ("plan", "--processes 2 --method full_ppo", "method"),
-        ("export", "--private", "private"), ("init", "--model_name_or_path a", "model_name_or_path"),
-        ("bench", "--rounds 4", "rounds"),
-    )),
-    _both("sft", "--full", "mode: given twice"), _both("sft", "--beta 1", "unknown option --beta"),
-    _both("sft", "loose", "output_dir: expected", "loose"), _both("train", "--max_steps", "max_steps: needs a value"),
-    _both("train", "--max_steps 3 --max_steps 4", "max_steps: given twice"),
-    _both("train", "--no_dry_run 1", "no_dry_run: expected no value"),
-    _both("train", "--config", "config: needs a value"),
-    _both("train", "--config {none}", "config: expected", "{none}"),
-    _both("train", "--config {folder}", "config: expected", "{folder}"),
-    _both("train", "--config a b", "config: expected"),
-    _both("train", "--", "unknown option"), _both("train", "--=3", "unknown option"),
-    _both("train", "-x", "output_dir: expected", "-x"),
-    _both("demo", "--seed -1", "seed: expected"), _both("doctor", "--json maybe", "json: expected"),
+FLAGS = r"""
+sft --lora_dropout 1.0 => lora_dropout: ;; sft --full => mode: given twice ;; sft --beta 1 => unknown option --beta
+sft loose => output_dir: expected | loose ;; reward --truncation both => truncation:
+reward --group_column a => group_column: ;; reward --metric_for_best_model auc => metric_for_best_model:
+generate --resume => resume: ;; generate --min_completion_length 99 => min_completion_length:
+generate --prompt_file a => prompt_file: ;; generate --greedy --num_generations 2 => num_generations:
+generate --reward_model_path a => reward_model_path: ;; generate --best_of 2 --greedy => greedy:
+serve --host 0.0.0.0 => api_key_file: ;; serve --adapters a=b a=c => adapters: ;; serve --adapters a => adapters:
+evaluate --judge reward => judge: ;; evaluate --judge http://a => judge_model:
+evaluate --judge_model a => judge_model: ;; evaluate --reward_model_path a --reward_funcs math => reward_model_path:
+plan --gpu big => gpu: ;; plan --gpu 0GB => gpu: ;; plan --batch 7 --num_generations 2 => generation_batch_size:
+plan --processes 4 --batch 2 => generation_batch_size: ;; plan --processes 2 --method full_ppo => method:
+export --private => private: ;; init --model_name_or_path a => model_name_or_path: ;; bench --rounds 4 => rounds:
+demo --seed -1 => seed: expected ;; doctor --json maybe => json: expected ;; train --beta 0 --kl_target 3 => beta:
+train --algorithm grpo --gamma 0.5 => gamma: ;; train --cliprange 1 2 3 => cliprange:
+train --generation_batch_size 7 --num_mini_batches 2 => generation_batch_size: ;; train --async sideways => async_mode:
+train --algorithm reinforce --beta 2 => beta: ;; train --algorithm online_dpo --beta 0 => beta:
+train --algorithm grpo --loss_type ipo => loss_type: ;; train --algorithm cispo --cliprange 0.1 0.2 => cliprange:
+train --delta 1.1 => delta: ;; train --advantage_level turn => advantage_level:
+train --warmup_steps 200 => warmup_steps: ;; train --reward_weights 1 2 => reward_weights:
+train --missing_eos_penalty -1 => missing_eos_penalty: ;; train --missing_eos_penalty =nan => missing_eos_penalty:
+train --max_turns 3 => max_turns: ;; train --truncation keep_start => truncation:
+train --eval_steps 3 => eval_steps: ;; train --kv_cache_memory much => kv_cache_memory:
+train --eval_dataset_name 1.5 => eval_dataset_name: ;; train --max_bad_rows 2.5 => max_bad_rows:
+train --report_to paper => report_to: ;; train --max_staleness 2 => max_staleness:
+train --off_policy_correction behaviour => off_policy_correction:
+train --method dynamic_lora_ppo --reward_funcs math => method:
+train --method full_ppo --quantization 4bit => quantization: ;; train --vllm_adapter_dir a => vllm_adapter_dir:
+train --vllm_server_base_url http://a,,http://b => vllm_server_base_url:
+train --optim adafactor --adam_epsilon 0.1 => adam_epsilon:
+train --algorithm grpo --critic_learning_rate 0.1 => critic_learning_rate: ;; train --push_to_hub a/b/c => push_to_hub:
+train --method dynamic_lora_ppo --critic_init actor => critic_init: ;; train --dry_run --async replay => dry_run:
+train --max_steps => max_steps: needs a value ;; train --max_steps 3 --max_steps 4 => max_steps: given twice
+train --no_dry_run 1 => no_dry_run: expected no value ;; train --config => config: needs a value
+train --config {none} => config: expected | {none} ;; train --config {folder} => config: expected | {folder}
+train --config a b => config: expected ;; train -- => unknown option ;; train --=3 => unknown option
+train -x => output_dir: expected | -x
+"""  # command and its options; those that the complete command has are replaced
+YAML = r"""
+beta: 0.1\nbeta: 0.2 => each key once | 'beta' | lines 1 and 2 ;; beta: [ => is not valid YAML
+- a\n- b => expected `name: value` lines, got a list ;; just text => got a str ;; 7 => got a int
+a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nmax_steps: *c => unknown key in | a
+max_steps: *nobody => is not valid YAML | nobody ;; seed: &a [*a] => seed: expected an integer
+max_steps: !!python/object/apply:os.system [ls] => is not valid YAML | python
+max_steps: !!python/name:os.system => is not valid YAML | python ;; seed: !!binary aGk= => seed: expected an integer
+seed: 2001-01-01 => seed: expected an integer ;; seed: 1e3 => seed: expected an integer
+beta: .nan => beta: expected | nan ;; beta: .inf => beta: expected | inf
+beta: much => beta: expected a number, got 'much' ;; beta: '1_0' => beta: expected a number
+max_steps: 9999999999999999999999 => max_steps: expected ;; max_steps: 99999999999 => max_steps: expected an integer <=
+? [a, b]\n: 1 => is not valid YAML ;; 1: 2 => unknown key in | 1 ;; ~: 2 => unknown key in | None
+<<: 3 => is not valid YAML ;; bata: 1 => unknown key in | did you mean beta?
+async-mode: off\nasync: off => async_mode: given twice ;; dry_run: 'yes' => dry_run: expected true or false, got 'yes'
+dry_run: 1 => dry_run: expected true or false, got 1 ;; grpo: 3 => section 'grpo' | got 3
+grpo: {algorithm: ppo} => expected algorithm outside of section ;; grpo: {bata: 1} => section 'grpo' | beta
+chat_template_kwargs: [1] => chat_template_kwargs: expected a JSON object
+chat_template_kwargs: {1: 2} => chat_template_kwargs: expected
+reward_funcs: [] => reward_funcs: expected something that is not empty ;; reward_funcs: [7] => reward_funcs: expected
+reward_funcs: [''] => reward_funcs: expected something that is not empty ;; device: tpu => device: expected auto, cpu
+system_prompt: [a] => system_prompt: expected a string ;; config: other.yaml => unknown key | config
+help: true => unknown key ;; beta: 0.1\n\x09gamma: 1 => is not valid YAML ;; beta: 1\n---\nbeta: 2 => is not valid YAML
+%YAML 9.9\n---\nbeta: 1 => is not valid YAML ;; beta: \xff => is not valid YAML | utf-8
+\x00\x01 => is not valid YAML ;; \xff\xfeb\x00 => is not valid YAML ;; beta: \x07 => is not valid YAML
+lr: 1e-3 => unknown key in | learning_rate ;; output_dir: '' => output_dir: expected something
+output_dir: "a\\0b" => output_dir: expected ;; learning_rate: 1e400 => learning_rate: expected
+cliprange: [0.1, x] => cliprange: expected ;; cliprange: [-0.1] => cliprange: expected
+"""  # a config file of train
+GRIDS = r"""
+ => missing required option | grid ;; grid: {} => grid: expected an axis ;; grid: 3 => grid: expected a JSON object
+grid: {seed: 3} => grid.seed: expected a list of values, got 3 ;; grid: {seed: []} => grid.seed: expected a list
+grid: {sead: [1]} => sead | seed ;; grid: {seed: [x]} => seed: expected an integer
+grid: {seed: [1, 1]} => name of its own ;; grid: {seed: [1]}\nflags: 3 => flags: expected
+grid: {seed: [1]}\nflags: {bata: 1} => bata | beta
+grid: {seed: [1]}\nflags: {output_dir: a} => output_dir: expected it unset
+grid: {seed: [1]}\nwith: {seed: {2: {beta: 1}}} => with.seed: expected values of the grid
+grid: {seed: [1]}\nruns_at_once: 0 => runs_at_once: expected an integer or none >= 1
+grid: {seed: [1]}\nhalving: {at: [3, 2], by: reward} => at: expected steps above 0 that increase
+grid: {seed: [1]}\nhalving: {at: [1]} => by ;; grid: {seed: [1]}\nhalving: {at: [1], by: a, keep: 1} => keep: expected
+grid: {seed: [true]} => seed: expected an integer | True
+grid: {dtype: [float32, bfloat16]} => dtype: expected one value
+grid: {seed: [1]}\ngrid: {seed: [2]} => each key once ;; [ => is not valid YAML ;; a => got a str
+grid: {seed: [1]}\nmore: 1 => unknown key | more ;; grid: {async: [ray]} => async_mode: expected a run in this process
+grid: {report_to: [wandb]} => report_to: expected tensorboard ;; grid: {dry_run: [true]} => dry_run: expected it unset
+grid: {vllm_server_base_url: ['http://a']} => vllm_server_base_url: expected it unset
+grid: {output_dir: [a]} => output_dir: expected it unset ;; grid: {[1]: 2} => not valid YAML
+grid: {beta: [.nan]} => beta: expected | nan ;; grid: {config: [nowhere.yaml]} => config
+"""
+ROW, REST = b'{"prompt": "red cat", "chosen": ', b', "rejected": "sea"}'  # `<` and `>` in these
+DATA = r"""
+rows.jsonl {"text": 5} => expected
+reward rows.jsonl {"prompt": "a", "completion": "b", "label": "maybe"} => expected
+rows.json { => rows.json: expected JSON in UTF-8 ;; rows.json {} => expected a list of objects, got dict
+rows.json <"sun">\n<"sun"> => called .jsonl ;; rows.json [1] => row 0: expected a JSON object
+rows.json [] => at least one row ;; rows.csv  => at least one row
+rows.csv prompt,prompt\na,b\n => a column name twice ;; rows.csv prompt,completion\n"a => expected CSV in UTF-8
+rows.csv prompt,completion\na\n => :2: expected the 2 columns ;; rows.csv \xff => expected CSV in UTF-8
+rows.jsonl.gz <"sun"> => expected whole gzip data ;; rows.jsonl.gz \x1f\x8b\x08 => expected whole gzip data
+rows.parquet PAR1 => expected a Parquet file ;; rows.parquet  => expected a Parquet file
+rows.txt red cat\n => :1: expected a JSON object ;; rows.py import os => :1: expected
+rows.pkl \x80\x04K\x01. => expected ;; pairs  => at least one row | got none ;; pairs \n \n => at least one row
+pairs \xff\xfe{ => :1: expected JSON in UTF-8 ;; pairs <"sun", "rejected": "se => :1: expected a JSON object
+pairs <"sun"><"sun"> => :1: expected a JSON object | Extra data
+pairs \xef\xbb\xbf\xef\xbb\xbf<"sun"> => :1: expected a JSON object ;; pairs <"sun">\n[1] => :2: expected a JSON object
+pairs 7 => expected ;; pairs {"prompt": "a"} => expected the columns | prompt
+pairs {"a": 1} => expected the columns | 'a' ;; pairs {} => expected the columns
+pairs <7> => :1: expected a string | 'chosen' ;; pairs <null> => chosen
+pairs <""> => :1: expected text in column 'chosen' ;; pairs <NaN> => :1: expected | nan
+pairs <1e999> => :1: expected | inf ;; pairs <["a"]> => :1: expected messages
+pairs <"\\ud800"> => :1: expected Unicode text in column 'chosen' | surrogate
+pairs {"prompt": "b", "prompt": "red cat", "chosen": "sun"> => :1: expected every column once | 'prompt' twice
+pairs <[{"role": 1, "content": "a"}]> => :1: expected ;; pairs <[{"role": "user", "content": "a"}]> => :1: expected
+pairs {"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"} => :1: expected a string as content
+pairs {"chosen": "abc", "rejected": "xyz"} => :1: expected chosen and rejected with one prompt
+pairs {"prompt": "a", "completion": {}} => expected
+pairs <"sun", "rejected": "sea", "margin": "x"} => :1: expected | margin
+pairs <"sun", "rejected": "sea", "margin": NaN} => :1: expected | margin ;; pairs {"messages": []} => expected
+pairs {"messages": [{"role": "assistant", "content": null}]} => expected ;; pairs {"messages": "red"} => expected
+pairs {"conversations": [1]} => expected ;; prompts  => at least one row
+prompts {"prompt": ""} => :1: expected text in column 'prompt' ;; prompts {"prompt": 3} => :1: expected a string
+prompts {"question": "a"} => expected the columns
+prompts {"prompt": [{"role": "user", "content": "a"}]} => chat template
+prompts {"prompt": "\\udc00"} => :1: expected Unicode text
+prompts {"prompt": "a", "prompt": "b"} => every column once
+prompts {"prompt": "a"}\n{"prompt" => :2: expected a JSON object ;; prompts {"prompt": []} => :1: expected text
+prompts null => expected
+"""  # pairs and prompts are rows.jsonl of sft and reward, and of train
+RED = b'{"prompt": "' + b"red " * 99
+LONG = [
+    ("pairs", b"\x00" * 300, ":1: expected a JSON object"), ("pairs", b"[" * 50_000, ":1: expected a JSON object"),
+    ("pairs", ROW + b"9" * 5000 + REST, ":1: expected"),
+    ("pairs", RED + b'", "chosen": "sun"' + REST, "expected at most"),
+    ("prompts", RED + b'"}', "expected at most"), ("rows.json", b"[" * 99_999, "expected JSON in UTF-8"),
 ]  # fmt: skip
 
-YAML = [  # text of a config file of train
-    Bad("text", text, named) for text, named in (
-        ("beta: 0.1\nbeta: 0.2", ("each key once", "'beta'", "lines 1 and 2")), ("beta: [", ("is not valid YAML",)),
-        ("- a\n- b", ("expected `name: value` lines, got a list",)), ("just text", ("got a str",)),
-        ("7", ("got a int",)),
-        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nmax_steps: *c", ("unknown key in", "a")),
-        ("max_steps: " + "&a " + "[" * 2000, ("is not valid YAML",)),
-        ("max_steps: *nobody", ("is not valid YAML", "nobody")),
-        ("seed: &a [*a]", ("seed: expected an integer",)),
-        ("max_steps: !!python/object/apply:os.system [ls]", ("is not valid YAML", "python")),
-        ("max_steps: !!python/name:os.system", ("is not valid YAML", "python")),
-        ("seed: !!binary aGk=", ("seed: expected an integer",)),
-        ("seed: 2001-01-01", ("seed: expected an integer",)), ("seed: 0x", ("seed: expected an integer",)),
-        ("seed: true", ("seed: expected an integer", "True")),
-        ("seed: 1e3", ("seed: expected an integer",)), ("seed: ~", ("seed: expected an integer", "None")),
-        ("beta: .nan", ("beta: expected", "nan")),
-        ("beta: .inf", ("beta: expected", "inf")), ("beta: much", ("beta: expected a number, got 'much'",)),
-        ("beta: '1_0'", ("beta: expected a number",)),
-        ("max_steps: 9999999999999999999999", ("max_steps: expected",)),
-        ("max_steps: 99999999999", ("max_steps: expected an integer <=",)),
-        ("? [a, b]\n: 1", ("is not valid YAML",)), ("1: 2", ("unknown key in", "1")),
-        ("~: 2", ("unknown key in", "None")), ("<<: 3", ("is not valid YAML",)),
-        ("bata: 1", ("unknown key in", "did you mean beta?")),
-        ("async-mode: off\nasync: off", ("async_mode: given twice",)),
-        ("dry_run: 'yes'", ("dry_run: expected true or false, got 'yes'",)),
-        ("dry_run: 1", ("dry_run: expected true or false, got 1",)),
-        ("grpo: 3", ("section 'grpo'", "got 3")),
-        ("grpo: {algorithm: ppo}", ("expected algorithm outside of section",)),
-        ("grpo: {bata: 1}", ("section 'grpo'", "beta")),
-        ("chat_template_kwargs: [1]", ("chat_template_kwargs: expected a JSON object",)),
-        ("chat_template_kwargs: {1: 2}", ("chat_template_kwargs: expected",)),
-        ("reward_funcs: []", ("reward_funcs: expected something that is not empty",)),
-        ("reward_funcs: [7]", ("reward_funcs: expected",)),
-        ("reward_funcs: ['']", ("reward_funcs: expected something that is not empty",)),
-        ("device: tpu", ("device: expected auto, cpu",)),
-        ("system_prompt: [a]", ("system_prompt: expected a string",)),
-        ("config: other.yaml", ("unknown key", "config")), ("help: true", ("unknown key",)),
-        ("beta: 0.1\n\tgamma: 1", ("is not valid YAML",)), ("beta: 1\n---\nbeta: 2", ("is not valid YAML",)),
-        ("%YAML 9.9\n---\nbeta: 1", ("is not valid YAML",)),
-        (b"beta: \xff", ("is not valid YAML", "utf-8")), (b"\x00\x01", ("is not valid YAML",)),
-        (b"\xff\xfeb\x00", ("is not valid YAML",)), ("beta: \x07", ("is not valid YAML",)),
-        ("lr: 1e-3", ("unknown key in", "learning_rate")), ("output_dir: ''", ("output_dir: expected something",)),
-        ("output_dir: \"a\\0b\"", ("output_dir: expected",)),
-        ("learning_rate: 1e400", ("learning_rate: expected",)), ("cliprange: [0.1, x]", ("cliprange: expected",)),
-        ("cliprange: [-0.1]", ("cliprange: expected",)),
-    )
-]  # fmt: skip
 
-ROW = b'{"prompt": "red cat", "chosen": "sun", "rejected": "sea"}'
-DATA = [  # commands, name of the file, its bytes, what is named
-    *((command, "rows.jsonl", content, named) for command in ("sft", "reward") for content, named in (
-        (b"", ("at least one row", "got none")), (b"\n \n", ("at least one row",)),
-        (b"\x00" * 300, (":1: expected a JSON object",)),
-        (b"\xff\xfe{", (":1: expected JSON in UTF-8",)), (ROW[:-3], (":1: expected a JSON object",)),
-        (ROW + ROW, (":1: expected a JSON object", "Extra data")),
-        (b'\xef\xbb\xbf\xef\xbb\xbf' + ROW, (":1: expected a JSON object",)),
-        (ROW + b"\n[1]", (":2: expected a JSON object",)), (b"7", ("expected",)),
-        (b'{"prompt": "a"}', ("expected the columns", "prompt")), (b'{"a": 1}', ("expected the columns", "'a'")),
-        (b"{}", ("expected the columns",)),
-        (ROW.replace(b'"sun"', b"7"), (":1: expected a string", "'chosen'")), (ROW.replace(b'"sun"', b"null"),
-        ("chosen",)),
-        (ROW.replace(b'"sun"', b'""'), (":1: expected text in column 'chosen'",)), (ROW.replace(b'"sun"', b"NaN"),
-        (":1: expected", "nan")),
-        (ROW.replace(b'"sun"', b"1e999"), (":1: expected", "inf")), (ROW.replace(b'"sun"', b'["a"]'),
-        (":1: expected messages",)),
-        (ROW.replace(b"sun", b"\\ud800"), (":1: expected Unicode text in column 'chosen'", "surrogate")),
-        (ROW.replace(b'"sun"', b"9" * 5000), (":1: expected",)),
-        (ROW.replace(b'{', b'{"prompt": "b", ', 1), (":1: expected every column once", "'prompt' twice")),
-        (b"[" * 50_000, (":1: expected a JSON object",)),
-        (ROW.replace(b'"sun"', b'[{"role": 1, "content": "a"}]'), (":1: expected",)),
-        (ROW.replace(b'"sun"', b'[{"role": "user", "content": "a"}]'), (":1: expected",)),
-        (b'{"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}', (":1: expected a string as content",)),
-        (b'{"chosen": "abc", "rejected": "xyz"}', (":1: expected chosen and rejected with one prompt",)),
-        (b'{"prompt": "a", "completion": {}}', ("expected",)),
-        (b'{"prompt": "' + b"red " * 99 + b'", "chosen": "sun", "rejected": "sea"}', (":1:", "expected at most", "tokens")),
-        (ROW.replace(b"}", b', "margin": "x"}'), (":1: expected", "margin")), (ROW.replace(b"}", b', "margin": NaN}'),
-        (":1: expected", "margin")),
-        (b'{"messages": []}', ("expected",)),
-        (b'{"messages": [{"role": "assistant", "content": null}]}', ("expected",)),
-        (b'{"messages": "red"}', ("expected",)),
-        (b'{"conversations": [1]}', ("expected",)),
-        (b'{"prompt": "a", "completion": "b", "label": "maybe"}', ("expected",)) if command == "reward" else (b'{"text": 5}', ("expected",)),
-    )),
-    *(("train", "rows.jsonl", content, named) for content, named in (
-        (b"", ("at least one row",)), (b'{"prompt": ""}', (":1: expected text in column 'prompt'",)),
-        (b'{"prompt": 3}', (":1: expected a string",)), (b'{"question": "a"}', ("expected the columns",)),
-        (b'{"prompt": [{"role": "user", "content": "a"}]}', ("chat template",)),
-        (b'{"prompt": "\\udc00"}', (":1: expected Unicode text",)),
-        (b'{"prompt": "a", "prompt": "b"}', ("every column once",)),
-        (b'{"prompt": "a"}\n{"prompt"', (":2: expected a JSON object",)),
-        (b'{"prompt": "' + b"red " * 99 + b'"}', (":1:", "expected at most")),
-        (b'{"prompt": []}', (":1: expected text",)), (b"null", ("expected",)),
-    )),
-    *(("sft", name, content, named) for name, content, named in (
-        ("rows.json", b"{", ("rows.json: expected JSON in UTF-8",)),
-        ("rows.json", b"{}", ("expected a list of objects, got dict",)),
-        ("rows.json", ROW + b"\n" + ROW, ("called .jsonl",)),
-        ("rows.json", b"[1]", ("row 0: expected a JSON object",)), ("rows.json", b"[]", ("at least one row",)),
-        ("rows.json", b"[" * 99_999, ("expected JSON in UTF-8",)),
-        ("rows.csv", b"", ("at least one row",)), ("rows.csv", b"prompt,prompt\na,b\n", ("a column name twice",)),
-        ("rows.csv", b'prompt,completion\n"a', ("expected CSV in UTF-8",)),
-        ("rows.csv", b"prompt,completion\na\n", (":2: expected the 2 columns",)),
-        ("rows.csv", b"\xff", ("expected CSV in UTF-8",)),
-        ("rows.jsonl.gz", ROW, ("expected whole gzip data",)),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08", ("expected whole gzip data",)),
-        ("rows.parquet", b"PAR1", ("expected a Parquet file",)),
-        ("rows.parquet", b"", ("expected a Parquet file",)),
-        ("rows.txt", b"red cat\n", (":1: expected a JSON object",)), ("rows.py", b"import os", (":1: expected",)),
-        ("rows.pkl", b"\x80\x04K\x01.", ("expected",)),
-    )),
-]  # fmt: skip
+def data_rows() -> Iterator[tuple[str, str, bytes, tuple[str, ...]]]:
+    """Command, name of its data file, the bytes in it, and what is named."""
+    short = [(*given.partition(b" ")[::2], named) for given, named in rows_of(DATA)]
+    for head, content, named in [*short, *((head.encode(), content, (named,)) for head, content, named in LONG)]:
+        commands = {"pairs": ("sft", "reward"), "prompts": ("train",)}.get(head.decode(), ("sft",))
+        name = head.decode() if b"." in head else "rows.jsonl"
+        for command in commands:
+            yield command, name, content.replace(b"<", ROW).replace(b">", REST), named
 
-GRIDS = [  # text of a grid file, what is named
-    ("", ("missing required option", "grid")), ("grid: {}", ("grid: expected an axis",)),
-    ("grid: 3", ("grid: expected a JSON object",)),
-    ("grid: {seed: 3}", ("grid.seed: expected a list of values, got 3",)),
-    ("grid: {seed: []}", ("grid.seed: expected a list",)), ("grid: {sead: [1]}", ("sead", "seed")),
-    ("grid: {seed: [x]}", ("seed: expected an integer",)), ("grid: {seed: [1, 1]}", ("name of its own",)),
-    ("grid: {seed: [1]}\nflags: 3", ("flags: expected",)), ("grid: {seed: [1]}\nflags: {bata: 1}", ("bata", "beta")),
-    ("grid: {seed: [1]}\nflags: {output_dir: a}", ("output_dir: expected it unset",)),
-    ("grid: {seed: [1]}\nwith: {seed: {2: {beta: 1}}}", ("with.seed: expected values of the grid",)),
-    ("grid: {seed: [1]}\nruns_at_once: 0", ("runs_at_once: expected an integer or none >= 1",)),
-    ("grid: {seed: [1]}\nhalving: {at: [3, 2], by: reward}", ("at: expected steps above 0 that increase",)),
-    ("grid: {seed: [1]}\nhalving: {at: [1]}", ("by",)),
-    ("grid: {seed: [1]}\nhalving: {at: [1], by: a, keep: 1}", ("keep: expected",)),
-    ("grid: {seed: [true]}", ("seed: expected an integer", "True")),
-    ("grid: {dtype: [float32, bfloat16]}", ("dtype: expected one value",)),
-    ("grid: {seed: [1]}\ngrid: {seed: [2]}", ("each key once",)), ("[", ("is not valid YAML",)), ("a", ("got a str",)),
-    ("grid: {seed: [1]}\nmore: 1", ("unknown key", "more")),
-    ("grid: {async: [ray]}", ("async_mode: expected a run in this process",)),
-    ("grid: {report_to: [wandb]}", ("report_to: expected tensorboard",)),
-    ("grid: {dry_run: [true]}", ("dry_run: expected it unset",)),
-    ("grid: {vllm_server_base_url: ['http://a']}", ("vllm_server_base_url: expected it unset",)),
-    ("grid: {output_dir: [a]}", ("output_dir: expected it unset",)), ("grid: {[1]: 2}", ("not valid YAML",)),
-    ("grid: {beta: [.nan]}", ("beta: expected", "nan")), ("grid: {config: [nowhere.yaml]}", ("config",)),
-]  # fmt: skip
 
-PLACES = {  # what an option names is none of these, each of which is there
-    "a_fifo": "waits for a writer", "a_folder": "empty", "a_link": "to nothing", "a_socket": "of nobody", "/dev/zero": "no end",
-    "empty": "no byte", "binary": "random bytes",
-}  # fmt: skip
+PLACES = ("a_fifo", "a_folder", "a_link", "a_socket", "/dev/zero", "empty", "binary")
 NAMERS = [  # command, its option that names a file or folder, places that would be right or are tried elsewhere
     ("sft", "dataset_name", ()), ("train", "config", ("empty",)), ("sweep", "grid", ()),
     ("generate", "prompt_file", ()),
@@ -350,16 +304,18 @@ PYTHON: list[tuple[Callable[[World], Any], str]] = [  # a call, and the argument
         {"dropout": 1.0}, {"dropout": -0.1}, {"dropout": NAN}, {"target_modules": ()},
     )),
     *((lambda w, o=o: RoleSpec(**o), next(iter(o))) for o in (
-        {"slot": ""}, {"slot": "../x"}, {"slot": "a b"}, {"slot": 7}, {"head": "v.w"}, {"head": "/"}, {"backbone": "a/b"}, {"backbone": ""},
+        {"slot": ""}, {"slot": "../x"}, {"slot": "a b"}, {"slot": 7}, {"head": "v.w"}, {"head": "/"},
+        {"backbone": "a/b"}, {"backbone": ""},
     )),
     *((lambda w, o=o: _how(**o), next(iter(o))) for o in (
-        {"max_completion_length": 0}, {"max_completion_length": 1.5}, {"min_completion_length": -1}, {"temperature": 0.0}, {"temperature": NAN},
-        {"temperature": INF}, {"top_k": 0}, {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN}, {"min_p": 0.0}, {"min_p": 2.0},
+        {"max_completion_length": 0}, {"max_completion_length": 1.5}, {"min_completion_length": -1},
+        {"temperature": 0.0}, {"temperature": NAN},
+        {"temperature": INF}, {"top_k": 0}, {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN},
+        {"min_p": 0.0}, {"min_p": 2.0},
         {"stop": ("",)}, {"seed": 1.5},
     )),
     *((lambda w, p=p, c=c: PackedBatch.from_lists(p, c), named) for p, c, named in (
         ([[3], []], [[4], [5]], "prompts[1]"), ([[3]], [[4], [5]], "completions"), ([[3.5]], [[4]], "prompts"),
-       
     )),
     *((lambda w, i=i: w.batch.select(i), "indices") for i in ([],)),
     *((lambda w, r=r: w.model.score(w.batch, r), "role") for r in (("teacher",), (), (7,))),
@@ -376,22 +332,29 @@ PYTHON: list[tuple[Callable[[World], Any], str]] = [  # a call, and the argument
     (lambda w: HydraModel.from_pretrained(w.places["model"], roles=hydra_roles(), token_budget=0), "token_budget"),
     (lambda w: HydraModel.from_pretrained(w.places["model"], roles=hydra_roles(), slots={"x": SlotConfig()}), "slots"),
     (lambda w: hydra_roles("ppo2"), "method"),
-    *((_draw(o), next(iter(o))) for o in ({"eos_token_ids": (61,)}, {"eos_token_ids": (-1,)}, {"stop": ("a",), "eos_token_ids": ()}, {"max_completion_length": 999})),
+    *((_draw(o), next(iter(o))) for o in ({"eos_token_ids": (61,)}, {"eos_token_ids": (-1,)},
+    {"stop": ("a",), "eos_token_ids": ()}, {"max_completion_length": 999})),
     (lambda w: w.engine.submit([], _how()), "prompts"), (_draw({}, prompt=()), "prompt"),
     *((_draw({}, **o), next(iter(o))) for o in (
-        {"role": "critic"}, {"role": "teacher"}, {"weights": "old"}, {"prompt": (61,)}, {"prompt": (-1,)}, {"max_completion_length": 0}, {"temperature": NAN}, {"top_k": 0},
+        {"role": "critic"}, {"role": "teacher"}, {"weights": "old"}, {"prompt": (61,)}, {"prompt": (-1,)},
+        {"max_completion_length": 0}, {"temperature": NAN}, {"top_k": 0},
     )),
-    (lambda w: w.engine.cancel(99), "number"), *((lambda w, o=o: EngineOptions(**o), next(iter(o))) for o in ({"max_rows": 0}, {"cache_bytes": -1})),
-    *((lambda w, n=n: w.pool.add(n, slots={"actor": SlotConfig()}), "name") for n in ("", "../x", "a/b", "one", "x" * 101, ".a")),
-    *((lambda w, f=f: getattr(w.pool, f)("nobody"), "policy") for f in ("get", "hold", "remove", "save", "evict", "restore", "snapshot")),
+    (lambda w: w.engine.cancel(99), "number"),
+    *((lambda w, o=o: EngineOptions(**o), next(iter(o))) for o in ({"max_rows": 0}, {"cache_bytes": -1})),
+    *((lambda w, n=n: w.pool.add(n, slots={"actor": SlotConfig()}), "name")
+      for n in ("", "../x", "a/b", "one", "x" * 101, ".a")),
+    *((lambda w, f=f: getattr(w.pool, f)("nobody"), "policy")
+      for f in ("get", "hold", "remove", "save", "evict", "restore", "snapshot")),
     (lambda w: w.pool.remove("base"), "policy"),
     (lambda w: w.pool.fork("one", "one"), "name"), (lambda w: w.pool.step("base", learning_rate=0.1), "policy"),
     (lambda w: w.pool.step("one", learning_rate=NAN), "learning_rate"),
     (lambda w: w.pool.step("one", learning_rate=-1.0), "learning_rate"),
     (lambda w: w.pool.step("one", learning_rate=0.1, betas=(1.0, 0.9)), "betas"), (lambda w: Policies(w.model), "host"),
-     (lambda w: PolicyThread(w.pool, max_rows=0), "max_rows"),
-    *((lambda w, a=a: kernels.gather_logprob(*a), named) for a, named in (((X[0], torch.zeros(3, dtype=torch.int64)), "logits"),
-    ((X, torch.zeros(2, dtype=torch.int64)), "target"), ((X, X), "target"))),
+    (lambda w: PolicyThread(w.pool, max_rows=0), "max_rows"),
+    *((lambda w, a=a: kernels.gather_logprob(*a), named) for a, named in (
+        ((X[0], torch.zeros(3, dtype=torch.int64)), "logits"), ((X, torch.zeros(2, dtype=torch.int64)), "target"),
+        ((X, X), "target"),
+    )),
     *((lambda w, a=a: kernels.linear(*a), named) for a, named in (((X, torch.ones(2, 5)), "weight"),
     ((X, torch.ones(2, 4, dtype=torch.bfloat16)), "weight"), ((X.int(), X), "x"))),
     *((lambda w, a=a: kernels.rms_norm(*a, eps=1e-6), named) for a, named in (((X, torch.ones(5)), "weight"),
