@@ -61,19 +61,27 @@ def harm(rewards: list[Any], completions: list[Any], ids: list[Any]) -> list[Any
 
 
 STOPS: dict[str, Fault] = {  # what a reward does that ends the run
-    "a reward too few": lambda r, *_: r[1:], "a reward too many": lambda r, *_: [*r, 1.0], "NaN": lambda r, *_: [float("nan"), *r[1:]],
-    "infinity": lambda r, *_: [float("inf"), *r[1:]], "too large for float32": lambda r, *_: [1e300, *r[1:]], "texts": lambda r, *_: list(map(str, r)),
-    "a number": lambda r, *_: 1.0, "nothing": lambda *_: None, "a dict": lambda r, *_: dict(enumerate(r)), "lists": lambda r, *_: [[x] for x in r],
-    "objects": lambda r, *_: [object()] * len(r), "10 ** 400": lambda r, *_: [10**400, *r[1:]], "complex": lambda r, *_: [1j, *r[1:]],
+    "a reward too few": lambda r, *_: r[1:], "a reward too many": lambda r, *_: [*r, 1.0], "NaN": lambda r,
+    *_: [float("nan"), *r[1:]],
+    "infinity": lambda r, *_: [float("inf"), *r[1:]], "too large for float32": lambda r, *_: [1e300, *r[1:]],
+    "texts": lambda r, *_: list(map(str, r)),
+    "a number": lambda r, *_: 1.0, "nothing": lambda *_: None, "a dict": lambda r, *_: dict(enumerate(r)),
+    "lists": lambda r, *_: [[x] for x in r],
+    "objects": lambda r, *_: [object()] * len(r), "10 ** 400": lambda r, *_: [10**400, *r[1:]], "complex": lambda r,
+    *_: [1j, *r[1:]],
     **{type(e).__name__: raising(e) for e in (
         ValueError("a\nb"), KeyError("x"), SystemExit(0), GeneratorExit(), StopIteration(), RecursionError(), OSError(28, "full"), AssertionError(), UnicodeError(), EOFError(),
     )},
-    **{f"{name} within": doing(lambda name=name: os.kill(os.getpid(), getattr(signal, name))) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT")},
+    **{f"{name} within": doing(lambda name=name: os.kill(os.getpid(), getattr(signal, name))) for name in ("SIGTERM",
+    "SIGHUP", "SIGUSR1", "SIGINT")},
 }  # fmt: skip
 GOES_ON: dict[str, Fault] = {  # what a reward does that changes nothing
-    "harms what it is given": harm, "another folder": doing(lambda: os.chdir("/")), "another dtype": doing(lambda: torch.set_default_dtype(torch.float64)),
-    "seeds": doing(lambda: (torch.manual_seed(9), random.seed(9))), "threads": doing(lambda: torch.set_num_threads(2)), "no gradients": doing(lambda: torch.set_grad_enabled(False)),
-    "another environment": doing(lambda: os.environ.update(RANK="3")), "is slow": doing(lambda: time.sleep(0.3)), "warns": doing(lambda: warnings.warn("x", stacklevel=1)),
+    "harms what it is given": harm, "another folder": doing(lambda: os.chdir("/")),
+    "another dtype": doing(lambda: torch.set_default_dtype(torch.float64)),
+    "seeds": doing(lambda: (torch.manual_seed(9), random.seed(9))), "threads": doing(lambda: torch.set_num_threads(2)),
+    "no gradients": doing(lambda: torch.set_grad_enabled(False)),
+    "another environment": doing(lambda: os.environ.update(RANK="3")), "is slow": doing(lambda: time.sleep(0.3)),
+    "warns": doing(lambda: warnings.warn("x", stacklevel=1)),
 }  # fmt: skip
 
 
@@ -88,10 +96,12 @@ class Part(NamedTuple):
 NUMBERS = ("ENOSPC", "EIO", "EMFILE", "EDQUOT", "EROFS")
 PARTS = [
     *(Part(owner, name, lambda n=n: OSError(getattr(errno, n), os.strerror(getattr(errno, n)))) for owner, name in (
-        (os, "replace"), (os, "fsync"), (os, "mkdir"), (checkpoint, "write_manifest"), (checkpoint, "save_file"), (MetricsWriter, "write"), (shutil, "rmtree"),
+        (os, "replace"), (os, "fsync"), (os, "mkdir"), (checkpoint, "write_manifest"), (checkpoint, "save_file"),
+        (MetricsWriter, "write"), (shutil, "rmtree"),
     ) for n in NUMBERS),
     *(Part(owner, name, lambda e=e: e("out of memory")) for owner, name in (
-        (Backbone, "run"), (RoleOptimizer, "step"), (RolloutEngine, "step"), (checkpoint, "save_file"), (RlTrainer, "save"),
+        (Backbone, "run"), (RoleOptimizer, "step"), (RolloutEngine, "step"), (checkpoint, "save_file"),
+        (RlTrainer, "save"),
     ) for e in (torch.OutOfMemoryError, MemoryError, RuntimeError)),
 ]  # fmt: skip
 
