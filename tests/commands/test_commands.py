@@ -235,7 +235,7 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     assert lying(out)["model"] == str(tmp_path / "run" / "final")
 
 
-def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch, survived):
     def write(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -256,6 +256,7 @@ def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
         assert err.splitlines()[-1].startswith(
             f"rlhf-engine train: output_dir: expected to write {path!r}, got: [Errno 28] No space left on device"
         )
+    survived("faults", 4)
 
 
 def test_a_temporary_folder_that_is_full(capsys, model, tmp_path, monkeypatch):

@@ -262,18 +262,13 @@ def data_rows() -> Iterator[tuple[str, str, bytes, tuple[str, ...]]]:
 
 
 PLACES = ("a_fifo", "a_folder", "a_link", "a_socket", "/dev/zero", "empty", "binary")
-NAMERS = [  # command, its option that names a file or folder, places that would be right or are tried elsewhere
-    ("sft", "dataset_name", ()), ("train", "config", ("empty",)), ("sweep", "grid", ()),
-    ("generate", "prompt_file", ()),
-    ("evaluate", "judge_template", ()), ("serve", "api_key_file", ()), ("train", "reward_funcs", ()),
-    ("train", "environment", ()),
-    ("train", "tools", ()), ("generate", "model_name_or_path", ()), ("train", "reward_model_path", ()),
-    ("generate", "adapter", ()),
-    ("report", "run", ()), ("export", "source", ()), ("init", "output_dir", ("a_folder", "a_link")),
-    ("sft", "output_dir", ("a_folder", "a_link")), ("demo", "start", ()),
-    ("plan", "model_name_or_path", ()), ("train", "actor_adapter", ()), ("evaluate", "models", ()),
-    ("train", "resume_from_checkpoint", ()),
-]  # fmt: skip
+NAMERS = """
+sft dataset_name, sweep grid, generate prompt_file, generate model_name_or_path, generate adapter, export source,
+evaluate judge_template, evaluate models, serve api_key_file, report run, demo start, plan model_name_or_path,
+train config, train reward_funcs, train environment, train tools, train reward_model_path, train actor_adapter,
+train resume_from_checkpoint, init output_dir, sft output_dir
+"""  # commands, and an option of theirs that names a file or folder
+FINE = {"config": ("empty",), "output_dir": ("a_folder", "a_link")}  # places that would be right
 
 
 class World(NamedTuple):
@@ -302,33 +297,26 @@ PYTHON: list[tuple[Callable[[World], Any], str]] = [  # a call, and the argument
     *((lambda w, o=o: SlotConfig(**o), next(iter(o))) for o in (
         {"r": 0}, {"r": -1}, {"r": 1.5}, {"r": True}, {"alpha": 0.0}, {"alpha": NAN}, {"alpha": INF},
         {"dropout": 1.0}, {"dropout": -0.1}, {"dropout": NAN}, {"target_modules": ()},
-    )),
-    *((lambda w, o=o: RoleSpec(**o), next(iter(o))) for o in (
+    )), *((lambda w, o=o: RoleSpec(**o), next(iter(o))) for o in (
         {"slot": ""}, {"slot": "../x"}, {"slot": "a b"}, {"slot": 7}, {"head": "v.w"}, {"head": "/"},
         {"backbone": "a/b"}, {"backbone": ""},
-    )),
-    *((lambda w, o=o: _how(**o), next(iter(o))) for o in (
+    )), *((lambda w, o=o: _how(**o), next(iter(o))) for o in (
         {"max_completion_length": 0}, {"max_completion_length": 1.5}, {"min_completion_length": -1},
         {"temperature": 0.0}, {"temperature": NAN},
         {"temperature": INF}, {"top_k": 0}, {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN},
-        {"min_p": 0.0}, {"min_p": 2.0},
-        {"stop": ("",)}, {"seed": 1.5},
-    )),
-    *((lambda w, p=p, c=c: PackedBatch.from_lists(p, c), named) for p, c, named in (
+        {"min_p": 0.0}, {"min_p": 2.0}, {"stop": ("",)}, {"seed": 1.5},
+    )), *((lambda w, p=p, c=c: PackedBatch.from_lists(p, c), named) for p, c, named in (
         ([[3], []], [[4], [5]], "prompts[1]"), ([[3]], [[4], [5]], "completions"), ([[3.5]], [[4]], "prompts"),
-    )),
-    *((lambda w, i=i: w.batch.select(i), "indices") for i in ([],)),
+    )), *((lambda w, i=i: w.batch.select(i), "indices") for i in ([],)),
     *((lambda w, r=r: w.model.score(w.batch, r), "role") for r in (("teacher",), (), (7,))),
     (lambda w: w.model.score(w.batch, ("actor",), exact_kl=True), "exact_kl"), (lambda w: w.model.score(random_ids(61),
-    ("actor",)), "batch"),
-    (lambda w: w.model.score(random_ids(-1), ("actor",)), "batch"),
+    ("actor",)), "batch"), (lambda w: w.model.score(random_ids(-1), ("actor",)), "batch"),
     (lambda w: w.model.trainable_parameters("teacher"), "role"), (lambda w: w.model.backbone("rm"), "backbone"),
     (lambda w: w.model.backbone().slot("sft"), "slot"),
     *((lambda w, s=s: HydraModel.from_pretrained(s, roles=hydra_roles()), named) for s, named in (
         (7, "source"), (None, "source"), (torch.nn.Linear(2, 2), "source"), ("/nowhere", "model_name_or_path"),
         ("", "model_name_or_path"), ("a\0b", "model_name_or_path"),
-    )),
-    (lambda w: HydraModel.from_pretrained(w.places["model"], roles={}), "roles"),
+    )), (lambda w: HydraModel.from_pretrained(w.places["model"], roles={}), "roles"),
     (lambda w: HydraModel.from_pretrained(w.places["model"], roles=hydra_roles(), token_budget=0), "token_budget"),
     (lambda w: HydraModel.from_pretrained(w.places["model"], roles=hydra_roles(), slots={"x": SlotConfig()}), "slots"),
     (lambda w: hydra_roles("ppo2"), "method"),
@@ -338,8 +326,7 @@ PYTHON: list[tuple[Callable[[World], Any], str]] = [  # a call, and the argument
     *((_draw({}, **o), next(iter(o))) for o in (
         {"role": "critic"}, {"role": "teacher"}, {"weights": "old"}, {"prompt": (61,)}, {"prompt": (-1,)},
         {"max_completion_length": 0}, {"temperature": NAN}, {"top_k": 0},
-    )),
-    (lambda w: w.engine.cancel(99), "number"),
+    )), (lambda w: w.engine.cancel(99), "number"),
     *((lambda w, o=o: EngineOptions(**o), next(iter(o))) for o in ({"max_rows": 0}, {"cache_bytes": -1})),
     *((lambda w, n=n: w.pool.add(n, slots={"actor": SlotConfig()}), "name")
       for n in ("", "../x", "a/b", "one", "x" * 101, ".a")),
@@ -354,8 +341,7 @@ PYTHON: list[tuple[Callable[[World], Any], str]] = [  # a call, and the argument
     *((lambda w, a=a: kernels.gather_logprob(*a), named) for a, named in (
         ((X[0], torch.zeros(3, dtype=torch.int64)), "logits"), ((X, torch.zeros(2, dtype=torch.int64)), "target"),
         ((X, X), "target"),
-    )),
-    *((lambda w, a=a: kernels.linear(*a), named) for a, named in (((X, torch.ones(2, 5)), "weight"),
+    )), *((lambda w, a=a: kernels.linear(*a), named) for a, named in (((X, torch.ones(2, 5)), "weight"),
     ((X, torch.ones(2, 4, dtype=torch.bfloat16)), "weight"), ((X.int(), X), "x"))),
     *((lambda w, a=a: kernels.rms_norm(*a, eps=1e-6), named) for a, named in (((X, torch.ones(5)), "weight"),
     ((X.int(), torch.ones(4)), "x"))),

@@ -154,8 +154,8 @@ def test_places_that_are_none(places, survived, tmp_path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "a_socket"))
     found, n = [], 0
-    for command, option, right in table.NAMERS:
-        for place in [each for each in table.PLACES if each not in right]:
+    for command, option in map(str.split, table.NAMERS.split(",")):
+        for place in [each for each in table.PLACES if each not in table.FINE.get(option, ())]:
             path = str(tmp_path / place)
             given = {"models": f"{path}", "reward_funcs": f"{path}.py:f"}.get(option, path)
             more = {"judge_template": ["--judge=http://a", "--judge_model=a"]}.get(option, [])

@@ -1,4 +1,4 @@
-"""Files of strangers that try to run code, to unpickle or to connect, opened by the commands in a process with a hook."""
+"""Files of strangers that try to run code, to unpickle or to connect; commands open them in a process with a hook."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rlhf_engine.training.rl import RlTrainer
@@ -85,8 +86,7 @@ def template(text: str) -> Plant:
 AUTO = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine", "AutoModel": "mine.Mine"}
 ESCAPES = (
     "{{ cycler.__init__.__globals__.os.mkdir('RAN') }}", "{{ lipsum.__globals__['os'].mkdir('RAN') }}",
-    "{{ joiner.__init__.__globals__.os.system('mkdir RAN') }}",
-    "{{ raise_exception.__globals__['os'].mkdir('RAN') }}",
+    "{{ joiner.__init__.__globals__.os.system('mkdir RAN') }}", "{{ raise_exception.__globals__['os'].mkdir('RAN') }}",
     "{{ strftime_now.__globals__['__builtins__']['open']('RAN', 'w') }}", "{% include '/etc/passwd' %}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__init__.__globals__ }}",
     "{{ self._TemplateReference__context.eval_ctx.environment.from_string('x') }}",
@@ -111,8 +111,7 @@ MODELS: dict[str, Plant] = {  # what is planted into a model's folder
     "a pickled tokenizer": bombs("tokenizer.json", "tokenizer.model", "vocab.pkl"),
     "a pickled index": bombs("pytorch_model.bin", "model.safetensors.index.json", instead=True),
     "modules of known names": lambda at, ran: [(at / f"{n}.py").write_text(MINE.format(ran=str(ran))) for n in ("torch",
-    "json", "sitecustomize", "conftest", "numpy")],
-    **{text[:60]: template(text) for text in ESCAPES},
+    "json", "sitecustomize", "conftest", "numpy")], **{text[:60]: template(text) for text in ESCAPES},
 }  # fmt: skip
 ADAPTERS: dict[str, Plant] = {  # into a folder of a trained actor
     "a pickled adapter alone": lambda at, ran: [bombs("adapter_model.bin")(at, ran),
@@ -122,143 +121,64 @@ ADAPTERS: dict[str, Plant] = {  # into a folder of a trained actor
     "corda": code("adapter_config.json", init_lora_weights="mine.Mine", peft_type="mine.Mine"),
     "a pickled value": bombs("adapter_config.json"),
 }  # fmt: skip
-CHECKPOINTS = {
-    name: bombs(name)
-    for name in (
-        "optimizer.safetensors",
-        "optimizer.pt",
-        "rng_state.pth",
-        "state.json",
-        "manifest.json",
-        "policies.safetensors",
-    )
-}
+CHECKPOINTS = {name: bombs(name) for name in (
+    "optimizer.safetensors", "optimizer.pt", "rng_state.pth", "state.json", "manifest.json", "policies.safetensors",
+)}  # fmt: skip
 DATA: dict[str, Plant] = {  # into an empty folder that is a data source
     "a script": lambda at, ran: (at / f"{at.name}.py").write_text(MINE.format(ran=str(ran))),
-    "an arrow pickle": lambda at, ran: [bombs("data.arrow", "dataset_info.json", "state.json")(at, ran)],
+    "an arrow pickle": bombs("data.arrow", "dataset_info.json", "state.json"),
     "pickled rows": bombs("train.parquet"), "pickled lines": bombs("train.jsonl"),
-    "a type of rows": lambda at, ran: [changed(at / "dataset_info.json", features={"a": {"_type": "mine.Mine"}}), changed(at / "state.json", _data_files=[{"filename": "a.arrow"}])],
-    "a builder": lambda at, ran: [(at / "README.md").write_text("---\nconfigs:\n- config_name: mine\n  data_files: http://127.0.0.1:9/x\n---\n"),
-    (at / "mine.py").write_text(MINE.format(ran=str(ran)))],
+    "a type of rows": code("state.json", _data_files=[{"filename": "mine.py"}]),
+    "a builder": code("dataset_info.json", builder_name="mine", features={"a": {"_type": "mine.Mine"}}),
 }  # fmt: skip
-YAMLS = {
-    tag: f"seed: !!python/{tag}"
-    for tag in (
-        "object/apply:os.mkdir ['RAN']",
-        "object/new:os.mkdir ['RAN']",
-        "name:os.mkdir",
-        "module:mine",
-        "object:mine.Mine {}",
-    )
-}
+TAGS = ("object/apply:os.mkdir ['RAN']", "object/new:os.mkdir ['RAN']", "name:os.mkdir", "module:mine", "object:m.M {}")
 
 
-def attacks(root: Path) -> list[tuple[str, list[str]]]:
+def attacks(root: Path) -> list[tuple[str, str]]:
     """Labels and command lines; what they open is planted under `root`, whose folder `ran` shows what ran."""
     model = write_model(root / "model", reward_head=True)
     RlTrainer(train_config(model, root / "run", max_steps=1, save_steps=1)).run()
-    talks, prompts = write_rows(root / "talks.jsonl", TALK), write_prompts(root)
-    few = ["--max_completion_length=4", "--device=cpu"]
-    found: list[tuple[str, list[str]]] = []
-
-    def planted(kind: str, origin: Path | None, plants: dict[str, Plant]) -> list[tuple[str, Path]]:
-        places = []
+    talks, base = write_rows(root / "talks.jsonl", TALK), f"--model_name_or_path={model}"
+    few = "--max_completion_length=4 --device=cpu"
+    train = f"train --dataset_name={write_prompts(root)} --max_steps=1 {few} --output_dir={{at}}.out"
+    kinds = {  # what is planted, into what, and the command lines that open it
+        "model": (
+            MODELS, model, "generate --model_name_or_path={at} --prompt=red " + few,
+            f"{train} {base} --reward_model_path={{at}}",
+        ), "adapter": (
+            ADAPTERS, root / "run" / "final", f"generate {base} --adapter={{at}} --prompt=red {few}",
+            f"export {{at}} --to=merged {base} --output_dir={{at}}.out",
+        ),
+        "checkpoint": (CHECKPOINTS, root / "run" / "checkpoint-1", f"{train} {base} --resume_from_checkpoint={{at}}"),
+        "data": (DATA, None, f"sft --full {base} --dataset_name={{at}} --output_dir={{at}}.out --device=cpu"),
+    }  # fmt: skip
+    found: list[tuple[str, str]] = []
+    for kind, (plants, origin, *lines) in kinds.items():
         for i, (name, plant) in enumerate(plants.items()):
             at = root / f"{kind}{i}"
             shutil.copytree(origin, at) if origin is not None else at.mkdir()
             (at / "manifest.json").unlink(missing_ok=True)
             plant(at, root / "ran" / f"{kind} {i}")
-            places.append((f"{kind}: {name}", at))
-        return places
-
-    for label, at in planted("model", model, MODELS):
-        asked = f"--dataset_name={talks}" if "{" in label else "--prompt=red"
-        found.append((label, ["generate", f"--model_name_or_path={at}", asked, *few]))
-        found.append(
-            (
-                f"{label}, as a reward",
-                [
-                    "train",
-                    f"--model_name_or_path={model}",
-                    f"--reward_model_path={at}",
-                    f"--dataset_name={prompts}",
-                    f"--output_dir={at}.out",
-                    "--max_steps=1",
-                    *few,
-                ],
-            )
-        )
-    for label, at in planted("adapter", root / "run" / "final", ADAPTERS):
-        found.append((label, ["generate", f"--model_name_or_path={model}", f"--adapter={at}", "--prompt=red", *few]))
-        found.append(
-            (
-                f"{label}, exported",
-                ["export", str(at), "--to=merged", f"--model_name_or_path={model}", f"--output_dir={at}.out"],
-            )
-        )
-    for label, at in planted("checkpoint", root / "run" / "checkpoint-1", CHECKPOINTS):
-        found.append(
-            (
-                label,
-                [
-                    "train",
-                    f"--model_name_or_path={model}",
-                    f"--dataset_name={prompts}",
-                    f"--output_dir={at}.out",
-                    f"--resume_from_checkpoint={at}",
-                    *few,
-                ],
-            )
-        )
-    for label, at in planted("data", None, DATA):
-        found.append(
-            (
-                label,
-                [
-                    "sft",
-                    "--full",
-                    f"--model_name_or_path={model}",
-                    f"--dataset_name={at}",
-                    f"--output_dir={at}.out",
-                    "--device=cpu",
-                ],
-            )
-        )
-    for i, (name, text) in enumerate(YAMLS.items()):
-        (root / f"{i}.yaml").write_text(text.replace("RAN", str(root / "ran" / f"yaml {i}")))
-        found.append(
-            (
-                f"yaml: {name}",
-                [
-                    "train",
-                    f"--model_name_or_path={model}",
-                    f"--dataset_name={prompts}",
-                    f"--output_dir={root}/y",
-                    f"--config={root}/{i}.yaml",
-                ],
-            )
-        )
-        found.append((f"grid: {name}", ["sweep", f"{root}/{i}.yaml", f"--output_dir={root}/y"]))
-    found.append(("a name of the Hub", ["generate", "--model_name_or_path=nobody/mine", "--prompt=red", *few]))
-    found.append(
-        (
-            "data of the Hub",
-            ["sft", "--full", f"--model_name_or_path={model}", "--dataset_name=nobody/mine", f"--output_dir={root}/h"],
-        )
-    )
+            own = [line.replace("--prompt=red", f"--dataset_name={talks}") if "{" in name else line for line in lines]
+            found += [(f"{kind}: {name}: {line[:8]}", line.format(at=at)) for line in own]
+    for i, tag in enumerate(TAGS):
+        (root / f"{i}.yaml").write_text(f"seed: !!python/{tag}".replace("RAN", str(root / "ran" / f"yaml {i}")))
+        found.append((f"yaml: {tag}", f"{train} {base} --config={root}/{i}.yaml".format(at=root / "y")))
+        found.append((f"grid: {tag}", f"sweep {root}/{i}.yaml --output_dir={root}/y"))
+    found.append(("a name of the Hub", f"generate --model_name_or_path=nobody/mine --prompt=red {few}"))
+    found.append(("data of the Hub", f"sft --full {base} --dataset_name=nobody/mine --output_dir={root}/h"))
     page = shutil.copytree(root / "run", root / "page")
-    (page / "samples.jsonl").write_text(
-        json.dumps({"step": 1, "prompts": [MARKUP], "completions": [MARKUP], "scores": [1.0]}) + "\n"
-    )
+    marked = {"step": 1, "prompts": [MARKUP], "completions": [MARKUP], "scores": [1.0]}
+    (page / "samples.jsonl").write_text(json.dumps(marked) + "\n")
     changed(page / "run.json", command=MARKUP)
     (root / "secret").write_text("mine alone")
     (page / "curves.png").unlink(missing_ok=True)
     (page / "curves.png").symlink_to(root / "secret")
-    found.append(("a page", ["report", str(page), f"--out={root}/page.html", f"--title={MARKUP}"]))
+    found.append(("a page", f"report {page} --out={root}/page.html"))
     return found
 
 
-def watch(root: Path) -> None:
+def watch(root: Path, every: int) -> None:
     """Run every attack in this process, and print what it did as a line of JSON."""
     from rlhf_engine.commands.main import main
 
@@ -289,13 +209,13 @@ def watch(root: Path) -> None:
     torch.load = lambda *args, **options: (seen.append(f"torch.load {args[0]}"), load(*args, **options))[1]
     os.chdir(root / "model16")  # the modules of known names
     sys.stdin = io.StringIO("y\n" * 99)
-    for label, argv in cases:
+    for label, line in [*cases[::every], cases[-1]]:
         seen.clear()
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             armed[0] = True
             try:
-                code: Any = main(argv)
+                code: Any = main(line.split())
             except Exception as error:  # it is in the record
                 code = repr(error)
             armed[0] = False
@@ -303,8 +223,9 @@ def watch(root: Path) -> None:
         print("RECORD " + json.dumps([label, code, seen + ran, out.getvalue()[-300:]]), flush=True)
 
 
-def test_no_file_makes_the_process_run_code_unpickle_or_connect(tmp_path, survived):
-    program = [sys.executable, "-m", "tests.reliability.test_code_from_files", str(tmp_path)]
+@pytest.mark.parametrize(("every", "least"), [(9, 11), pytest.param(1, 90, marks=pytest.mark.long)])
+def test_no_file_makes_the_process_run_code_unpickle_or_connect(tmp_path, survived, every, least):
+    program = [sys.executable, "-m", "tests.reliability.test_code_from_files", str(tmp_path), str(every)]
     done = subprocess.run(
         program, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
@@ -319,9 +240,9 @@ def test_no_file_makes_the_process_run_code_unpickle_or_connect(tmp_path, surviv
         failures.append("a page: written through a link")
     print("\n".join(failures), done.stderr[-2000:])
     assert done.returncode == 0
-    assert len(records) >= 90
+    assert len(records) >= least
     survived("code_from_files", len(records), len(failures))
 
 
 if __name__ == "__main__":
-    watch(Path(sys.argv[1]))
+    watch(Path(sys.argv[1]), int(sys.argv[2]))
