@@ -177,16 +177,6 @@ def _flush_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_text(name: str, argument: str) -> str:
-    """The text of a file that an option names; ConfigError for what is no file, or no UTF-8."""
-    if not Path(name).is_file():
-        raise ConfigError(f"{argument}: expected a text file, got {name!r}, which is not one")
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{argument}: expected text in UTF-8 in {name!r}, got {error}") from error
-
-
 def read_json(folder: Path, name: str, argument: str) -> dict[str, Any]:
     """The object in a folder's JSON file. Raises ValueError, naming the argument, where there is none."""
     path = folder / name

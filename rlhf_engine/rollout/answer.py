@@ -11,13 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.config import EvaluateConfig, GenerateConfig, TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.data.read import read_text
 from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec, peft_io, reward_model
 from rlhf_engine.hydra.gate import ScalarHead
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
-from rlhf_engine.io import LineFile, json_digest, read_text
+from rlhf_engine.io import LineFile, json_digest
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.generate import RolloutCheck, check_rollout, collect

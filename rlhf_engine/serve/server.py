@@ -17,11 +17,11 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
+from rlhf_engine.data.read import read_text
 from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
 from rlhf_engine.hydra import HydraModel, RoleSpec
-from rlhf_engine.io import read_text
 from rlhf_engine.policy.pool import BASE, Policies
 from rlhf_engine.policy.thread import PolicyThread
 from rlhf_engine.rollout.request import EngineOptions

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_engine.config.commands import BASE, REFERENCES, EvaluateConfig
 from rlhf_engine.config.run import SUFFIXES
+from rlhf_engine.data.read import read_text
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
 from rlhf_engine.hydra.loading import read_config, require_lm_head
-from rlhf_engine.io import LineFile, json_digest, read_text
+from rlhf_engine.io import LineFile, json_digest
 from rlhf_engine.runs.folder import FINAL_FOLDER, MODEL_CONFIG, find_model
 
 ANSWERS_FILE, VERDICTS_FILE, RESULTS_FILE, PAGE_FILE = "answers.jsonl", "verdicts.jsonl", "results.json", "report.html"

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from rlhf_engine.config.commands import EvaluateConfig
+from rlhf_engine.data.read import read_text
 from rlhf_engine.errors import ConfigError, RewardError
-from rlhf_engine.io import read_text
 from rlhf_engine.rollout.vllm.client import RequestGroup, Server, Transport
 from rlhf_engine.scoring.rewards import load_reward
 
