@@ -155,6 +155,16 @@ class Tally:
         }
 
 
+def read_text(name: str, argument: str) -> str:
+    """The text of a file that an option names; ConfigError for what is no file, or no UTF-8."""
+    if not Path(name).is_file():
+        raise ConfigError(f"{argument}: expected a text file, got {name!r}, which is not one")
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{argument}: expected text in UTF-8 in {name!r}, got {error}") from error
+
+
 # ---- rows of a type --------------------------------------------------------------------------------------------------
 
 

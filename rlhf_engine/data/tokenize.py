@@ -100,7 +100,7 @@ def _read_tokenizer(folder: Path, expected: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # of a config that lies, too
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{expected}: {reason}") from error
     return tokenizer

@@ -92,8 +92,11 @@ class PackedBatch:
             flat += prompt
             flat += completion
             cu_seqlens.append(len(flat))
+        tokens = torch.tensor(flat, device=device)
+        if tokens.is_floating_point():
+            raise ValueError(f"prompts, completions: expected token ids, whole numbers, got {tokens.dtype}")
         return cls(
-            tokens_T=torch.tensor(flat, dtype=torch.int64, device=device),
+            tokens_T=tokens.to(torch.int64),
             cu_seqlens=tuple(cu_seqlens),
             prompt_lens=tuple(map(len, prompts)),
             sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(prompts))),

@@ -53,8 +53,8 @@ class SlotConfig:
     """Another slot of the backbone, or a PEFT folder, that this slot starts as; None: A is random and B zero."""
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ValueError(f"r: expected a LoRA rank of at least 1, got {self.r}")
+        if type(self.r) is not int or self.r < 1:
+            raise ValueError(f"r: expected a LoRA rank of at least 1, got {self.r!r}")
         if not math.isfinite(self.alpha) or self.alpha == 0:
             raise ValueError(f"alpha: expected a finite number other than 0, got {self.alpha}")
         if not 0.0 <= self.dropout < 1.0:

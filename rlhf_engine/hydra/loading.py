@@ -80,10 +80,13 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Config of a model folder. Raises ValueError for one that no decoder-only backbone can be made of."""
     folder = model_folder(path)
     raw = read_json(folder, "config.json", "model_name_or_path")
+    file = str(folder / "config.json")
     for part in (part for part in (raw, raw.get("text_config")) if isinstance(part, dict)):
+        for name in ("attn_implementation", "_attn_implementation"):
+            if "/" in str(part.get(name)):  # transformers would have the Hub's kernels by that name, and run them
+                raise ValueError(f"model_name_or_path: expected no code of the Hub in {file!r}, got {part[name]!r}")
         for name in _SIZES:
             if type(part.get(name)) is int and part[name] < 1:
-                file = str(folder / "config.json")
                 raise ValueError(f"model_name_or_path: expected {name} of at least 1 in {file!r}, got {part[name]}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

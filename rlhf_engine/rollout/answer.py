@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_engine.config import EvaluateConfig, GenerateConfig, TrainConfig
 from rlhf_engine.data import PromptSet, Row, Tally, load_rows, plain_prompts, tokenize_prompts
+from rlhf_engine.data.read import read_text
 from rlhf_engine.data.tokenize import eos_token_ids, load_tokenizer, require_same_tokens
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, NonFiniteError
@@ -267,12 +268,4 @@ def read_prompts(config: GenerateConfig, tally: Tally) -> list[Row]:
 
 def _text_of(name: str) -> str:
     """Standard input or a text file."""
-    if name == "-":
-        return sys.stdin.read()
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"prompt_file: expected a file, got {name!r} which is not one")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt_file: expected text in UTF-8 in {name!r}, got {error}") from error
+    return sys.stdin.read() if name == "-" else read_text(name, "prompt_file")

@@ -60,6 +60,9 @@ class SamplingConfig:
         return cls(eos_token_ids=tuple(eos_token_ids), **{**given, "stop": tuple(given.get("stop", ())), **others})
 
     def __post_init__(self) -> None:
+        for name in ("max_completion_length", "min_completion_length", "top_k", "seed"):
+            if not hasattr(getattr(self, name) or 0, "__index__"):
+                raise ValueError(f"{name}: expected a whole number, got {getattr(self, name)!r}")
         if self.max_completion_length < 1:
             raise ValueError(f"max_completion_length: expected at least 1 token, got {self.max_completion_length}")
         if not 0 <= self.min_completion_length <= self.max_completion_length:
@@ -67,7 +70,7 @@ class SamplingConfig:
                 f"min_completion_length: expected 0 to max_completion_length ({self.max_completion_length}), got "
                 f"{self.min_completion_length}"
             )
-        if not self.temperature > 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature: expected a positive number (use greedy rows for 0), got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}")

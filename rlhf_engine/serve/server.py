@@ -17,6 +17,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.config import ServeConfig
+from rlhf_engine.data.read import read_text
 from rlhf_engine.data.tokenize import load_tokenizer
 from rlhf_engine.devices import DTYPES, resolve_device
 from rlhf_engine.errors import ConfigError, EngineError
@@ -51,8 +52,8 @@ def build(config: ServeConfig) -> tuple[Policies, PreTrainedTokenizerBase, list[
     """The policies that a command serves, the tokenizer, the keys of clients, and the base's name."""
     keys = []
     if config.api_key_file is not None:
-        path = Path(config.api_key_file)
-        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = read_text(config.api_key_file, "api_key_file")
+        keys = [line.strip() for line in text.splitlines() if line.strip()]
         config.require("api_key_file", bool(keys), "a file with at least one key")
     tokenizer = load_tokenizer(config.model_name_or_path)
     dtype, device = DTYPES[config.dtype], resolve_device(config.device)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_engine.config.commands import BASE, REFERENCES, EvaluateConfig
 from rlhf_engine.config.run import SUFFIXES
+from rlhf_engine.data.read import read_text
 from rlhf_engine.errors import ConfigError
 from rlhf_engine.hub import is_hub_name, local_folder
 from rlhf_engine.hydra import peft_io
@@ -159,7 +160,7 @@ def answer_digests(
 def verdict_digests(config: EvaluateConfig, of_answers: Mapping[str, str]) -> dict[str, str]:
     """Digests of what the verdicts on each candidate depend on: its answers, those of `against`, and the judge."""
     options = config.to_dict()
-    template = None if config.judge_template is None else Path(config.judge_template).read_text(encoding="utf-8")
+    template = None if config.judge_template is None else read_text(config.judge_template, "judge_template")
     judged = [{name: options[name] for name in _JUDGED_BY}, template]
     return {name: json_digest([judged, digest, of_answers[config.against]]) for name, digest in of_answers.items()}
 

@@ -13,10 +13,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_engine.config.commands import EvaluateConfig
+from rlhf_engine.data.read import read_text
 from rlhf_engine.errors import ConfigError, RewardError
 from rlhf_engine.rollout.vllm.client import RequestGroup, Server, Transport
 from rlhf_engine.scoring.rewards import load_reward
@@ -71,10 +71,7 @@ def make_judge(config: EvaluateConfig) -> FunctionJudge | ServerJudge:
         return FunctionJudge(config.judge)
     template = TEMPLATE
     if config.judge_template is not None:
-        path = Path(config.judge_template)
-        if not path.is_file():
-            raise ConfigError(f"judge_template: expected a text file, got {config.judge_template!r}, which is not one")
-        template = path.read_text(encoding="utf-8")
+        template = read_text(config.judge_template, "judge_template")
     assert config.judge_model is not None
     return ServerJudge(
         config.judge,

@@ -235,7 +235,7 @@ def test_reward_then_train_on_it(capsys, model, tmp_path):
     assert lying(out)["model"] == str(tmp_path / "run" / "final")
 
 
-def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch, survived):
     def write(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -256,6 +256,7 @@ def test_a_full_disk_is_one_line(capsys, model, tmp_path, monkeypatch):
         assert err.splitlines()[-1].startswith(
             f"rlhf-engine train: output_dir: expected to write {path!r}, got: [Errno 28] No space left on device"
         )
+    survived("faults", 4)
 
 
 def test_a_temporary_folder_that_is_full(capsys, model, tmp_path, monkeypatch):
@@ -454,7 +455,7 @@ def test_prompt_files(capsys, model, tmp_path):
     assert f"{text}:4: expected at most 4 tokens (max_prompt_length), got" in line
     text.write_text("\n \n")
     assert "prompt_file: expected at least one prompt in" in refused(capsys, *common, str(text))
-    assert "prompt_file: expected a file, got" in refused(capsys, *common, str(tmp_path / "none"))
+    assert "prompt_file: expected a text file, got" in refused(capsys, *common, str(tmp_path / "none"))
     assert "prompt: expected text, got an empty prompt at place 0" in refused(capsys, *common[:-1], "--prompt", " ")
 
 

@@ -40,7 +40,7 @@ def test_a_result_is_given_and_ids_are_kept_as_they_were_drawn():
         (call("late"), "no answer from the server"),
     ],
 )
-def test_a_call_that_fails_is_answered_and_counted(text, said):
+def test_a_call_that_fails_is_answered_and_counted(text, said, survived):
     talk = begin(hold(context=9000))
     assert drawn(talk, text, most=9000)
     last = talk.messages[-1]
@@ -49,6 +49,7 @@ def test_a_call_that_fails_is_answered_and_counted(text, said):
     assert (talk.calls, talk.failures) == (1, 1)
     assert drawn(talk, call("multiply", a=3, b=4), most=9000)  # what failed has come back
     assert talk.environment.log == ["multiply"]
+    survived("faults", 1)
 
 
 def test_an_environment_may_score_turns_alone():
@@ -60,7 +61,7 @@ def test_an_environment_may_score_turns_alone():
     assert (talk.end().reward, talk.end().turn_rewards) == (None, (0.5, 0.5))
 
 
-def test_a_call_that_hangs_is_given_up_and_the_next_one_is_not_made():
+def test_a_call_that_hangs_is_given_up_and_the_next_one_is_not_made(survived):
     talk, began = begin(hold(timeout=0.2)), time.monotonic()
     assert drawn(talk, call("hangs") + call("multiply", a=3, b=4))
     assert time.monotonic() - began < 5
@@ -71,6 +72,7 @@ def test_a_call_that_hangs_is_given_up_and_the_next_one_is_not_made():
     assert talk.environment.log == []
     talk.end()
     assert begin(talk.host).environment is not talk.environment  # which nobody knows the state of
+    survived("faults", 1)
 
 
 def test_results_of_any_kind_are_texts_of_bounded_length():
@@ -176,15 +178,16 @@ def test_what_cannot_be_served_is_refused_before_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["much", float("nan"), 1e39, [1.0]])
-def test_a_reward_that_is_no_number_stops_the_run_by_its_name(value):
+def test_a_reward_that_is_no_number_stops_the_run_by_its_name(value, survived):
     host = hold(make=type("Odd", (Tools,), {"get_reward": lambda self: value}))
     talk = begin(host)
     assert not drawn(talk, "12")
     with pytest.raises(RewardError, match="expected a finite number or None"):
         talk.end()
+    survived("faults", 1)
 
 
-def test_a_reset_that_fails_or_hangs_stops_the_run_by_its_name():
+def test_a_reset_that_fails_or_hangs_stops_the_run_by_its_name(survived):
     def fails(self, **row):
         raise KeyError("row")
 
@@ -192,6 +195,7 @@ def test_a_reset_that_fails_or_hangs_stops_the_run_by_its_name():
         begin(hold(make=type("Odd", (Tools,), {"reset": fails})))
     with pytest.raises(RewardError, match=r"took longer than 0\.2 seconds"):
         begin(hold(make=type("Odd", (Tools,), {"reset": lambda self, **row: time.sleep(30)}), timeout=0.2))
+    survived("faults", 2)
 
 
 def test_the_public_functions_of_a_file_are_tools(tmp_path):

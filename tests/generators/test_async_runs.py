@@ -269,7 +269,7 @@ def test_answers_go_on_with_a_newer_policy(model, tmp_path, monkeypatch):
             assert rollout.versions_M[a:b].tolist() == sorted(rollout.versions_M[a:b].tolist())
 
 
-def test_a_generator_that_raises_ends_the_run_with_its_cause(model, tmp_path, monkeypatch):
+def test_a_generator_that_raises_ends_the_run_with_its_cause(model, tmp_path, monkeypatch, survived):
     options = {"async_mode": "overlap", "max_steps": 5, "save_steps": 1}
     whole, _ = steps_of(model, tmp_path / "whole", **options)
     step, calls = RolloutEngine.step, []
@@ -291,9 +291,10 @@ def test_a_generator_that_raises_ends_the_run_with_its_cause(model, tmp_path, mo
     assert RlTrainer(config).state.step >= 1
     resumed, _ = steps_of(model, tmp_path / "parts", resume_from_checkpoint="auto", **options)
     assert same(trained(whole), trained(resumed))
+    survived("faults", 1)
 
 
-def test_a_generator_that_hangs_ends_the_run(model, tmp_path, monkeypatch):
+def test_a_generator_that_hangs_ends_the_run(model, tmp_path, monkeypatch, survived):
     step, release = RolloutEngine.step, threading.Event()
 
     def hanging(engine):
@@ -307,6 +308,7 @@ def test_a_generator_that_hangs_ends_the_run(model, tmp_path, monkeypatch):
     with pytest.raises(GeneratorError, match="has drawn no token of the answers of step 1 for 1 seconds"):
         RlTrainer(config).run()
     release.set()
+    survived("faults", 1)
 
 
 def test_threads_end_with_the_run_and_cores_come_back(model, tmp_path):

@@ -112,7 +112,7 @@ def test_state_of_another_model_is_refused():
         joint.load_state_tensors(both.state_tensors())
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_applied():
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_applied(survived):
     for value in [float("nan"), float("inf")]:
         model = with_gradients(build())
         culprit, p = list(model.trainable_parameters("critic").items())[5]
@@ -124,6 +124,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_applied():
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert optimizer.state_tensors() == {}
         assert all(p.grad is None for p in model.parameters())
+    survived("faults", 1)
 
 
 def test_finite_gradients_whose_norm_overflows_are_refused():

@@ -377,7 +377,7 @@ def test_addresses(server):
     VllmClient(server.url + "/v1/", timeout=5).health()
 
 
-def test_sick_servers_and_strange_lists(server):
+def test_sick_servers_and_strange_lists(server, survived):
     client = VllmClient(server.url, timeout=5)
     server.healthy = False
     with pytest.raises(RolloutServerError, match="expected a healthy server, got status 503"):
@@ -390,6 +390,7 @@ def test_sick_servers_and_strange_lists(server):
         server.models = lambda payload=payload: payload  # type: ignore[method-assign]
         with pytest.raises(RolloutServerError, match=message):
             client.models()
+    survived("faults", 4)
 
 
 def test_a_dead_engine_s_stack_trace_is_in_the_server_s_log(server):

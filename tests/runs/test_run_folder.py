@@ -43,12 +43,13 @@ def other(tmp_path):
 TRAINERS = [(RlTrainer, train_config), (SftTrainer, sft_config), (RewardTrainer, reward_config)]
 
 
-def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other):
+def test_two_processes_do_not_run_in_one_folder(model, tmp_path, other, survived):
     said = rf"output_dir: expected a folder that no other process writes, got .*run, where process {other.pid} runs"
     for trainer, config in TRAINERS:
         for options in ({}, {"resume_from_checkpoint": "restart"}, {"resume_from_checkpoint": "auto"}):
             with pytest.raises(ConfigError, match=said):
                 trainer(config(model, tmp_path / "run", **options))
+            survived("faults", 1)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock"]
     other.kill()
     other.join()

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -215,6 +216,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged():
 
 EQUALS_ALL = "class Same({}):\n    __eq__ = __ge__ = __le__ = __contains__ = __bool__ = lambda *_: True\n"
 FOR_ALL = "import os, sys, json\nfor fd in range(64):\n    try: os.write(fd, {})\n    except OSError: pass\n"
+ESCAPED = Path(__file__).with_name("escaped")
 HOSTILE_CODE = [
     "import os, sys\nword = sys.stdin.buffer.read()[-16:]\nos.write(1, word)\nos._exit(0)",
     EQUALS_ALL.format("") + "def add(a, b): return Same()",
@@ -224,26 +226,37 @@ HOSTILE_CODE = [
     "import __main__, builtins, json\nbuiltins.AssertionError = json.loads = __main__.judge_code = int\nadd = max",
     "import gc\nseen = [x for x in gc.get_objects() if 'assert add' in str(x)]\ndef add(a, b): return seen[0]",
     "import sys\nsys.settrace(lambda f, *_: sys.settrace)\ndef add(a, b): raise StopIteration",
-    "def add(a, b): return 'x' * 10**9",
-    "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "def add(a, b): return 'x' * 10**9", "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "def add(a, b): return add(b, a)",
     RIGHT + "import os\nfor _ in range(5): os.fork()\nwhile True: os.setsid() if os.fork() == 0 else None; input()",
     "def add(a, b):\n    while True: pass",
-]
+    "import os\nif os.fork() == 0:\n    os.setsid()\n    os.execv('/bin/sleep', ['sleep', '313'])",
+    "from signal import *\nsignal(SIGALRM, SIG_IGN)\nsetitimer(ITIMER_REAL, 0)\nwhile True: pass",
+    f"import os\nopen({str(ESCAPED)!r}, 'w').write('x')\ndef add(a, b): return 0",
+    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "class Five(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef add(a, b): return Five(0)",
+    "class Any(str):\n    __eq__ = lambda *_: True\ndef add(a, b): return Any('')",
+    "import builtins\nbuiltins.__import__ = None\nbuiltins.AssertionError = ValueError",
+    "import sys\nsys.modules['json'] = None\ndef add(a, b): return 5 if a == 2 else 1",
+    "import threading\nfor _ in range(10**4): threading.Thread(target=input, daemon=False).start()",
+    *(f"def add(a, b): {line}" for line in (
+        "raise KeyboardInterrupt", "raise SystemExit(0)", "return float('nan')", "return 10 ** 10 ** 10", "yield 5",
+        "return type('A', (), {'__eq__': lambda *_: True})()", "return [5]", "return '5'", "return Ellipsis",
+    )),
+    "exec('x' * 10**8)", "(" * 10**5, "import ctypes\nctypes.string_at(0)", "```python\n```",
+    "```python\nassert True\n```",
+]  # fmt: skip
 HOSTILE_MATH = [
-    "<think>6 * 7 = 42</think><answer>41</answer>",
-    "<think>It is \\boxed{42}.</think>The answer is 41.",
-    "<think>6 * 7 = 42",
-    "\\boxed{41}\\boxed{42}\\boxed{43}",
-    "\\boxed{41, 42, 43}",
-    "<answer>41, 42, 43</answer>",
-    "<answer>41</answer> It may also be \\boxed{42}.",
-    "<answer>42</answer><answer>41</answer>",
-    "<answer></answer> 42",
-    "The final answer is $42$. I hope it is correct. No, the final answer is $41$.",
-    "</think>42</think> 41",
-    "$\\boxed{" + "^{".join(["9"] * 12) + "}" * 11 + "}$",
-]
+    "<think>6 * 7 = 42</think><answer>41</answer>", "<think>It is \\boxed{42}.</think>The answer is 41.",
+    "<think>6 * 7 = 42", "\\boxed{41}\\boxed{42}\\boxed{43}", "\\boxed{41, 42, 43}", "<answer>41, 42, 43</answer>",
+    "<answer>41</answer> It may also be \\boxed{42}.", "<answer>42</answer><answer>41</answer>", "<answer></answer> 42",
+    "The final answer is $42$. I hope it is correct. No, the final answer is $41$.", "</think>42</think> 41",
+    "$\\boxed{" + "^{".join(["9"] * 12) + "}" * 11 + "}$", *(f"\\boxed{{{inside}}}" for inside in (
+        "__import__('os').system('sleep 313')", "x", "42 or 43", r"\{41, 42\}", r"(-\infty, \infty)",
+        r"41 \text{ or } 42",
+        r"\int_0^{10^{99}} x^{x^x} dx", "1/0", "nan", "(" * 5000 + "42" + ")" * 4000, "4.2e", "100000!", "x = y = 41",
+    )), "\\boxed{42} no, \\boxed{41}", "\\frac" * 20_000, "4" * 100_000,
+]  # fmt: skip
 HOSTILE_FORMAT = [
     "<think></think><answer></answer>", "<think> \n</think><answer> 4 </answer>", "<think>a</think><answer>\n</answer>",
     "<think>a</think><answer>4</answer><answer>5</answer>", "<think>a</think><answer>4</answer></answer>",
@@ -269,8 +282,8 @@ HOSTILE_JSON = [
 ]
 
 
-def test_hostile_answers_are_not_paid_and_end_in_time():
-    """A right answer beside them is, and no answer makes the run end or wait."""
+def test_hostile_answers_are_not_paid_and_end_in_time(survived):
+    """A right answer beside them is, and no answer makes the run end or wait, or leaves a process or a file."""
     pytest.importorskip("math_verify")
     tables = [  # reward, seconds of an answer, a right answer, columns of hostile answers and of the right one
         ("code,jobs=4", 2.0, RIGHT, HOSTILE_CODE, {"tests": [TESTS] * (len(HOSTILE_CODE) + 1)}),
@@ -287,8 +300,18 @@ def test_hostile_answers_are_not_paid_and_end_in_time():
         rewards = judge(completions=[*hostile, right], **columns)
         took = time.perf_counter() - began
         judge.close()
+        paid = [h[:90] for h, r in zip(hostile, rewards, strict=False) if r]
+        print(spec, paid)
+        survived("hostile_answers", len(hostile), len(paid))
         assert rewards == [0.0] * len(hostile) + [1.0], [h for h, r in zip(hostile, rewards, strict=False) if r]
         assert took < (seconds + 1) * len(rewards), spec
+    left = [
+        path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists() and b"\x00313\x00" in path.read_bytes()
+    ]
+    assert left == []
+    escaped = ESCAPED.exists()
+    ESCAPED.unlink(missing_ok=True)
+    assert not (escaped and sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1)
 
 
 def test_answers_without_an_end_of_the_thoughts_that_the_prompt_began(judge):

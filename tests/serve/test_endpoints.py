@@ -239,7 +239,7 @@ def test_tools_reach_the_template_and_calls_come_back(scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_its_rows_along(place, stream):
+def test_a_client_that_leaves_takes_its_rows_along(place, stream, survived):
     expected = place.good(COMPLETIONS, **TEXT)["choices"]
     turns = place.thread.turns
     body = {**LONG, "model": "two", "stream": stream, "n": 60}  # 8 rows at once
@@ -257,6 +257,7 @@ def test_a_client_that_leaves_takes_its_rows_along(place, stream):
     assert place.thread.is_alive
     assert place.thread.turns - turns < 5 * 59 * 4, "or all would have been written to the end"
     assert place.good(COMPLETIONS, **TEXT)["choices"] == expected
+    survived("faults", 1)
 
 
 def test_vllms_client_of_this_repository_draws_here(place):

@@ -82,7 +82,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
 ]  # fmt: skip
 
 
-def test_what_is_refused_says_so_and_changes_nothing(place):
+def test_what_is_refused_says_so_and_changes_nothing(place, survived):
     before, slots = facts(place.good(COMPLETIONS, **{**TEXT, "model": "two"})), place.slots()
     for path, change, param in BAD:
         refused(place, path, {**VALID[path], **change}, 400, param)
@@ -90,6 +90,7 @@ def test_what_is_refused_says_so_and_changes_nothing(place):
     assert place.slots() == slots
     assert (place.thread.owed, place.thread.n_live, place.thread.n_waiting) == (0, 0, 0)
     assert all(policy.holders == 0 for policy in place.policies)
+    survived("bad_inputs", len(BAD))
 
 
 def test_known_fields_change_no_answer(place):
@@ -289,7 +290,7 @@ def bodies(seed: int) -> Any:
 
 
 @pytest.mark.parametrize(("seed", "n"), [(0, 500), pytest.param(1, 10_000, marks=pytest.mark.long)])
-def test_malformed_bodies_answer_4xx_and_touch_no_slot(place, seed, n):
+def test_malformed_bodies_answer_4xx_and_touch_no_slot(place, survived, seed, n):
     slots, before = place.slots(), facts(place.good(COMPLETIONS, **{**TEXT, "model": "two"}))
     refusals = others = 0
     for path, raw in bodies(seed):
@@ -305,3 +306,4 @@ def test_malformed_bodies_answer_4xx_and_touch_no_slot(place, seed, n):
     assert place.slots() == slots
     assert facts(place.good(COMPLETIONS, **{**TEXT, "model": "two"})) == before
     assert place.thread.owed == 0
+    survived("bodies", refusals)

@@ -308,7 +308,7 @@ def test_a_signal_is_heard_where_nobody_reads_the_answer(monkeypatch):
         assert signals.asked()
 
 
-def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatch):
+def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatch, survived):
     ended: list[int] = []
     monkeypatch.setattr("rlhf_engine.runs.progress.os._exit", ended.append)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
@@ -323,6 +323,7 @@ def test_every_signal_is_a_request_and_the_second_of_its_kind_the_end(monkeypatc
                 os.kill(os.getpid(), other)
                 assert ended == [128 + other]
                 ended.clear()
+                survived("faults", 1)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -434,13 +435,14 @@ def test_a_reward_that_fails_costs_the_answers_of_one_step(model, tmp_path, mode
     assert [row["step"] for row in metrics(resumed)] == [1, 2, 3, 4, 5]
 
 
-def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch):
+def test_a_reward_that_hangs_costs_the_answers_of_one_step(model, tmp_path, monkeypatch, survived):
     monkeypatch.setattr("rlhf_engine.training.rl.REWARD_SECONDS", 0.5)
     reward = write_reward(tmp_path, "import time\nif len(calls) == 4:\n    time.sleep(2)\nreturn [1.0] * len(prompts)")
     options = {"max_steps": 3, "save_steps": 0, "reward_funcs": [reward]}
     with pytest.raises(RewardError, match=r"took longer than 0\.5 seconds") as raised:
         RlTrainer(train_config(model, tmp_path / "run", **options)).run()
     assert notes(raised.value) == ["checkpoint of step 1 written, --resume_from_checkpoint auto goes on"]
+    survived("faults", 1)
 
 
 def test_a_thread_that_is_left_does_not_keep_the_process(monkeypatch, capsys):

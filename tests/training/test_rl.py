@@ -406,7 +406,7 @@ POISONED = [
 ]
 
 
-def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path):
+def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path, survived):
     trainer = RlTrainer(train_config(model, tmp_path / "run"))
     trainer.step()
     before = trained(trainer)
@@ -419,6 +419,7 @@ def test_a_poisoned_weight_stops_the_run_and_names_the_role(model, tmp_path):
         poisoned[0] = kept
         assert same(trained(trainer), before), message
         assert all(p.grad is None for p in trainer.model.parameters())
+    survived("faults", len(POISONED))
 
 
 def test_later_steps_draw_other_answers_to_the_same_prompt(model, tmp_path):

@@ -382,7 +382,9 @@ def test_a_server_that_starts_again_and_a_run_that_is_stopped_lose_nothing(model
     assert not server.adapters
 
 
-def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(model, server, tmp_path, monkeypatch):
+def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(
+    model, server, tmp_path, monkeypatch, survived
+):
     for name, seconds in (("SERVER_SECONDS", 0.5), ("SLOWEST", 1e9)):
         monkeypatch.setattr(sys.modules["rlhf_engine.rollout.generate"], name, seconds)  # a function has its name, too
     trainer = RlTrainer(beside(model, tmp_path / "run", server, save_steps=1))
@@ -393,6 +395,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_and_keeps_the_checkpoint(
     with pytest.raises(GeneratorError, match="RolloutServerError"):
         list(iter(trainer.step, None))
     trainer.source.close()
+    survived("faults", 1)
 
 
 def test_stopping_does_not_wait_for_answers(model, server, tmp_path):
