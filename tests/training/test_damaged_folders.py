@@ -153,7 +153,7 @@ def equal(left: Tensors, right: Tensors) -> bool:
 
 
 LOADED = 200
-"""Damages of a folder that loads long; each byte is changed in `tests.reliability.test_damage`."""
+"""Damages of a folder that loads long; bytes of each file are changed in `tests.reliability.test_damage`."""
 
 
 @pytest.mark.parametrize(
