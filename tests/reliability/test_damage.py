@@ -121,7 +121,7 @@ def test_any_byte_of_each_file_of_a_folder_counts(written: Written, tmp_path, su
         cases, wrong = damaged_folder(folder, part, places, tmp_path / "outside")
         count, silent = count + cases, silent + wrong
     print({"seed": SEED, "cases": count, "read all the same": silent[:20]})
-    assert count > 100 * places
+    assert count > 50 * places
     survived("damage", count, len(silent))
 
 
