@@ -339,7 +339,7 @@ def _read(folder: Path) -> _Files:
     path = folder / MANIFEST_FILE
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise CorruptCheckpointError(f"{folder}: expected {MANIFEST_FILE}, which is not there") from None
     try:
         files: _Files = json.loads(raw)["files"]

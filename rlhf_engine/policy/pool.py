@@ -30,7 +30,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec, SlotConfig, peft_io
 from rlhf_engine.hydra.optimizer import RoleOptimizer, state_layout
 from rlhf_engine.hydra.persist import read_record
 from rlhf_engine.hydra.roles import LM_HEAD, OFF, Roles
-from rlhf_engine.io import remove
+from rlhf_engine.io import finish_replacements, remove
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.engine import RolloutEngine
 from rlhf_engine.rollout.request import EngineOptions
@@ -124,6 +124,7 @@ class Policies:
         self.paused = set[str]()  # names of policies whose new requests are refused
         self.evicted: dict[str, Path] = {}  # name → checkpoint of the policies that are on disk alone
         for folder in sorted(state.iterdir()) if state is not None and state.is_dir() else ():
+            finish_replacements(folder, "checkpoint-*")
             if checkpoints := list_checkpoints(folder):
                 self.evicted[folder.name] = checkpoints[-1]
 

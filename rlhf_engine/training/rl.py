@@ -431,10 +431,10 @@ class RlTrainer(Run[TrainerState]):
         return metrics
 
     def end(self) -> None:
-        """Write the final model, and samples if there are any."""
-        write_final(self.output, self._write_model)
+        """Write samples, if there are any, and last the final model, by which a run counts as finished."""
         self.evaluation.note_samples()
         self.evaluation.write_samples()
+        write_final(self.output, self._write_model)
 
     def describe(self) -> dict[str, Any]:
         """Hash of a frozen base, for the run's record; one that is trained has none that would mean something later."""

@@ -89,7 +89,7 @@ def test_in_flight_every_token_says_which_policy_drew_it(caller, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["off", "overlap"])
-def test_killed_and_taken_up_a_run_makes_the_same_floats(caller, tmp_path, mode, package_table):
+def test_killed_and_taken_up_a_run_makes_the_same_floats(caller, tmp_path, mode, package_table, survived):
     options = options_of(tmp_path, **GRPO, async_mode=mode, **{**RESUMED, "max_steps": 6, "save_total_limit": 1})
     whole, rows = steps_of(caller, tmp_path / "whole", **options)
     config = train_config(caller, tmp_path / "run", **options)
@@ -104,6 +104,7 @@ def test_killed_and_taken_up_a_run_makes_the_same_floats(caller, tmp_path, mode,
     assert same(trained(whole), trained(resumed))
     logged = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert without_timings(logged) == without_timings([{"step": i + 1, **row} for i, row in enumerate(rows)])
+    survived("kills", 2)
 
 
 @pytest.mark.long

@@ -94,7 +94,7 @@ def entries(log: Path) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(2, 2), pytest.param(20, 14, marks=pytest.mark.long)])
-def test_after_kills_policies_are_those_of_an_undisturbed_run(tmp_path, kills, steps):
+def test_after_kills_policies_are_those_of_an_undisturbed_run(tmp_path, survived, kills, steps):
     whole, killed = tmp_path / "whole.log", tmp_path / "killed.log"
     undisturbed = start(train, tmp_path / "whole", whole, steps)
     undisturbed.join(300)
@@ -124,6 +124,7 @@ def test_after_kills_policies_are_those_of_an_undisturbed_run(tmp_path, kills, s
         one, other = (policies.get(f"p{i}") for policies in states)
         assert one.state == other.state
         assert digest(one) == digest(other) == expected[i, steps]
+    survived("kills", kills)
 
 
 def come_and_go(n: int, warm: int, result: Path) -> None:

@@ -37,6 +37,39 @@ def tensors(model: HydraModel, optimizer: RoleOptimizer) -> dict[str, torch.Tens
     return {k: v.clone() for k, v in {**model.state_dict(), **optimizer.state_tensors()}.items()}
 
 
+def lose_what_was_not_flushed(log: Path, *, old_names: bool) -> None:
+    """What a power cut may leave: files without the content, and names, that no flush has followed."""
+    dirty: set[str] = set()
+    unnamed: list[str] = []
+    renamed: list[tuple[str, str]] = []
+    for line in log.read_text().splitlines():
+        what, path, other = line.split("\t")
+        if what in ("open", "mkdir"):
+            unnamed.append(path)
+        if what in ("open", "write"):
+            dirty.add(path)
+        elif what == "fsync":
+            dirty.discard(path)
+            unnamed = [p for p in unnamed if os.path.dirname(p) != path]
+            renamed = [pair for pair in renamed if os.path.dirname(pair[1]) != path]
+        elif what == "unlink":
+            dirty.discard(path)
+            unnamed = [p for p in unnamed if p != path]
+        elif what == "rename":
+            moved = lambda p: other + p[len(path) :] if p == path or p.startswith(path + "/") else p  # noqa: B023, E731
+            dirty, unnamed = {moved(p) for p in dirty}, [moved(p) for p in unnamed]
+            renamed.append((path, other))
+    for path in dirty:
+        if os.path.isfile(path):
+            os.truncate(path, os.path.getsize(path) // 2)
+    for path in reversed(unnamed):
+        if os.path.isfile(path):
+            os.unlink(path)
+    for before, after in reversed(renamed) if old_names else ():
+        if os.path.exists(after) and not os.path.exists(before):
+            os.rename(after, before)
+
+
 class Writer:
     """A model that is at one step, whose next checkpoint is written."""
 
@@ -80,38 +113,6 @@ class Writer:
             os._exit(SAVED)
         os.close(log)
         return os.waitpid(child, 0)[1]
-
-    def lose_what_was_not_flushed(self, old_names: bool) -> None:
-        """What a power cut may leave: files without the content, and names, that no flush has followed."""
-        dirty: set[str] = set()
-        unnamed: list[str] = []
-        renamed: list[tuple[str, str]] = []
-        for line in self.log.read_text().splitlines():
-            what, path, other = line.split("\t")
-            if what in ("open", "mkdir"):
-                unnamed.append(path)
-            if what in ("open", "write"):
-                dirty.add(path)
-            elif what == "fsync":
-                dirty.discard(path)
-                unnamed = [p for p in unnamed if os.path.dirname(p) != path]
-                renamed = [pair for pair in renamed if os.path.dirname(pair[1]) != path]
-            elif what == "unlink":
-                dirty.discard(path)
-                unnamed = [p for p in unnamed if p != path]
-            elif what == "rename":
-                moved = lambda p: other + p[len(path) :] if p == path or p.startswith(path + "/") else p  # noqa: B023, E731
-                dirty, unnamed = {moved(p) for p in dirty}, [moved(p) for p in unnamed]
-                renamed.append((path, other))
-        for path in dirty:
-            if os.path.isfile(path):
-                os.truncate(path, os.path.getsize(path) // 2)
-        for path in reversed(unnamed):
-            if os.path.isfile(path):
-                os.unlink(path)
-        for before, after in reversed(renamed) if old_names else ():
-            if os.path.exists(after) and not os.path.exists(before):
-                os.rename(after, before)
 
     def what_is_left(self) -> str:
         """`old` or `new`, after what a run does that goes on; or what is wrong with it."""
@@ -158,7 +159,7 @@ def outcomes(folder: Path, scenario: str, every: int) -> dict[str, Any]:
             status = writer.attempt(at, number if number < 4 else 0)
             ended = "killed" if os.WIFSIGNALED(status) else {SAVED: "saved", RAISED: "raised"}.get(status >> 8, "?")
             if number >= 4:
-                writer.lose_what_was_not_flushed(old_names=number == 5)
+                lose_what_was_not_flushed(writer.log, old_names=number == 5)
             try:
                 left = writer.what_is_left()
                 again = writer.write_again()

@@ -20,6 +20,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -227,5 +228,42 @@ int rmdir(const char* path) noexcept {
   static auto next_rmdir = real<int (*)(const char*)>("rmdir");
   if (!below(path)) return next_rmdir(path);
   return whole("unlink", path, "", [&] { return next_rmdir(path); });
+}
+
+ssize_t sendfile64(int out, int in, off64_t* at, size_t size) noexcept {
+  static auto next_send = real<ssize_t (*)(int, int, off64_t*, size_t)>("sendfile64");
+  return written(out, [&] { return next_send(out, in, at, size); }, [&] { return next_send(out, in, at, size / 2); });
+}
+
+FILE* fopen64(const char* path, const char* how) {
+  static auto next_fopen = real<FILE* (*)(const char*, const char*)>("fopen64");
+  FILE* file = nullptr;
+  auto open = [&] { return (file = next_fopen(path, how)) == nullptr ? -1 : 0; };
+  below(path) && how[0] != 'r' ? whole("open", path, "", open) : open();
+  return file;
+}
+
+int chmod(const char* path, mode_t mode) noexcept {
+  static auto next_chmod = real<int (*)(const char*, mode_t)>("chmod");
+  if (!below(path)) return next_chmod(path, mode);
+  return whole("chmod", path, "", [&] { return next_chmod(path, mode); });
+}
+
+int link(const char* from, const char* to) noexcept {
+  static auto next_link = real<int (*)(const char*, const char*)>("link");
+  if (!below(to)) return next_link(from, to);
+  return whole("link", from, to, [&] { return next_link(from, to); });
+}
+
+int symlink(const char* from, const char* to) noexcept {
+  static auto next_link = real<int (*)(const char*, const char*)>("symlink");
+  if (!below(to)) return next_link(from, to);
+  return whole("link", from, to, [&] { return next_link(from, to); });
+}
+
+int truncate64(const char* path, off64_t size) noexcept {
+  static auto next_truncate = real<int (*)(const char*, off64_t)>("truncate64");
+  if (!below(path)) return next_truncate(path, size);
+  return whole("write", path, "", [&] { return next_truncate(path, size); });
 }
 }

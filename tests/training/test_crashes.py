@@ -47,8 +47,9 @@ def outcomes(request, tmp_path_factory, faults):
     return every, json.loads(done.stdout)[scenario]
 
 
-def test_a_checkpoint_always_remains(outcomes):
+def test_a_checkpoint_always_remains(outcomes, survived):
     every, found = outcomes
+    survived("crash_points", sum(sum(ends.values()) for ends in found["fates"].values()), len(found["wrong"]))
     assert found["wrong"] == []
     operations = found["operations"]
     assert operations["write"] >= 10  # the library saw what there is to see: also those of safetensors, in Rust

@@ -152,9 +152,18 @@ def equal(left: Tensors, right: Tensors) -> bool:
     return left.keys() == right.keys() and all(is_same(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("n", [8, pytest.param(7_500, marks=pytest.mark.long)])
-def test_a_damaged_file_is_refused_or_changes_nothing(written, tmp_path, n):
-    for reader, (place, part, read) in READERS.items():
+LOADED = 200
+"""Damages of a folder that loads long; bytes of each file are changed in `tests.reliability.test_damage`."""
+
+
+@pytest.mark.parametrize(
+    ("n", "readers"),
+    [(8, tuple(READERS)), *(pytest.param(LOADED, (name,), marks=pytest.mark.long) for name in READERS)],
+    ids=["each", *READERS],
+)
+def test_a_damaged_file_is_refused_or_changes_nothing(written, tmp_path, survived, n, readers):
+    for reader in readers:
+        place, part, read = READERS[reader]
         folder = tmp_path / reader
         shutil.copytree(written.root / place, folder)
         found = read(folder / part, written)
@@ -178,6 +187,7 @@ def test_a_damaged_file_is_refused_or_changes_nothing(written, tmp_path, n):
             path.write_bytes(content)
         assert refused >= n // 4
         assert equal(before, read(folder / part, written))
+    survived("damage", n * len(readers))
 
 
 def test_every_folder_has_a_manifest_of_its_model_and_plain_libraries_load_it(written):

@@ -466,7 +466,7 @@ def test_a_thread_that_is_left_does_not_keep_the_process(monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path, package_table):
+def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path, package_table, survived):
     options = {**CROSSING, "max_steps": 40, "save_steps": 1, "save_total_limit": 1, "resume_from_checkpoint": "auto"}
     whole = go_on(train_config(model, tmp_path / "whole", **{**options, "save_steps": 0}))
     config = train_config(model, tmp_path / "run", **options)
@@ -487,3 +487,4 @@ def test_killed_twenty_times_a_run_makes_the_same_floats(model, tmp_path, packag
     resumed.run()
     assert same(trained(whole), trained(resumed))
     assert [row["step"] for row in metrics(resumed)] == list(range(1, 41))
+    survived("kills", killed)

@@ -153,7 +153,7 @@ def test_a_method_with_backbones_of_its_own_takes_turns_with_others(flags, tmp_p
     assert {name: left(tmp_path / "out" / name) for name in expected} == expected
 
 
-def test_a_sweep_that_is_killed_goes_on(flags, alone, tmp_path):
+def test_a_sweep_that_is_killed_goes_on(flags, alone, tmp_path, survived):
     out, grid = tmp_path / "out", write_grid(tmp_path, flags, runs_at_once=2)
     command = [sys.executable, "-m", "rlhf_engine", "sweep", grid, "--output_dir", str(out)]
     names = list(read_grid(grid, tmp_path).runs)
@@ -171,6 +171,7 @@ def test_a_sweep_that_is_killed_goes_on(flags, alone, tmp_path):
     assert {name: left(out / name) for name in alone} == alone
     assert {name: (out / name / "final").stat().st_mtime_ns for name in names[:2]} == done
     assert len(list((out / names[0]).glob("checkpoint-*"))) == 2
+    survived("kills", 1)
 
 
 def test_a_signal_stops_all_runs_after_their_step(flags, alone, tmp_path, monkeypatch):
