@@ -202,12 +202,12 @@ class Abuser:
     def raw(self, sent: bytes, *, leave: bool = False) -> bytes:
         """Send bytes, and leave or read what comes until the server closes."""
         url = httpx2.URL(self.served.url)
-        with socket.create_connection((url.host, url.port), timeout=60) as place:
-            with contextlib.suppress(ConnectionError):  # it need not read all
-                place.sendall(sent)
-                if not leave:
-                    place.shutdown(socket.SHUT_WR)
-                    return b"".join(iter(lambda: place.recv(1 << 16), b""))
+        place = socket.create_connection((url.host, url.port), timeout=60)
+        with place, contextlib.suppress(ConnectionError):  # it need not read all
+            place.sendall(sent)
+            if not leave:
+                place.shutdown(socket.SHUT_WR)
+                return b"".join(iter(lambda: place.recv(1 << 16), b""))
         return b""
 
     def malformed(self, client: httpx2.Client, _: Any) -> str:
