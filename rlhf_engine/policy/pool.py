@@ -138,7 +138,7 @@ class Policies:
     @property
     def names(self) -> list[str]:
         """Names of all policies, those on disk included."""
-        return [*self._held, *self.evicted]
+        return list(dict.fromkeys([*self._held, *self.evicted]))
 
     def get(self, name: str) -> LivePolicy:
         """A policy by its name, read from disk where it was evicted. ValueError for one that does not exist."""
@@ -258,21 +258,19 @@ class Policies:
         """Put a policy on disk alone, until it is used again."""
         with self.engine.between_steps():
             policy = self._require_idle(name, "evict")
-            folder = self.save(name)
+            self.evicted[name] = self.save(name)  # before it leaves: who asks meanwhile, without the lock, finds it
             if not self._leave(policy, only_idle=True):
+                del self.evicted[name]
                 raise ValueError(f"evict: expected a policy that nobody uses, got {name!r} with {policy.holders} users")
-            self.evicted[name] = folder
 
     def restore(self, name: str) -> LivePolicy:
         """Read an evicted policy back. ValueError for one that was not evicted."""
         with self.engine.between_steps():
             if name not in self.evicted:
                 raise ValueError(f"policy: expected one that was evicted ({sorted(self.evicted)}), got {name!r}")
-            folder = self.evicted.pop(name)
             try:
-                return self._read(name, folder)
+                policy = self._read(name, self.evicted[name])
             except (EngineError, OSError) as error:
-                self.evicted[name] = folder
                 if isinstance(error, MemoryLimitError):
                     raise
                 warnings.warn(f"policy {name!r}: {error}", stacklevel=2)
@@ -280,6 +278,8 @@ class Policies:
                 raise EngineError(
                     f"policy {name!r}: expected a checkpoint that can be read, got one that cannot"
                 ) from error
+            del self.evicted[name]  # it is known all the while, to who asks without the lock
+            return policy
 
     # ---- training --------------------------------------------------------------------------------------------------
 

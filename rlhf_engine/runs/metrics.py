@@ -22,6 +22,7 @@ import platform
 import re
 import secrets
 import subprocess
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -180,7 +181,10 @@ def _plain(name: str, value: Any) -> Any:
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
     """Lines of a JSONL file up to the last whole one, with their objects; None, and a warning, for damaged ones."""
-    lines = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    lines = list[bytes]()
+    if path.exists():
+        with path.open("rb") as file:
+            lines = [line for line in file if line.endswith(b"\n")]
     records = [(_object(line), line) for line in lines]
     while records and records[-1][0] is None:
         records.pop()
@@ -211,7 +215,8 @@ def _object(line: bytes) -> dict[str, Any] | None:
         value = json.loads(line)
     except (ValueError, RecursionError):  # of the former a text that is no UTF-8 is one
         return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
+    is_line = isinstance(value, dict) and type(value.get("step")) is int
+    return {sys.intern(name): x for name, x in value.items()} if is_line else None  # or each line had its own names
 
 
 def write_atomic(path: Path, content: bytes) -> None:

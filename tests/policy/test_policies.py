@@ -214,7 +214,7 @@ def trained(pool: Policies, name: str, times: int = 1) -> None:
         pool.step(name, learning_rate=0.05).result(0)
 
 
-def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_been(tmp_path):
+def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_been(tmp_path, monkeypatch):
     pool = make_pool(state=tmp_path)
     add(pool, 0)
     trained(pool, "p0")
@@ -234,9 +234,15 @@ def test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_b
     assert "p0@1" in pool
     pool.release(kept)
     assert "p0@1" not in pool
+    known = list[bool]()  # to a server's thread, which does not wait for the lock
+    for owner, name in ((pool.engine, "forget"), (pool, "_read")):
+        work = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *how, work=work: (known.append("fork" in pool), work(*how))[1])
     pool.evict("fork")
     assert [policy.name for policy in pool] == [BASE, "p0"]
     assert drawn(pool, "fork") == after
+    assert len(known) >= 2
+    assert all(known)
     trained(pool, "fork")
     trained(pool, "p0")
     assert equal(seen(pool.get("p0")), seen(pool.get("fork")))

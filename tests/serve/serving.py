@@ -70,14 +70,16 @@ class Place:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *names: str, keys: Sequence[str] = (), **options: Any) -> Iterator[Place]:
+def serving(
+    folder: Path, *names: str, keys: Sequence[str] = (), waiting: int = WAITING, **options: Any
+) -> Iterator[Place]:
     """Serve the base of a folder as `tiny`, with policies whose LoRA is not zero. options: of the pool."""
     with Settings(exact=True).used():
         host = HydraModel.from_pretrained(str(folder), roles={BASE: RoleSpec()})
     policies = Policies(host, **options)
     for i, name in enumerate(names):
         add(policies, name, i)
-    with PolicyThread(policies, max_rows=8, max_waiting_tokens=WAITING) as thread:
+    with PolicyThread(policies, max_rows=8, max_waiting_tokens=waiting) as thread:
         service = Service(thread, load_tokenizer(folder), name="tiny", keys=keys)
         service.most_body = BODY
         with running(service) as url, httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:

@@ -152,9 +152,10 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.long)])
-def test_policies_that_come_and_go_leave_memory_as_it_was(tmp_path, n):
+def test_policies_that_come_and_go_leave_memory_as_it_was(tmp_path, survived, n):
     process = start(come_and_go, n, n // 4, tmp_path / "sizes")
     process.join(600)
     assert process.exitcode == 0
     warm, after = map(int, (tmp_path / "sizes").read_text().split())
+    survived("lives", n, int(after > 1.02 * warm))
     assert after <= 1.02 * warm, (warm, after)
