@@ -122,6 +122,7 @@ class Sweep:
         return 0
 
     def _prepare_apart(self) -> NoReturn:
+        _begin_process()
         try:
             with as_request_errors():
                 self._prepare()
@@ -227,9 +228,7 @@ class Sweep:
 
     def _advance_share(self, names: list[str], until: int | None, stop: Callable[[], bool], into: Connection) -> None:
         """Advance some of the runs in a process of their own, on one thread, and tell of it."""
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # whatever ends the sweep ends this
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the sweep hears as well
-        torch.set_num_threads(1)
+        _begin_process()
         tell = lambda *words: into.send_bytes(json.dumps(words).encode())  # noqa: E731
         self.at_once = max(1, self.at_once // self._processes)
         self._note = functools.partial(tell, "note")
@@ -328,3 +327,9 @@ class Sweep:
 
     def _write(self) -> None:
         write_json_atomic(self.output / SWEEP_FILE, self._record)
+
+
+def _begin_process() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # whatever ends the sweep ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the sweep hears as well
+    torch.set_num_threads(1)  # OpenMP's other threads are not forked
