@@ -8,7 +8,8 @@ import pytest
 
 from tests.reliability.table import HELD, PAGE, ROWS, counting, folded, rendered
 
-HERE, OTHER = "tests/reliability/test_table.py::a", "tests/reliability/test_table.py::b"
+HERE = "tests/reliability/test_table.py::test_page_is_what_the_records_say"
+OTHER = f"{HERE}[other]"
 
 
 def record(test: str, commit: str, date: str, **counted: list[int]) -> dict[str, object]:
