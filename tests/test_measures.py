@@ -28,15 +28,15 @@ ENGINE = str(Path(rlhf_engine.__file__).parent)
 CORE = ("hydra", "rollout", "scoring", "algorithms", "training", "generators")
 CEILINGS = {
     "CHANGELOG.md: lines": 60,
-    "bench: lines": 12273,
+    "bench: lines": 12278,
     "csrc: lines": 11956,
     "docs: words of notes": 72600,
     "docs: words of pages": 32400,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
-    "engine: lines of code": 22395,
+    "engine: lines of code": 22396,
     "engine: lines of the core": 19029,
-    "engine: lines": 34700,
+    "engine: lines": 34703,
     "engine: longest file": 800,
     "engine: longest function": 80,
     "examples: lines": 1365,
@@ -50,7 +50,7 @@ CEILINGS = {
     "step: functions": 432,
     "step: types of records": 28,
     "tests: items in the interpreter": 350,
-    "tests: items per push": 2790,
+    "tests: items per push": 2800,
     "tests: lines": 56400,
 }
 

@@ -4,7 +4,8 @@
     python bench/studies/sweep_speed.py MODEL [--algorithm ppo] [--steps 40] [--rounds 3] [--json F]
 
 Both arms make the same four runs: four answers a step of a story model, two learning rates, two seeds. `processes`
-starts a `train` of one thread for each run, two at a time. `sweep` makes all in one process, of --threads threads.
+starts a `train` of one thread for each run, two at a time. `sweep` makes all on one base, on --threads threads, for
+each of which it forks a process.
 In every round the arms take turns; times are medians. CPU seconds are those of all processes of an arm. Memory is
 that of tensors after a step, with every run alive, beside the base and the bytes of weights, gradients and moments.
 """
@@ -83,7 +84,9 @@ def tensor_bytes() -> int:
 def memory(grid: Path) -> dict[str, float]:
     """MB of the base, of the policies, and of all tensors, in the third round of turns."""
     with tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(1)  # else processes that are forked have what is counted
         made = Sweep(read_grid(str(grid), Path(folder)), Path(folder))
+        made.prepare()
         base = sum(p.numel() * p.element_size() for p in made.base.parameters())
         groups = [group for trainer in made._ready.values() for group in trainer.optimizer.groups.values()]
         policies = 4 * sum(p.numel() * p.element_size() for group in groups for p in group.values())
@@ -104,10 +107,12 @@ def main() -> None:
     parser.add_argument("model_name_or_path")
     parser.add_argument("--algorithm", default="ppo")
     parser.add_argument("--dtype", default="float32")
-    for name, default in (("steps", 40), ("tokens", 48), ("rounds", 3), ("threads", 1)):
+    for name, default in (("steps", 40), ("tokens", 48), ("rounds", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path, help="file for the record")
     options = parser.parse_args()
+    if options.steps < 3:
+        parser.error(f"--steps: expected at least 3, for memory is read in the third, got {options.steps}")
     with tempfile.TemporaryDirectory() as folder:
         grid = grid_of(options, Path(folder))
         found: dict[str, list[tuple[float, float]]] = {"processes": [], "sweep": []}
