@@ -316,7 +316,7 @@ if done.exception() is None: ⇒ if True:
 policy.holders += 1 ⇒ pass
 = policy/test_policies.py::test_forks_snapshots_and_what_comes_back_from_disk_go_on_as_if_nothing_had_been
 policy.optimizer.load_state_tensors(origin.optimizer.state_tensors()) ⇒ pass
-self.evicted[name] = folder¶if isinstance ⇒ if isinstance
+self.evicted[name] = self.save(name) ⇒ self.save(name)
 replace(model.roles["actor"], trainable=False) ⇒ replace(model.roles["actor"], trainable=True)
 copy.backbone().slot(slot).copy_from(model.backbone().slot(slot)) ⇒ pass
 self.paused.discard(name)¶if ⇒ if
