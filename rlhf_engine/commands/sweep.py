@@ -113,10 +113,10 @@ class Sweep:
             process = multiprocessing.get_context("fork").Process(target=self._prepare_apart)
             process.start()
             process.join()
+            if process.exitcode in (0, 1, 2):
+                return process.exitcode
             if process.exitcode != _NOT_EXACT:
-                if process.exitcode not in (0, 1, 2):
-                    print(f"rlhf-engine sweep: a process ended by itself ({process.exitcode})", file=sys.stderr)
-                return process.exitcode or 0
+                raise EngineError(f"a process ended by itself ({process.exitcode})")
             self._processes = 1
         self._prepare()
         return 0
@@ -125,25 +125,28 @@ class Sweep:
         _begin_process()
         try:
             with as_request_errors():
-                self._prepare()
+                exact = self._prepare()
         except (EngineError, OSError) as error:
             sys.exit(fail("sweep", error, 2 if isinstance(error, ConfigError) else 1))
         # only in exact mode are floats the same on one thread as on all
-        sys.exit(0 if all(trainer.kernels.exact for trainer in self._ready.values()) else _NOT_EXACT)
+        sys.exit(0 if exact else _NOT_EXACT)
 
-    def _prepare(self) -> None:
-        reports = dict[str, Any]()
+    def _prepare(self) -> bool:
+        """Make every trainer once; whether all are of exact mode."""
+        reports, exact = dict[str, Any](), True
         for name in self._left():
             trainer = self._trainer(name)
             last = self.halving.at[-1] if self.halving else 0
             if last >= trainer.total_steps:
                 raise ConfigError(f"halving: expected at below the {trainer.total_steps} steps of {name}, got {last}")
             reports |= {report.text(): report for report in trainer.reports.values()}
+            exact = exact and trainer.kernels.exact
             if len(self._ready) < self.at_once:
                 self._ready[name] = trainer
             else:
                 gc.collect()  # a trainer and what looks at it hold each other, and the policy
         print_what_was_left_out(reports.values())
+        return exact
 
     def _read_record(self) -> dict[str, Any]:
         """Take up what an earlier process has decided. Raises ConfigError where its runs have other options."""
