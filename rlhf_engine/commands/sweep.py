@@ -39,8 +39,7 @@ from rlhf_engine.hydra import HydraModel, RoleSpec
 from rlhf_engine.policy import joint
 from rlhf_engine.policy.pool import BASE, LivePolicy, Policies
 from rlhf_engine.runs.folder import METRICS_FILE, locked, require_unlocked
-from rlhf_engine.runs.headline import numbers
-from rlhf_engine.runs.metrics import read_metrics, write_json_atomic
+from rlhf_engine.runs.metrics import read_columns, write_json_atomic
 from rlhf_engine.runs.page import PAGE_FILE, LivePage, groups_of
 from rlhf_engine.runs.progress import StopSignals, SweepProgress
 from rlhf_engine.training.rl import RlTrainer
@@ -317,8 +316,8 @@ class Sweep:
         names, means = self._left(), list[tuple[float, list[str]]]()
         for places in groups_of([self.runs[name].to_dict() for name in names]):
             group = [names[place] for place in places]
-            rows = [row for name in group for row in read_metrics(self.output / name / METRICS_FILE)]
-            values = [sign * value for at, value in numbers(rows, metric) if since < at <= step]
+            points = [p for name in group for p in read_columns(self.output / name / METRICS_FILE).numbers(metric)]
+            values = [sign * value for at, value in points if since < at <= step]
             means.append((fmean(values or [-math.inf]), group))
         if all(math.isinf(mean) for mean, _ in means):
             raise ConfigError(f"halving: expected by to be a metric of steps {since + 1} to {step}, got {metric!r}")

@@ -11,12 +11,11 @@ from __future__ import annotations
 import gc
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlhf_engine.runs.headline import numbers
-from rlhf_engine.runs.metrics import read_metrics, write_atomic
+from rlhf_engine.runs.metrics import Columns, read_columns, write_atomic
 
 SMOOTHING = 0.8
 SMOOTHED_FROM = 20  # points
@@ -101,8 +100,8 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    rows = read_metrics(metrics_jsonl)
-    panels = ((panel, _lines(panel, rows)) for panel in PANELS)
+    read = read_columns(metrics_jsonl)
+    panels = ((panel, _lines(panel, read)) for panel in PANELS)
     drawn = [(panel, lines) for panel, lines in panels if has_signal(panel, [values for _, _, values in lines])]
     if not drawn:
         raise ValueError(f"metrics_jsonl: expected lines with known metrics in {str(metrics_jsonl)!r}, got none")
@@ -143,10 +142,10 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
     return [panel.title for panel, _ in drawn]
 
 
-def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], list[float]]]:
+def _lines(panel: Panel, columns: Columns) -> list[tuple[str, list[int], list[float]]]:
     """(label, steps, values) of the panel's lines that have at least one number."""
     lines = []
     for name, label in panel.lines:
-        if points := numbers(rows, name):
+        if points := columns.numbers(name):
             lines.append((label, [step for step, _ in points], [value for _, value in points]))
     return lines

@@ -8,10 +8,11 @@ so that its numbers are those of that step once the run is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rlhf_engine.runs.metrics import Columns
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
 MOST_AVERAGED = 20  # most logged steps that a number of training is a mean of
@@ -57,9 +58,8 @@ _OUTCOMES = {
 }
 
 
-def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def kind_of_run(names: Set[str]) -> str | None:
     """Kind of a run by the metrics that it has; None for one of no known kind."""
-    names = {name for row in rows for name in row}
     if names & {"reward", "kl"}:
         return RL
     if "lm_loss" in names:
@@ -67,19 +67,19 @@ def kind_of_run(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return REWARD_MODEL if names & {"reward_loss", "eval/accuracy"} else None
 
 
-def headlines(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], state: str | None) -> list[Headline]:
+def headlines(columns: Columns, record: Mapping[str, Any], state: str | None) -> list[Headline]:
     """Headline numbers of a run from its metrics and run.json; `state` is running, done, stopped or None."""
-    kind = kind_of_run(rows)
+    kind = kind_of_run(columns.names.keys())
     shown = []
     for outcome in _OUTCOMES.get(kind or "", ()):
-        held_out, training = _held_out(outcome, rows, record), _training(outcome, rows)
+        held_out, training = _held_out(outcome, columns, record), _training(outcome, columns)
         shown += [] if held_out is None else [held_out]
         shown += [] if training is None else [training._replace(is_minor=held_out is not None)]
     if kind == SUPERVISED and shown and shown[0].value < 100:
         perplexity = math.exp(shown[0].value)
         text = format_value(perplexity)
         shown.insert(1, Headline("Perplexity", "of a token", perplexity, text, shown[0].note, -1))
-    return [*shown, _steps(rows, total_steps(record), state), *_resources(rows, kind)]
+    return [*shown, _steps(columns, total_steps(record), state), *_resources(columns, kind)]
 
 
 def total_steps(record: Mapping[str, Any]) -> int | None:
@@ -88,12 +88,12 @@ def total_steps(record: Mapping[str, Any]) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _held_out(outcome: _Ending, rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Headline | None:
+def _held_out(outcome: _Ending, columns: Columns, record: Mapping[str, Any]) -> Headline | None:
     if outcome.held_out is None:
         return None
     test = outcome.held_out.replace("eval/", "test/")  # of rows that choose no step, where there are such
-    name = test if numbers(rows, test) else outcome.held_out
-    points = dict(numbers(rows, name))
+    name = test if columns.numbers(test) else outcome.held_out
+    points = dict(columns.numbers(name))
     if not points:
         return None
     first, last = min(points), max(points)
@@ -107,7 +107,7 @@ def _held_out(outcome: _Ending, rows: Sequence[Mapping[str, Any]], record: Mappi
     best = max(points, key=lambda step: outcome.better * points[step])
     if outcome.better and best not in steps:
         note += f"; best, step {best:,}: {format_score(points[best])}"
-    edges = [dict(numbers(rows, f"{name}_{edge}")).get(now) for edge in ("low", "high")]
+    edges = [dict(columns.numbers(f"{name}_{edge}")).get(now) for edge in ("low", "high")]
     if None not in edges:
         text += f" [{', '.join(map(format_score, edges))}]"
         note += "; [low, high]: 95 % by group"
@@ -116,8 +116,8 @@ def _held_out(outcome: _Ending, rows: Sequence[Mapping[str, Any]], record: Mappi
     return Headline(f"{outcome.label}, held out", outcome.unit, points[now], text, note, outcome.better)
 
 
-def _training(outcome: _Ending, rows: Sequence[Mapping[str, Any]]) -> Headline | None:
-    values = [value for _, value in numbers(rows, outcome.training)]
+def _training(outcome: _Ending, columns: Columns) -> Headline | None:
+    values = [value for _, value in columns.numbers(outcome.training)]
     if not values:
         return None
     n = max(1, min(MOST_AVERAGED, len(values) // 10))
@@ -127,41 +127,31 @@ def _training(outcome: _Ending, rows: Sequence[Mapping[str, Any]]) -> Headline |
     return Headline(f"{outcome.label}, training", outcome.unit, now, text, note, outcome.better)
 
 
-def _steps(rows: Sequence[Mapping[str, Any]], total: int | None, state: str | None) -> Headline:
-    done = rows[-1]["step"]
+def _steps(columns: Columns, total: int | None, state: str | None) -> Headline:
+    done = columns.steps[-1]
     text = f"{done:,}" if total is None else f"{done:,} of {total:,}"
-    seconds = [value for _, value in numbers(rows, "seconds/step")][-MOST_AVERAGED:]
+    seconds = [value for _, value in columns.numbers("seconds/step")][-MOST_AVERAGED:]
     note = state or ""
     if state == "running" and total is not None and seconds and total > done:
         note = f"running, about {format_duration(fmean(seconds) * (total - done))} of steps left"
     return Headline("Steps", "", done, text, note, 0)
 
 
-def _resources(rows: Sequence[Mapping[str, Any]], kind: str | None) -> list[Headline]:
+def _resources(columns: Columns, kind: str | None) -> list[Headline]:
     resources = []
-    seconds = [value for _, value in numbers(rows, "seconds/step")]
+    seconds = [value for _, value in columns.numbers("seconds/step")]
     if seconds:
-        steps = rows[-1]["step"] - numbers(rows, "seconds/step")[0][0] + 1
+        steps = columns.steps[-1] - columns.numbers("seconds/step")[0][0] + 1
         note = f"mean; all steps {format_duration(fmean(seconds) * steps)}"
         resources.append(Headline("Time of a step", "seconds", fmean(seconds), format_value(fmean(seconds)), note, -1))
-    speeds = [value for _, value in numbers(rows, "tokens_per_second")][-MOST_AVERAGED:]
+    speeds = [value for _, value in columns.numbers("tokens_per_second")][-MOST_AVERAGED:]
     if speeds:
         label = "Generation" if kind == RL else "Training speed"
         shown = format_value(fmean(speeds))
         resources.append(
             Headline(label, "tokens per second", fmean(speeds), shown, f"mean of the last {len(speeds)}", 1)
         )
-    peaks = [value / 1e9 for _, value in numbers(rows, "peak_memory_bytes")]
+    peaks = [value / 1e9 for _, value in columns.numbers("peak_memory_bytes")]
     if peaks:
         resources.append(Headline("Peak memory", "GB", max(peaks), f"{max(peaks):.2f}", "main process", -1))
     return resources
-
-
-def numbers(rows: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[int, float]]:
-    """(step, value) of each line that has a number under a name."""
-    return [(row["step"], float(row[name])) for row in rows if name and is_number(row.get(name))]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of the metrics is a number, which true and false are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

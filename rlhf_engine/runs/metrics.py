@@ -24,7 +24,8 @@ import secrets
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -179,32 +180,67 @@ def _plain(name: str, value: Any) -> Any:
     raise TypeError(f"metrics: {name}: expected a number, string, boolean or None, got {type(value).__name__}")
 
 
-def read_lines(path: Path) -> list[tuple[dict[str, Any] | None, bytes]]:
+class Columns:
+    """The lines of a metrics file by name: as dicts, those of a long run would take eight times the memory."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any] | None]) -> None:
+        """rows: objects with a step; None for a damaged line."""
+        self.steps, lines = list[int](), list[int | None]()
+        self.names: dict[str, array[float]] = {}
+        """By name its numbers, NaN for a line without one, as far as the last line that has one."""
+        self.nonfinite: dict[int, list[str]] = {}
+        """Metrics that are not finite, by step."""
+        for row in rows:
+            lines.append(None if row is None else row["step"])
+            if row is None:
+                continue
+            for name, value in row.items():
+                column = self.names.setdefault(name, array("d"))
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    column.extend([math.nan] * (len(self.steps) - len(column)))
+                    column.append(value)
+            if "nonfinite" in row:
+                self.nonfinite[row["step"]] = list(row["nonfinite"])
+            self.steps.append(row["step"])
+        self.damaged = name_damaged(lines)
+
+    def numbers(self, name: str | None) -> list[tuple[int, float]]:
+        """(step, value) of each line that has a number under a name, which true and false are not."""
+        return [(step, x) for step, x in zip(self.steps, self.names.get(name or "", ()), strict=False) if x == x]
+
+
+def read_columns(path: str | Path) -> Columns:
+    """The lines of a metrics file by name; a last line cut short by a crash is left out."""
+    return Columns(row for row, _ in read_lines(Path(path)))
+
+
+def read_lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Lines of a JSONL file up to the last whole one, with their objects; None, and a warning, for damaged ones."""
-    lines = list[bytes]()
+    steps, later = list[int | None](), list[tuple[dict[str, Any] | None, bytes]]()
     if path.exists():
         with path.open("rb") as file:
-            lines = [line for line in file if line.endswith(b"\n")]
-    records = [(_object(line), line) for line in lines]
-    while records and records[-1][0] is None:
-        records.pop()
-    if damaged := name_damaged([row for row, _ in records]):
+            for line in file:
+                later += [(_object(line), line)] if line.endswith(b"\n") else []
+                if later and later[-1][0] is not None:
+                    yield from later
+                    steps += [None if row is None else row["step"] for row, _ in later]
+                    later.clear()
+    if damaged := name_damaged(steps):
         warnings.warn(f"{path}: expected a JSON object with a step in each line, left out {damaged}", stacklevel=3)
-    return records
 
 
-def name_damaged(rows: Sequence[Mapping[str, Any] | None]) -> str:
-    """The first damaged lines of a file and the step before each, in words; empty where there are none."""
-    named, place = [], "before every other"
-    for number, row in enumerate(rows, 1):
-        named += [f"line {number}, {place}"] if row is None else []
-        place = place if row is None else f"after step {row['step']}"
+def name_damaged(steps: Iterable[int | None]) -> str:
+    """The first damaged lines, which have no step, and the step before each, in words; empty where there are none."""
+    named, place = list[str](), "before every other"
+    for number, step in enumerate(steps, 1):
+        named += [f"line {number}, {place}"] if step is None else []
+        place = place if step is None else f"after step {step}"
     return "; ".join(named[:5])
 
 
 def cut_after(path: Path, step: float) -> tuple[int, list[dict[str, Any] | None]]:
     """Cut a JSONL file behind its last line of at most a step; number of lines before, and objects of those kept."""
-    lines = read_lines(path)
+    lines = list(read_lines(path))
     n = max((i for i, (row, _) in enumerate(lines, 1) if row is not None and row["step"] <= step), default=0)
     write_atomic(path, b"".join(line for _, line in lines[:n]))
     return len(lines), [row for row, _ in lines[:n]]

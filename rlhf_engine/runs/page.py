@@ -26,8 +26,8 @@ from rlhf_engine.errors import ConfigError
 from rlhf_engine.io import writing
 from rlhf_engine.runs.curves import PANELS, has_signal
 from rlhf_engine.runs.folder import METRICS_FILE, RECORD_FILE, SAMPLES_LOG, require_unlocked
-from rlhf_engine.runs.headline import Headline, headlines, is_number, numbers, total_steps
-from rlhf_engine.runs.metrics import SampleLog, Samples, name_damaged, read_lines, write_atomic
+from rlhf_engine.runs.headline import Headline, headlines, total_steps
+from rlhf_engine.runs.metrics import Columns, SampleLog, Samples, read_columns, write_atomic
 from rlhf_engine.runs.text import format_value, show_controls
 
 PAGE_FILE = "page.html"
@@ -138,23 +138,22 @@ def _read_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any
 
 def _whole_run(folder: Path, name: str, state: str | None) -> tuple[dict[str, Any], list[Headline]]:
     """Read a run: data that the page's script draws, and the headline numbers."""
-    lines = [row for row, _ in read_lines(folder / METRICS_FILE)]
-    rows = [row for row in lines if row is not None]
-    if not rows:
+    columns = read_columns(folder / METRICS_FILE)
+    if not columns.steps:
         raise ConfigError(f"run: expected metrics of at least one step, got none in {str(folder)!r}")
     record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    state = state or _state(folder, rows[-1]["step"], total_steps(record))
-    every, curves = _curves(rows)
+    state = state or _state(folder, columns.steps[-1], total_steps(record))
+    every, curves = _curves(columns)
     looks = SampleLog(folder / SAMPLES_LOG).read()
     kept = _thinned(looks)
     shown = {
-        "name": name, "state": state, "steps": rows[-1]["step"], "total": total_steps(record), "every": every,
-        "curves": curves, "nonfinite": _not_finite(rows), "damaged": name_damaged(lines),
+        "name": name, "state": state, "steps": columns.steps[-1], "total": total_steps(record), "every": every,
+        "curves": curves, "nonfinite": _not_finite(columns), "damaged": columns.damaged,
         "samples": [asdict(look) for look in kept], "looks": len(looks),
         "config": shareable(record.get("config", {})), "facts": _facts(record),
     }  # fmt: skip
     json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()  # or ValueError: NaN, half a character
-    return shown, headlines(rows, record, state)
+    return shown, headlines(columns, record, state)
 
 
 def _state(folder: Path, steps: int, total: int | None) -> str | None:
@@ -166,11 +165,11 @@ def _state(folder: Path, steps: int, total: int | None) -> str | None:
     return None if total is None else "done" if steps >= total else "stopped"
 
 
-def _not_finite(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _not_finite(columns: Columns) -> dict[str, Any]:
     """Number of steps with a metric that is not finite, the first of them, and the metrics' names; empty if none."""
-    bad = [row for row in rows if "nonfinite" in row]
-    names = dict.fromkeys(name for row in bad for name in row["nonfinite"])
-    return {"count": len(bad), "first": bad[0]["step"], "names": list(names)} if bad else {}
+    bad = columns.nonfinite
+    names = dict.fromkeys(name for names in bad.values() for name in names)
+    return {"count": len(bad), "first": min(bad), "names": list(names)} if bad else {}
 
 
 def _thinned(looks: Sequence[Samples]) -> list[Samples]:
@@ -182,15 +181,16 @@ def _thinned(looks: Sequence[Samples]) -> list[Samples]:
     return [looks[round(i * (len(looks) - 1) / (n - 1))] for i in range(n)]
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, list[list[float]]]]:
+def _curves(columns: Columns) -> tuple[int, dict[str, list[list[float]]]]:
     """Steps per point, and metric → [steps, values], with least and most where a point is a mean of several."""
-    every = -(-len(rows) // MOST_POINTS)
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value) and name != "step")
-    groups = [rows[i : i + every] for i in range(0, len(rows), every)]
+    steps = columns.steps
+    every = -(-len(steps) // MOST_POINTS)
     curves: dict[str, list[list[float]]] = {}
-    for name in names:
-        points = [(group[-1]["step"], [value for _, value in numbers(group, name)]) for group in groups]
-        kept = [(step, values) for step, values in points if values]
+    for name, column in columns.names.items():
+        if name == "step" or not column:
+            continue
+        groups = [[x for x in column[i : i + every] if x == x] for i in range(0, len(column), every)]
+        kept = [(steps[min((i + 1) * every, len(steps)) - 1], values) for i, values in enumerate(groups) if values]
         lines = [[sum(values) / len(values) for _, values in kept]]
         if every > 1 and name in _DRAWN:
             lines += [[min(values) for _, values in kept], [max(values) for _, values in kept]]

@@ -32,8 +32,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_engine.runs.folder import RECORD_FILE
-from rlhf_engine.runs.headline import headlines, numbers
-from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.headline import headlines
+from rlhf_engine.runs.metrics import read_columns
 from rlhf_engine.runs.text import format_duration, format_score, format_value
 
 WATCHED = {
@@ -282,16 +282,16 @@ _JUDGED = ("Accuracy, held out", "Area under the ROC curve, held out")
 
 def exit_summary(metrics_jsonl: str | Path, places: Mapping[str, str | Path]) -> str:
     """Lines of text: numbers of the run, first → last, then what lies where. places: name → path or command."""
-    rows = read_metrics(metrics_jsonl)
-    told = [f"{rows[-1]['step']:,} steps"] if rows else []
+    columns = read_columns(metrics_jsonl)
+    told = [f"{columns.steps[-1]:,} steps"] if columns.steps else []
     for name in TOLD:
-        values = [format_score(value) for _, value in numbers(rows, name)]
+        values = [format_score(value) for _, value in columns.numbers(name)]
         if values:
             told.append(f"{WATCHED[name]} {' → '.join([values[0], *values[1:][-1:]])}")
-    if peaks := [value for _, value in numbers(rows, "peak_memory_bytes")]:
+    if peaks := [value for _, value in columns.numbers("peak_memory_bytes")]:
         told.append(f"peak memory {max(peaks) / 1e9:.2f} GB")
     width = max(map(len, places)) + 1
     record = Path(metrics_jsonl).with_name(RECORD_FILE)
-    known = headlines(rows, json.loads(record.read_text()), None) if rows and record.is_file() else []
+    known = headlines(columns, json.loads(record.read_text()), None) if columns.steps and record.is_file() else []
     judged = [f"{h.label} {h.text} ({h.note})" for h in known if h.label in _JUDGED]
     return "\n".join(["; ".join(told), *judged, *(f"{name:{width}} {place}" for name, place in places.items())])

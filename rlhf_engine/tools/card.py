@@ -22,7 +22,7 @@ from rlhf_engine.io import read_json
 from rlhf_engine.runs.curves import plot_curves
 from rlhf_engine.runs.folder import CURVES_FILE, METRICS_FILE
 from rlhf_engine.runs.headline import headlines
-from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.metrics import read_columns
 from rlhf_engine.runs.text import format_score
 
 if TYPE_CHECKING:
@@ -67,15 +67,15 @@ def write_card(config: ExportConfig, source: Source, folder: Path, notes: list[s
     markdown = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")  # texts from outside pass `code`
     template = jinja2.Template(markdown, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     metrics = (source.run_folder or folder) / METRICS_FILE
-    steps = read_metrics(metrics) if metrics.is_file() else []
-    if steps:
+    columns = read_columns(metrics)
+    if columns.steps:
         with contextlib.suppress(ValueError):  # no metric that is drawn
             plot_curves(metrics, folder / CURVES_FILE)
     text = template.render(
         card_data=data.to_yaml(), code=code, config=config, source=source,
         adapter=read_optional(folder, peft_io.CONFIG_FILE), base=base, revision=revision, on_hub=on_hub,
-        data=_data(source), method=_method(source, steps[-1]["step"] if steps else None),
-        curve=headlines(steps, source.run, None) if steps else [],
+        data=_data(source), method=_method(source, columns.steps[-1] if columns.steps else None),
+        curve=headlines(columns, source.run, None) if columns.steps else [],
         picture=CURVES_FILE if (folder / CURVES_FILE).is_file() else None, notes=notes,
     )  # fmt: skip
     ModelCard(text).save(folder / CARD)

@@ -168,7 +168,8 @@ def held_meanwhile(model: HydraModel) -> Callable[[], dict[str, int]]:
 
 
 def alive() -> int:
-    """Bytes of all tensors that Python knows."""
+    """Bytes of all tensors that Python knows and that are not garbage."""
+    gc.collect()  # what earlier jobs have left in cycles goes at any moment
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from rlhf_engine.errors import ConfigError, MismatchError, NonFiniteError, RewardError
 from rlhf_engine.hydra import HydraModel
 from rlhf_engine.runs.headline import headlines
-from rlhf_engine.runs.metrics import read_metrics
+from rlhf_engine.runs.metrics import Columns, read_metrics
 from rlhf_engine.training.rl import RlTrainer
 from rlhf_engine.training.sft import SftTrainer
 from tests.training.test_data import PROMPTS, sft_config, train_config, write_model, write_reward, write_rows
@@ -112,7 +112,7 @@ def test_evaluation_and_samples(model, tmp_path):
     assert second["eval/kl"] > 0
     assert isinstance(second["eval/reward"], float)
     assert trainer.state.best_step == 2  # no checkpoint has the weights of step 0
-    reward = next(h for h in headlines(metrics(trainer), {}, "done") if h.label == "Reward, held out")
+    reward = next(h for h in headlines(Columns(metrics(trainer)), {}, "done") if h.label == "Reward, held out")
     assert reward.note == "step 0 → 2"
     longer = RlTrainer(
         train_config(model, tmp_path / "run", **{**options, "max_steps": 3}, resume_from_checkpoint="auto")
