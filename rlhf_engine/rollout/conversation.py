@@ -187,7 +187,7 @@ class Conversations:
                 text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
                 return {"role": "assistant", "content": text}, [malformed]
         text = str(tokenizer.decode(list(ids[:-1] if ended else ids)))
-        calls = [_parsed(written) for written in _CALL.findall(text)]
+        calls = [parsed_call(written) for written in _CALL.findall(text)]
         if not calls or any(call["type"] != "function" for call in calls):  # which a template could not write
             return {"role": "assistant", "content": text}, calls
         return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": calls}, calls
@@ -255,8 +255,8 @@ class Conversations:
         return min(most, self._context - length)
 
 
-def _parsed(written: str) -> dict[str, Any]:
-    """A call in JSON."""
+def parsed_call(written: str) -> dict[str, Any]:
+    """A call in JSON, as a message has it; where it is none, what is wrong with it."""
     try:
         call = json.loads(written)
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))

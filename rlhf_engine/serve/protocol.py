@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_engine.data.tokenize import encode, encode_prompt
+from rlhf_engine.rollout.conversation import parsed_call
 from rlhf_engine.rollout.request import SamplingConfig
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_WORDS = 128, 20, 16, 1 << 20
@@ -330,15 +331,11 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     calls = list[dict[str, Any]]()
 
     def take(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-        except (ValueError, RecursionError):
+        call = parsed_call(match[1])
+        if "error" in call:
             return match[0]
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return match[0]
-        arguments = call.get("arguments", call.get("parameters", {}))
-        function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        calls.append({"id": f"call_{secrets.token_hex(12)}", **call, "function": function})
         return ""
 
     left = _TOOL_CALL.sub(take, text)

@@ -210,7 +210,9 @@ def plain(value: Any) -> Any:
 
 
 def is_kept(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in without_timings(line).items() if name not in MEASURED}
+    """Without what tells time, which generators beside the learner report as well."""
+    kept = without_timings(line).items()
+    return {name: x for name, x in kept if name not in MEASURED and not name.startswith("async/")}
 
 
 def read(root: Path) -> dict[str, Any]:
