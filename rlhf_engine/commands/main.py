@@ -56,6 +56,9 @@ rlhf-engine COMMAND --help lists the options that are used most, --help_all all 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: the next file would get its number, and all that is printed
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115 - as long as the process
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)

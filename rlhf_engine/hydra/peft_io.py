@@ -128,9 +128,11 @@ def read_slot_config(folder: str | os.PathLike[str]) -> SlotConfig:
     tensors = _pair_up(_load_weights(folder), where)
     # absolute, because a relative folder `sft` would be taken for the slot of that name
     slot = slot_config(config, tensors, where, init_from=str(Path(folder).resolve()))
-    for path, (a, _) in tensors.items():  # before anything of that size is made
+    for path, (a, b) in tensors.items():  # before anything of that size is made
         if a.dim() != 2 or a.shape[0] != slot.r:
             raise ValueError(f"{where}: expected A of {path} as [r={slot.r}, in], got {tuple(a.shape)}")
+        if not all(x.is_floating_point() and bool(x.isfinite().all()) for x in (a, b)):
+            raise ValueError(f"{where}: expected finite numbers in A and B of {path}, got others")
     return slot
 
 

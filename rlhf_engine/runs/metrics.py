@@ -70,6 +70,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
                 nonfinite[name], line[name] = str(line[name]), None
         if nonfinite:
             line["nonfinite"] = nonfinite
+        if os.stat(self.path).st_ino != os.fstat(self._file.fileno()).st_ino:
+            raise OSError("another file has come in its place")  # what is written would go where the old one went
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self.last_step = int(step)

@@ -396,6 +396,9 @@ def test_broken_folders_are_named(tmp_path):
         peft_io.read_slot_config(tmp_path)
     config.write_text(json.dumps(good))
     weights = tmp_path / "adapter_model.safetensors"
+    edit_weights(tmp_path, lambda t: {k: v / 0 for k, v in t.items()})
+    with pytest.raises(ValueError, match=r"expected finite numbers in A and B of model\.layers\.\S+, got others"):
+        peft_io.read_slot_config(tmp_path)
     edit_weights(tmp_path, lambda t: {k: v for i, (k, v) in enumerate(t.items()) if i > 0})
     with pytest.raises(ValueError, match="expected A and B of model"):
         peft_io.read_slot_config(tmp_path)

@@ -140,6 +140,7 @@ def served(place: Path, steps: int = 2) -> Job:
                 while policies.get(name).state.step < steps:
                     learn(thread, name, i)
                     policies.save(name)
+                policies.save(name)  # or an older one stays, where a stop came before it was dropped
             thread.call(lambda: policies.evict("one")).result(60)
             policies.get("one")
 

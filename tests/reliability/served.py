@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import httpx2
 import torch
 
+from rlhf_engine.devices import release_memory
 from rlhf_engine.policy.pool import BASE
 from tests.serve.serving import BODY, CHAT, COMPLETIONS, GENERATE, Place, add, serving
 from tests.serve.test_endpoints import joined
@@ -30,7 +31,8 @@ HONEST = ("one", "two")
 
 
 def sample() -> dict[str, int]:
-    """What this process holds now."""
+    """What this process holds now; memory without what malloc keeps for later."""
+    release_memory(torch.device("cpu"))
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.exists()]
     children = sum(len((task / "children").read_text().split()) for task in tasks)
     found = {"threads": len(tasks), "files": len(os.listdir("/proc/self/fd")), "children": children}

@@ -57,7 +57,13 @@ def test_resume_does_not_repeat_steps(path: Path) -> None:
     with MetricsWriter(path) as writer:
         assert writer.truncate_after(-1) == 5
         writer.write(0, {})
-    assert read_metrics(path) == [{"step": 0}]
+        path.rename(path.with_name("elsewhere"))
+        with pytest.raises(FileNotFoundError):  # what is written would follow the old file
+            writer.write(1, {})
+        path.touch()
+        with pytest.raises(OSError, match="another file has come in its place"):
+            writer.write(1, {})
+    assert read_metrics(path.with_name("elsewhere")) == [{"step": 0}]
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(path: Path) -> None:
