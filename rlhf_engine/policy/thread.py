@@ -159,8 +159,10 @@ class PolicyThread:
             self._require_open()
             self.owed += asked
             if key not in self._waiting:
-                others = {t.policy.key for t, _ in self._live.values()} | self._waiting.keys()
-                self._had[key] = max(self._had.get(key, 0), min((self._had[other] for other in others), default=0))
+                # lists and defaults, for the thread draws meanwhile, and a policy may leave
+                others = {t.policy.key for t, _ in list(self._live.values())} | self._waiting.keys()
+                least = min((self._had.get(other, 0) for other in others), default=0)
+                self._had[key] = max(self._had.get(key, 0), least)
             self._open.add(ticket)
             self._waiting.setdefault(key, deque()).extend((ticket, i) for i in range(len(ticket.requests)))
             self._changed.notify()
@@ -218,8 +220,9 @@ class PolicyThread:
     def _turn(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._calls or self._passes or self._waiting or self._live)
-            calls, self._calls = self._calls, deque()
-            passes, self._passes = self._passes, deque()
+            calls, passes = list(self._calls), list(self._passes)
+            self._calls.clear()  # the same ones stay: who asks may hold one already
+            self._passes.clear()
         for done, work in calls:
             self._note("call")
             fill(done, work)

@@ -15,7 +15,7 @@ from rlhf_engine.hydra import HydraModel, PackedBatch, RoleSpec, SlotConfig, hyd
 from rlhf_engine.hydra.outputs import PolicyLoss, TargetLogprobs, TopLogprobs, ValueLoss
 from rlhf_engine.policy import Pass, Policies, PolicyThread
 from rlhf_engine.policy.joint import run
-from rlhf_engine.policy.pool import BASE
+from rlhf_engine.policy.pool import BASE, promise
 from rlhf_engine.policy.thread import replay
 from rlhf_engine.rollout import Request, SamplingConfig
 from rlhf_engine.rollout.rows import LiveRows
@@ -337,6 +337,19 @@ def test_a_policy_that_is_removed_in_flight_fails_its_own_requests_alone():
     assert [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in alone]
     with pytest.raises(EngineError, match="was closed"):
         thread.submit("p1", requests(1, 0), long)
+
+
+def test_what_is_asked_for_while_a_turn_begins_is_done(monkeypatch):
+    """A turn between `call`'s first line and its lock, in which the thread takes what it was asked for so far."""
+    with PolicyThread(make_pool()) as thread:
+
+        def promise_late():
+            monkeypatch.undo()
+            assert thread.call(lambda: 1).result(60) == 1
+            return promise()
+
+        monkeypatch.setattr("rlhf_engine.policy.thread.promise", promise_late)
+        assert thread.call(lambda: 2).result(60) == 2
 
 
 def test_one_request_does_not_wait_for_the_thousand_of_another_policy():

@@ -106,7 +106,7 @@ def damaged_folder(folder: Path, part: str, places: int, outside: Path) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("places", "shard"), [(1, 0), *(pytest.param(80, i, marks=pytest.mark.long) for i in range(SHARDS))]
+    ("places", "shard"), [(1, 0), *(pytest.param(150, i, marks=pytest.mark.long) for i in range(SHARDS))]
 )
 def test_any_byte_of_each_file_of_a_folder_counts(written: Written, tmp_path, survived, places, shard):
     (tmp_path / "outside").write_text("{}")
