@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from rlhf_engine.devices import release_memory
 from rlhf_engine.runs.metrics import Columns, read_columns, write_atomic
 
 SMOOTHING = 0.8
@@ -139,8 +136,6 @@ def plot_curves(metrics_jsonl: str | Path, png_path: str | Path) -> list[str]:
         write_atomic(png_path, picture.getvalue())
     except OSError as error:
         warnings.warn(f"{png_path}: the curves were not drawn: {error.strerror}", stacklevel=2)
-    del figure, axes  # its parts refer to each other: Python would keep 15 MB of each picture until there are ten
-    release_memory(torch.device("cpu"))
     return [panel.title for panel, _ in drawn]
 
 
