@@ -83,6 +83,7 @@ class TrainerState:
     best_reward: float | None = None  # reward of the evaluation at `best_step`
     judged_by: str | None = None  # a digest of the rewards and held-out prompts that the best evaluation is the best by
     prompts: str | None = None  # a digest of the prompts, in their order
+    vocabulary: str | None = None  # a digest of the tokenizer's words, by which rewards read answers
     generation_batch_size: int | None = None  # answers of a step, by which the place in the data is found again
     num_generations: int | None = None  # answers to a prompt, likewise
     policies_after: dict[str, int] = field(default_factory=dict)

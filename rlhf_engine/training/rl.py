@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,10 @@ from rlhf_engine.training.update import Ranks, Schedule, Turns, alone, nothing_l
 _ANY = 2**62  # more tokens than there are
 
 
-def new_state(config: TrainConfig, train_set: PromptSet, eval_set: PromptSet | None) -> TrainerState:
-    """Counters of a run that begins. eval_set: held-out prompts."""
+def new_state(
+    config: TrainConfig, words: Mapping[str, int], train_set: PromptSet, eval_set: PromptSet | None
+) -> TrainerState:
+    """Counters of a run that begins. words: of the tokenizer. eval_set: held-out prompts."""
     beta = None if config.kl_target is None else config.beta
     judged_by = None
     if eval_set is not None:  # what an evaluation's reward is measured by
@@ -79,6 +81,7 @@ def new_state(config: TrainConfig, train_set: PromptSet, eval_set: PromptSet | N
         beta=beta,
         begun_with_beta=beta,
         prompts=digest(train_set.ids),
+        vocabulary=digest(sorted(words.items())),
         judged_by=judged_by,
         generation_batch_size=config.generation_batch_size,
         num_generations=config.num_generations,
@@ -89,6 +92,8 @@ def resumed_state(held: TrainerState, state: TrainerState, resume: Path) -> Trai
     """Counters of a run that goes on; ConfigError for other prompts, a warning for another β or other rewards."""
     if held.prompts is not None and held.prompts != state.prompts:
         raise ConfigError(f"dataset_name: expected the prompts of the run of {resume}, got others")
+    if held.vocabulary not in (None, state.vocabulary):
+        raise ConfigError(f"model_name_or_path: expected the tokenizer of the run of {resume}, got another")
     beta = held.beta if state.beta is not None and held.beta is not None else state.beta
     if state.beta is not None and held.begun_with_beta not in (None, state.beta):
         warnings.warn(
@@ -301,7 +306,7 @@ class RlTrainer(Run[TrainerState]):
                 resume, resumed_step = self._read()
                 model = build_policy_model(self.config, base)
             self._share_out(model, rows=self.train_set.ids, step=resumed_step)
-            begun = new_state(self.config, self.train_set, self.eval_set)
+            begun = new_state(self.config, self.tokenizer.get_vocab(), self.train_set, self.eval_set)
             with world.together("the start of the run"):
                 self.policy = RlPolicy(self.config, model, begun, longest=self._longest(), resume=resume, world=world)
             with self.whole_base(), world.together("the start of the run"):

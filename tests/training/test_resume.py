@@ -153,13 +153,20 @@ def test_a_run_goes_on_with_what_it_began_with(model, tmp_path):
     fewer = tmp_path / "fewer" / "prompts.jsonl"
     lines = Path(trainer.config.dataset_name).read_text().splitlines(keepends=True)
     fewer.write_text("".join(lines[1:]))
+    exchanged = shutil.copytree(model, tmp_path / "exchanged") / "tokenizer.json"
+    tokens = json.loads(exchanged.read_text())
+    words = tokens["model"]["vocab"]
+    one, other = [word for word in words if word not in " ".join(lines)][-2:]  # prompts have the same ids
+    words[one], words[other] = words[other], words[one]
+    exchanged.write_text(json.dumps(tokens))
     for options, message in (
+        ({"model_name_or_path": str(exchanged.parent)}, "model_name_or_path: expected the tokenizer of the run of"),
         ({"dataset_name": str(fewer)}, "dataset_name: expected the prompts of the run of"),
         ({"generation_batch_size": 4, "num_mini_batches": 1}, "generation_batch_size: expected 8 as in"),
         ({"optim": "adamw_stochastic"}, "adapter_dtype: expected float32 as in"),
     ):
         with pytest.raises(ConfigError, match=message):
-            RlTrainer(train_config(model, tmp_path / "other", **options, **resume))
+            RlTrainer(dataclasses.replace(train_config(model, tmp_path / "other", **resume), **options))
     trainer.step()
     later = trainer.save()
     with pytest.raises(ConfigError, match="max_steps: expected at least 2 steps, those of"):
