@@ -219,7 +219,7 @@ def read_columns(path: str | Path) -> Columns:
 def read_lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Lines of a JSONL file up to the last whole one, with their objects; None, and a warning, for damaged ones."""
     steps, later = list[int | None](), list[tuple[dict[str, Any] | None, bytes]]()
-    if path.exists():
+    if path.is_file():
         with path.open("rb") as file:
             for line in file:
                 later += [(_object(line), line)] if line.endswith(b"\n") else []

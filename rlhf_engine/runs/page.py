@@ -187,10 +187,10 @@ def _curves(columns: Columns) -> tuple[int, dict[str, list[list[float]]]]:
     every = -(-len(steps) // MOST_POINTS)
     curves: dict[str, list[list[float]]] = {}
     for name, column in columns.names.items():
-        if name == "step" or not column:
-            continue
         groups = [[x for x in column[i : i + every] if x == x] for i in range(0, len(column), every)]
         kept = [(steps[min((i + 1) * every, len(steps)) - 1], values) for i, values in enumerate(groups) if values]
+        if name == "step" or not kept:
+            continue
         lines = [[sum(values) / len(values) for _, values in kept]]
         if every > 1 and name in _DRAWN:
             lines += [[min(values) for _, values in kept], [max(values) for _, values in kept]]
