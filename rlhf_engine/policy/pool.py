@@ -440,7 +440,7 @@ def fill(future: Future[Any], work: Callable[[], Any]) -> None:
     """Put what the work returns, or raises, into the future."""
     try:
         future.set_result(work())
-    except Exception as error:  # whoever waits for the future gets it
+    except (Exception, SystemExit) as error:  # whoever waits for the future gets it
         future.set_exception(error)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -350,6 +351,9 @@ def test_what_is_asked_for_while_a_turn_begins_is_done(monkeypatch):
 
         monkeypatch.setattr("rlhf_engine.policy.thread.promise", promise_late)
         assert thread.call(lambda: 2).result(60) == 2
+        with pytest.raises(SystemExit):
+            thread.call(lambda: sys.exit(3)).result(60)
+        assert thread.call(lambda: 4).result(60) == 4
 
 
 def test_one_request_does_not_wait_for_the_thousand_of_another_policy():
