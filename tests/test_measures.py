@@ -30,13 +30,13 @@ CEILINGS = {
     "CHANGELOG.md: lines": 60,
     "bench: lines": 12278,
     "csrc: lines": 11956,
-    "docs: words of notes": 72600,
+    "docs: words of notes": 72700,
     "docs: words of pages": 32400,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
-    "engine: lines of code": 22398,
-    "engine: lines of the core": 19029,
-    "engine: lines": 34706,
+    "engine: lines of code": 22431,
+    "engine: lines of the core": 19039,
+    "engine: lines": 34747,
     "engine: longest file": 800,
     "engine: longest function": 80,
     "examples: lines": 1365,
@@ -51,7 +51,7 @@ CEILINGS = {
     "step: types of records": 28,
     "tests: items in the interpreter": 350,
     "tests: items per push": 2800,
-    "tests: lines": 56400,
+    "tests: lines": 56420,
 }
 
 
