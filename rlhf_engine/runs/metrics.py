@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import math
 import numbers
@@ -260,6 +261,9 @@ def _object(line: bytes) -> dict[str, Any] | None:
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file beside itself, flush and rename it: it is either the old one or the whole new one, and no link."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not _runs(left.name.split(".")[-2]):  # a process that was killed has left it
+            left.unlink(missing_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)
     with beside.open("xb") as file:
@@ -267,6 +271,16 @@ def write_atomic(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def _runs(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):  # another user's, or a name that is not ours
+        return True
+    return True
 
 
 def cpu_name() -> str:

@@ -28,7 +28,6 @@ from rlhf_engine.errors import ConfigError, EngineError, NonFiniteError, as_requ
 from rlhf_engine.hydra import OFF, HydraModel, PackedBatch, RoleSpec
 from rlhf_engine.hydra.loading import read_context_length, read_vocabulary
 from rlhf_engine.hydra.outputs import LogprobPair, Logprobs, Output
-from rlhf_engine.io import delete
 from rlhf_engine.rollout import exactness
 from rlhf_engine.rollout.answer import build_answer_model, load_own_tokenizer, tokenize_own_prompts
 from rlhf_engine.rollout.engine import RolloutEngine
@@ -95,9 +94,6 @@ class Evaluation:
         self._written = {c.name: self._written_answers(c) for c in self.candidates if not c.is_drawn}
         self.output = Path(config.output_dir)
         self.output.mkdir(parents=True, exist_ok=True)
-        for name in (kept.RESULTS_FILE, kept.PAGE_FILE):
-            for unfinished in self.output.glob(f".{name}.*.tmp"):
-                delete(unfinished)  # which a stop has left
         digests = kept.answer_digests(config, self.candidates, self.prompts.ids, self._written)
         self._answers = kept.Kept(self.output / kept.ANSWERS_FILE, digests, resume=config.resume)
         digests = kept.verdict_digests(config, digests)

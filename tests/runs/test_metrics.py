@@ -135,6 +135,11 @@ def test_atomic_write_replaces_or_leaves(tmp_path: Path) -> None:
         write_json_atomic(file, {"a": math.nan})
     assert json.loads(file.read_text(encoding="utf-8")) == {"a": "ü"}
     assert [p.name for p in file.parent.iterdir()] == ["r.json"]
+    ended, others = ".r.json.999999999.tmp", {".r.json.1.tmp", ".r.json.mine.tmp", "r.json"}
+    for name in (ended, *others):
+        (file.parent / name).touch()
+    write_json_atomic(file, {})
+    assert {p.name for p in file.parent.iterdir()} == others
 
 
 def test_run_record_is_json_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
