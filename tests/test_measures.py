@@ -34,9 +34,9 @@ CEILINGS = {
     "docs: words of pages": 32400,
     "engine: arrows between rooms": 114,
     "engine: files": 144,
-    "engine: lines of code": 22439,
+    "engine: lines of code": 22442,
     "engine: lines of the core": 19039,
-    "engine: lines": 34757,
+    "engine: lines": 34760,
     "engine: longest file": 800,
     "engine: longest function": 80,
     "examples: lines": 1365,
@@ -51,7 +51,7 @@ CEILINGS = {
     "step: types of records": 28,
     "tests: items in the interpreter": 350,
     "tests: items per push": 2800,
-    "tests: lines": 56420,
+    "tests: lines": 56430,
 }
 
 

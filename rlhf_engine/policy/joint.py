@@ -65,7 +65,10 @@ def _groups(host: HydraModel, passes: Sequence[Pass]) -> Iterator[list[Pass]]:
     """Consecutive passes whose lanes fit the token budget together; one that does not fit goes by itself."""
     group, rows = list[Pass](), 0
     for each in passes:
-        own = each.batch.n_tokens * len(_lanes(each))
+        try:
+            own = each.batch.n_tokens * len(_lanes(each))
+        except Exception:  # of a pass that cannot be: by itself, it raises that to who asked for it
+            own = host.token_budget + 1
         if group and rows + own > host.token_budget:
             yield group
             group, rows = [], 0

@@ -354,6 +354,11 @@ def test_what_is_asked_for_while_a_turn_begins_is_done(monkeypatch):
         with pytest.raises(SystemExit):
             thread.call(lambda: sys.exit(3)).result(60)
         assert thread.call(lambda: 4).result(60) == 4
+        batch, base = PackedBatch.from_lists([[5]], [[6]]), thread.policies.get(BASE)
+        unknown = TargetLogprobs(role="nobody", rows_P=torch.tensor([0]), targets=torch.tensor([6]))
+        for outputs, message in (((), "outputs: expected at least one"), ((unknown,), "nobody")):
+            with pytest.raises(ValueError, match=message):
+                thread.compute(Pass(policy=base, batch=batch, outputs=outputs)).result(60)
 
 
 def test_one_request_does_not_wait_for_the_thousand_of_another_policy():
