@@ -70,7 +70,9 @@ class GatedLayer:
         present = tuple(name for name in slots if name in wanted and path in slots[name].by_path)
         if not present:
             return None
-        A, B, scales, dropouts = list[Any](), list[Any](), list[float](), list[float]()
+        # torch.compile does not know list[Any]()
+        lists: tuple[list[Any], list[Any], list[float], list[float]] = ([], [], [], [])
+        A, B, scales, dropouts = lists
         for name in present:
             pair, config = slots[name].by_path[path], slots[name].config
             A.append(pair.A)

@@ -14,7 +14,6 @@ from tests.hydra.architectures import CONFIGS, plain_model
 
 BATCH = random_batch(((3, 9), (4, 8), (1, 5)))
 ROLES = {"actor": RoleSpec(slot="actor", trainable=True), "reference": RoleSpec()}
-pytestmark = pytest.mark.long  # no command compiles a backbone
 
 
 def make(name: str) -> HydraModel:
@@ -47,11 +46,15 @@ def compare(name: str, backend: str, tolerance: float) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "eager"), *((x, "aot_eager") for x in CONFIGS)])
+# no command compiles a backbone: one of every push
+@pytest.mark.parametrize(
+    ("name", "backend"), [("llama", "eager"), *(pytest.param(x, "aot_eager", marks=pytest.mark.long) for x in CONFIGS)]
+)
 def test_a_compiled_backbone_is_one_graph_with_eager_s_numbers(name, backend):
     compare(name, backend, 0.0 if name == "llama" else 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
 def test_compiled_to_machine_code(name):
     compare(name, "inductor", 1e-4)
