@@ -184,7 +184,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class Columns:
-    """The lines of a metrics file by name: as dicts, those of a long run would take eight times the memory."""
+    """The lines of a metrics file by name: as dicts, those of a long run would take six times the memory."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any] | None]) -> None:
         """rows: objects with a step; None for a damaged line."""

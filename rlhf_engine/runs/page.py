@@ -168,7 +168,7 @@ def _state(folder: Path, steps: int, total: int | None) -> str | None:
 def _not_finite(columns: Columns) -> dict[str, Any]:
     """Number of steps with a metric that is not finite, the first of them, and the metrics' names; empty if none."""
     bad = columns.nonfinite
-    names = dict.fromkeys(name for names in bad.values() for name in names)
+    names = dict.fromkeys(name for each in bad.values() for name in each)
     return {"count": len(bad), "first": min(bad), "names": list(names)} if bad else {}
 
 
